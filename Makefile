@@ -1,0 +1,53 @@
+# Everything runs in .venv, which is made on first use: that takes Python 3.11 or later, git, make and a C++ compiler.
+# With NO_VENV=1 the interpreter PYTHON is used as it is, and nothing is installed.
+PYTHON ?= python3
+
+ifdef NO_VENV
+python := $(PYTHON)
+clang-format := clang-format
+else
+python := .venv/bin/python
+clang-format := .venv/bin/clang-format
+installed = .venv/$(1).installed
+endif
+
+# ninja and pip are parallel by themselves, and two pips must not work on one environment.
+.NOTPARALLEL:
+.PHONY: help venv build test demo lint format clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile
+
+venv: $(foreach set,build test demo lint,$(call installed,$(set))) ## install all requirements into .venv
+
+build: $(call installed,build) ## build the kernel for the CPU and, where there is an nvcc, for CUDA, into build/
+	$(python) tools/build.py
+
+test: $(call installed,test) build ## build, then run all tests that this machine can run
+	$(python) -m pytest
+
+demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
+	$(python) examples/demo.py
+
+lint: $(call installed,lint) ## check the style of all code
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) --dry-run --Werror
+
+format: $(call installed,lint) ## bring all code into style
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) -i
+
+clean: ## remove what was built (.venv stays)
+	rm -rf build .pytest_cache .ruff_cache
+
+.venv/%.installed: requirements/%.txt $(wildcard requirements/*.txt) | .venv/bin/python
+	.venv/bin/python -m pip install -r $<
+	@touch $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo 'error: $(PYTHON) cannot make a virtual environment (Debian, Ubuntu: install python3-venv)'; exit 1; }

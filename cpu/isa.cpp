@@ -1,0 +1,62 @@
+#include "isa.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace fused_mlp {
+namespace {
+
+constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "amx"};
+
+#if defined(__x86_64__) && defined(__linux__)
+// AMX state is large, so Linux hands it out only on request, for the whole process.
+bool amx_granted() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if (!(edx & kAmxBf16) || !(edx & kAmxTile)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+Isa supported() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kScalar;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!avx512) return Isa::kAvx2;
+  return amx_granted() ? Isa::kAmx : Isa::kAvx512;
+}
+#else
+Isa supported() { return Isa::kScalar; }
+#endif
+
+Isa choose() {
+  const Isa best = supported();
+  const char* cap = std::getenv("FUSED_MLP_CPU_ISA");
+  if (cap == nullptr) return best;
+  for (int i = 0; i < 4; ++i) {
+    if (std::strcmp(cap, kNames[i]) != 0) continue;
+    STD_TORCH_CHECK(i <= static_cast<int>(best), "FUSED_MLP_CPU_ISA is ", cap, ", but this CPU has no more than ",
+                    kNames[static_cast<int>(best)]);
+    return static_cast<Isa>(i);
+  }
+  STD_TORCH_CHECK(false, "FUSED_MLP_CPU_ISA must be scalar, avx2, avx512 or amx, not ", cap);
+}
+
+}  // namespace
+
+Isa isa() {
+  static const Isa chosen = choose();
+  return chosen;
+}
+
+}  // namespace fused_mlp

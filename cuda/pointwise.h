@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace fused_mlp {
+
+enum class DType { kFloat32, kFloat16, kBFloat16 };
+
+// `rows` rows of adjacent elements, `row_stride` elements apart.
+struct Matrix {
+  void* data;
+  int64_t row_stride;
+};
+
+// out = act(gate) * up, or act(gate) where up.data is null. out may be gate or up itself.
+cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
+                               int64_t activation, cudaStream_t stream);
+
+// gate_grad = grad * up * act'(gate), up_grad = grad * act(gate)
+cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Matrix gate_grad, Matrix up_grad,
+                                        int64_t rows, int64_t cols, DType dtype, int64_t activation,
+                                        cudaStream_t stream);
+
+}  // namespace fused_mlp

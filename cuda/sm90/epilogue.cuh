@@ -1,0 +1,79 @@
+// What happens to accumulators on their way out: bias, activation, gating, rounding. Apart from the main loops.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../../torch-ext/activation.h"
+#include "../activations.cuh"
+
+namespace fused_mlp::sm90 {
+
+struct EpilogueArgs {
+  const void* bias;     // of the weight (the gate's where there are two), or null
+  const void* up_bias;  // or null
+  Activation activation;
+};
+
+__device__ __forceinline__ float2 to_float2(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+__device__ __forceinline__ float2 to_float2(__half2 v) { return __half22float2(v); }
+
+template <typename Element>
+struct Pair;
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ Type round(float low, float high) { return __floats2bfloat162_rn(low, high); }
+};
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ Type round(float low, float high) { return __floats2half2_rn(low, high); }
+};
+
+template <typename Element>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  const auto pair = Pair<Element>::round(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Elements `column` and `column + 1` of a bias of n elements; column and n are even.
+template <typename Element>
+__device__ __forceinline__ float2 load_bias_pair(const void* bias, int column, int n) {
+  if (bias == nullptr || column >= n) return make_float2(0.0f, 0.0f);
+  using Type = typename Pair<Element>::Type;
+  return to_float2(__ldg(reinterpret_cast<const Type*>(static_cast<const Element*>(bias) + column)));
+}
+
+template <Activation A, int kCount>
+__device__ __forceinline__ void activate_with(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = ActivationFn<A, true>::value(values[i]);
+}
+
+// values[i] = act(values[i]): one uniform branch for all of them.
+template <int kCount>
+__device__ __forceinline__ void activate(float (&values)[kCount], Activation activation) {
+  switch (activation) {
+    case Activation::kLinear:
+      return;
+    case Activation::kGelu:
+      return activate_with<Activation::kGelu>(values);
+    case Activation::kGeluTanh:
+      return activate_with<Activation::kGeluTanh>(values);
+    case Activation::kQuickGelu:
+      return activate_with<Activation::kQuickGelu>(values);
+    case Activation::kSilu:
+      return activate_with<Activation::kSilu>(values);
+    case Activation::kRelu:
+      return activate_with<Activation::kRelu>(values);
+    case Activation::kRelu2:
+      return activate_with<Activation::kRelu2>(values);
+    case Activation::kSigmoid:
+      return activate_with<Activation::kSigmoid>(values);
+  }
+}
+
+}  // namespace fused_mlp::sm90

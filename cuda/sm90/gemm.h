@@ -1,0 +1,53 @@
+// GEMMs for sm_90a (H100, H200) with bias, activation and gating in the epilogue.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../pointwise.h"
+
+namespace fused_mlp::sm90 {
+
+// out = act(a weight^T + bias), or, where up_weight.data is not null,
+// out = act(a weight^T + bias) * (a up_weight^T + up_bias).
+// a [m, k], weights [n, k], biases [n] or null, out [m, n]; fp32 accumulation, one rounding.
+struct GemmProblem {
+  Matrix a;
+  Matrix weight;
+  Matrix up_weight;
+  const void* bias;
+  const void* up_bias;
+  Matrix out;
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  DType dtype;
+  int64_t activation;
+  // Set where the launch before this one in the stream is a GEMM of this file that did not write the weights: this
+  // one then starts, and reads its weights, while that one drains.
+  bool follows_gemm;
+
+  bool gated() const { return up_weight.data != nullptr; }
+};
+
+// How a problem is computed: which kernel, over how many CTAs, and why.
+struct GemmPlan {
+  enum class Kernel { kTiled, kStreamed };
+  Kernel kernel;
+  int block_n;    // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
+  int multicast;  // CTAs of a cluster that share their weight tiles
+  int split_k;    // CTAs of a cluster that share one output tile, each with a part of k
+  const char* reason;
+};
+
+// Null where gemm() takes the problem, else the reason, in a few words, why it does not.
+const char* refusal(const GemmProblem& problem);
+
+GemmPlan plan(const GemmProblem& problem, int multiprocessors);
+
+// Launches on the current device. The problem must be one that refusal() does not refuse.
+cudaError_t gemm(const GemmProblem& problem, cudaStream_t stream);
+cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, cudaStream_t stream);
+
+}  // namespace fused_mlp::sm90

@@ -1,0 +1,145 @@
+// From a problem and a plan to a launch: tensor maps, grid, cluster. Instantiated once per dtype.
+#pragma once
+
+#include <atomic>
+
+#include "gemm.h"
+#include "streamed_gemm.cuh"
+#include "tensor_map.h"
+#include "tiled_gemm.cuh"
+
+namespace fused_mlp::sm90 {
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// Raises the kernel's shared memory limit on the current device, the first time it runs there.
+template <typename Args>
+cudaError_t allow_shared_memory(void (*kernel)(Args), int bytes, std::atomic<uint64_t>& devices_done) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (device < 64 && (devices_done.load(std::memory_order_acquire) & bit)) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && device < 64) devices_done.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
+template <typename Args>
+cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int threads, int shared_bytes, int cluster,
+                          bool follows_gemm, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+  attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  ++config.numAttrs;
+  if (follows_gemm) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+    ++config.numAttrs;
+  }
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+inline EpilogueArgs epilogue_args(const GemmProblem& p) {
+  return {p.bias, p.up_bias, static_cast<Activation>(p.activation)};
+}
+
+template <typename Gemm>
+cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
+  TiledGemmArgs args;
+  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kBlockM, Gemm::kBlockK) &&
+                      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kBlockN / 2, Gemm::kBlockK) &&
+                      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k,
+                                                          Gemm::kBlockN / 2, Gemm::kBlockK)) &&
+                      encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, 64, Gemm::kBoxN);
+  if (!mapped) return cudaErrorInvalidValue;
+  args.epilogue = epilogue_args(p);
+  args.n = static_cast<int>(p.n);
+  args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
+  args.tiles_m = ceil_div(p.m, Gemm::kBlockM * Gemm::kMulticast);
+  args.tiles_n = ceil_div(p.n, Gemm::kTileN);
+  args.follows_gemm = p.follows_gemm;
+
+  const auto kernel = tiled_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  const int tiles = args.tiles_m * args.tiles_n;
+  const int resident = multiprocessors / Gemm::kCluster;
+  const int clusters = Gemm::kSplitK > 1 || tiles < resident ? tiles : resident;
+  return launch_kernel(kernel, args, clusters * Gemm::kCluster, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kCluster,
+                       p.follows_gemm, stream);
+}
+
+template <typename Gemm>
+cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stream) {
+  StreamedGemmArgs args;
+  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kTokens, Gemm::kBoxK) &&
+                      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK) &&
+                      (!Gemm::kGated ||
+                       encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK));
+  if (!mapped) return cudaErrorInvalidValue;
+  args.epilogue = epilogue_args(p);
+  args.out = p.out.data;
+  args.out_stride = p.out.row_stride;
+  args.m = static_cast<int>(p.m);
+  args.n = static_cast<int>(p.n);
+  args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
+  args.follows_gemm = p.follows_gemm;
+
+  const auto kernel = streamed_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel, args, ceil_div(p.n, Gemm::kRows) * split_k, Gemm::kThreads, Gemm::kSharedBytes, split_k,
+                       p.follows_gemm, stream);
+}
+
+template <typename Element, bool kGated>
+cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
+  if (plan.kernel == GemmPlan::Kernel::kStreamed) {
+    switch (plan.block_n) {
+      case 8:
+        return launch_streamed<StreamedGemm<Element, kGated, 8>>(p, plan.split_k, stream);
+      case 16:
+        return launch_streamed<StreamedGemm<Element, kGated, 16>>(p, plan.split_k, stream);
+      case 32:
+        return launch_streamed<StreamedGemm<Element, kGated, 32>>(p, plan.split_k, stream);
+      case 64:
+        return launch_streamed<StreamedGemm<Element, kGated, 64>>(p, plan.split_k, stream);
+    }
+    return cudaErrorInvalidValue;
+  }
+  const auto is = [&](int block_n, int multicast, int split_k) {
+    return plan.block_n == block_n && plan.multicast == multicast && plan.split_k == split_k;
+  };
+#define FUSED_MLP_TILED(N, MULTICAST, SPLIT_K) \
+  if (is(N, MULTICAST, SPLIT_K))               \
+    return launch_tiled<TiledGemm<Element, kGated, N, MULTICAST, SPLIT_K>>(p, multiprocessors, stream);
+  FUSED_MLP_TILED(256, 2, 1)
+  FUSED_MLP_TILED(256, 1, 1)
+  FUSED_MLP_TILED(192, 2, 1)
+  FUSED_MLP_TILED(128, 2, 1)
+  FUSED_MLP_TILED(128, 1, 1)
+  FUSED_MLP_TILED(128, 1, 2)
+  if constexpr (kGated) {
+    FUSED_MLP_TILED(224, 2, 1)
+  } else {
+    FUSED_MLP_TILED(128, 1, 4)
+  }
+#undef FUSED_MLP_TILED
+  return cudaErrorInvalidValue;
+}
+
+template <typename Element>
+cudaError_t launch(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
+  return p.gated() ? launch_plan<Element, true>(p, plan, multiprocessors, stream)
+                   : launch_plan<Element, false>(p, plan, multiprocessors, stream);
+}
+
+}  // namespace fused_mlp::sm90

@@ -1,0 +1,250 @@
+// The GEMM for few rows of A, bound by the reading of the weights: they stream through shared memory once, at full
+// width, whatever the number of rows. The operands swap places: 64 weight rows are the M side of the wgmma, the rows of
+// A (tokens) its N side. A cluster splits k where there are too few tiles for the chip, and adds the parts in the order
+// of its ranks through distributed shared memory.
+#pragma once
+
+#include "epilogue.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
+
+namespace fused_mlp::sm90 {
+
+struct StreamedGemmArgs {
+  CUtensorMap a;
+  CUtensorMap weight;
+  CUtensorMap up_weight;
+  EpilogueArgs epilogue;
+  void* out;
+  int64_t out_stride;
+  int m;
+  int n;
+  int k_blocks;
+  bool follows_gemm;
+};
+
+template <typename Element_, bool kGated_, int kTokens_>
+struct StreamedGemm {
+  using Element = Element_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kRows = 64;
+  static constexpr int kBoxK = 64;
+  static constexpr int kParts = kGated ? 2 : 1;                 // gate and up
+  static constexpr int kBoxesK = kGated ? 1 : 2;                // boxes of kBoxK a stage
+  static constexpr int kBlockK = kBoxesK * kBoxK;
+  static constexpr int kThreads = 128 + 32;                     // a consumer warpgroup, a producer warp
+  static constexpr int kMaxCluster = 8;
+
+  static constexpr int kWeightBytes = kRows * kBoxK * sizeof(Element);  // of a box
+  static constexpr int kTokenBytes = kTokens * kBoxK * sizeof(Element);
+  static constexpr int kStageBytes = kParts * kBoxesK * kWeightBytes + kBoxesK * kTokenBytes;
+  static constexpr int kBarrierBytes = 128;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kCtasPerMultiprocessor = 3;
+  static constexpr int kSharedLimit = 228 * 1024 / kCtasPerMultiprocessor - 1024 - kAlignment - kBarrierBytes;
+  static constexpr int kStages = kSharedLimit / kStageBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kAlignment + kBarrierBytes;
+
+  static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
+  static_assert(kParts * kTokens * kPartialStride * 4 <= kStages * kStageBytes);
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Gemm>
+struct StreamedGemmShared {
+  uint8_t* ring;
+  uint64_t* full;
+  uint64_t* empty;
+
+  __device__ __forceinline__ explicit StreamedGemmShared(uint8_t* raw) {
+    ring = raw + (-shared_address(raw) & (Gemm::kAlignment - 1));
+    full = reinterpret_cast<uint64_t*>(ring + Gemm::kStages * Gemm::kStageBytes);
+    empty = full + Gemm::kStages;
+  }
+  __device__ __forceinline__ uint8_t* weight(int stage, int part, int box) const {
+    return ring + stage * Gemm::kStageBytes + (part * Gemm::kBoxesK + box) * Gemm::kWeightBytes;
+  }
+  __device__ __forceinline__ uint8_t* tokens(int stage, int box) const {
+    return weight(stage, Gemm::kParts, 0) + box * Gemm::kTokenBytes;
+  }
+  __device__ __forceinline__ float* partial(int part, int token, int row) const {
+    return reinterpret_cast<float*>(ring) + (part * Gemm::kTokens + token) * Gemm::kPartialStride + row;
+  }
+};
+
+template <typename Gemm>
+__device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared, int row,
+                                       int2 k) {
+  const auto load_weights = [&](int stage, int block) {
+#pragma unroll
+    for (int box = 0; box < Gemm::kBoxesK; ++box) {
+      const int column = block * Gemm::kBlockK + box * Gemm::kBoxK;
+      tma_load(&args.weight, shared.full + stage, shared.weight(stage, 0, box), column, row);
+      if (Gemm::kGated) tma_load(&args.up_weight, shared.full + stage, shared.weight(stage, 1, box), column, row);
+    }
+  };
+  const auto load_tokens = [&](int stage, int block) {
+#pragma unroll
+    for (int box = 0; box < Gemm::kBoxesK; ++box) {
+      tma_load(&args.a, shared.full + stage, shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK, 0);
+    }
+  };
+
+  // The first round reads only weights until the kernel that writes A is done.
+  const int first_round = min(k.y, k.x + Gemm::kStages);
+  for (int block = k.x; block < first_round; ++block) {
+    mbarrier_arrive_expect(shared.full + block - k.x, Gemm::kStageBytes);
+    load_weights(block - k.x, block);
+  }
+  if (args.follows_gemm) wait_for_previous_kernel();
+  for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
+
+  RingPosition<Gemm::kStages> at;
+  for (int block = first_round; block < k.y; ++block, at.advance()) {
+    mbarrier_wait(shared.empty + at.stage, at.parity);
+    mbarrier_arrive_expect(shared.full + at.stage, Gemm::kStageBytes);
+    load_weights(at.stage, block);
+    load_tokens(at.stage, block);
+  }
+}
+
+// Leaves this CTA's sums in shared.partial.
+template <typename Gemm>
+__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
+  using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens>;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
+  RingPosition<Gemm::kStages> at;
+  for (int block = k.x; block < k.y; ++block, at.advance()) {
+    mbarrier_wait(shared.full + at.stage, at.parity);
+#pragma unroll
+    for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
+    wgmma_fence();
+#pragma unroll
+    for (int box = 0; box < Gemm::kBoxesK; ++box) {
+      const uint64_t tokens = wgmma_descriptor(shared.tokens(at.stage, box));
+#pragma unroll
+      for (int step = 0; step < Gemm::kBoxK / kWgmmaK; ++step) {
+#pragma unroll
+        for (int part = 0; part < Gemm::kParts; ++part) {
+          Mma::multiply(accumulator[part],
+                        wgmma_descriptor(shared.weight(at.stage, part, box)) + step * kDescriptorStepK,
+                        tokens + step * kDescriptorStepK, true);
+        }
+      }
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
+    wgmma_wait<0>();
+    if (lane == 0) mbarrier_arrive(shared.empty + at.stage);
+  }
+
+  named_barrier_sync(1, 128);  // all warps are done with the ring, where the sums go
+#pragma unroll
+  for (int part = 0; part < Gemm::kParts; ++part) {
+    fence_accumulator(accumulator[part]);
+#pragma unroll
+    for (int i = 0; i < Gemm::kTokens / 2; ++i) {
+      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4;
+      *shared.partial(part, token, row) = accumulator[part][i];
+    }
+  }
+}
+
+// The sums of four adjacent rows for one token over the cluster, in the order of the ranks.
+template <typename Gemm>
+__device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& shared, int part, int token, int row,
+                                               int ranks) {
+  const uint32_t address = shared_address(shared.partial(part, token, row));
+  float4 terms[Gemm::kMaxCluster];
+#pragma unroll
+  for (int source = 0; source < Gemm::kMaxCluster; ++source) {
+    if (source < ranks) terms[source] = load_cluster_float4(map_to_rank(address, source));
+  }
+  float4 sum = terms[0];
+#pragma unroll
+  for (int source = 1; source < Gemm::kMaxCluster; ++source) {
+    if (source < ranks) {
+      sum.x += terms[source].x;
+      sum.y += terms[source].y;
+      sum.z += terms[source].z;
+      sum.w += terms[source].w;
+    }
+  }
+  return sum;
+}
+
+// This CTA's share of the tile's results: four adjacent columns of a token a thread.
+template <typename Gemm>
+__device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
+                                       int first_column, int rank, int ranks) {
+  using Element = typename Gemm::Element;
+  constexpr int kQuads = Gemm::kRows / 4;
+  for (int index = rank * 128 + threadIdx.x; index < args.m * kQuads; index += ranks * 128) {
+    const int token = index / kQuads;
+    const int row = index % kQuads * 4;
+    const int column = first_column + row;
+    if (column >= args.n) continue;
+    const auto biased_sum = [&](int part, const void* bias) {
+      const float4 sum = sum_partials(shared, part, token, row, ranks);
+      const float2 low = load_bias_pair<Element>(bias, column, args.n);
+      const float2 high = load_bias_pair<Element>(bias, column + 2, args.n);
+      return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
+    };
+    const float4 gate = biased_sum(0, args.epilogue.bias);
+    float value[4] = {gate.x, gate.y, gate.z, gate.w};
+    activate(value, args.epilogue.activation);
+    if constexpr (Gemm::kGated) {
+      const float4 up = biased_sum(1, args.epilogue.up_bias);
+      value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;
+    }
+    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + token * args.out_stride + column) =
+        make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Gemm>
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
+    streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t raw_shared[];
+  const StreamedGemmShared<Gemm> shared(raw_shared);
+  const int rank = cluster_rank();
+  const int ranks = cluster_size();
+  const int row = blockIdx.x / ranks * Gemm::kRows;
+  const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.weight);
+    if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
+    prefetch_tensor_map(&args.a);
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+      mbarrier_init(shared.full + stage, 1);
+      mbarrier_init(shared.empty + stage, 4);  // the consumers' warps
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  allow_next_kernel();
+
+  if (threadIdx.x < 128) {
+    multiply<Gemm>(shared, k);
+  } else {
+    if (threadIdx.x == 128) stream<Gemm>(args, shared, row, k);
+    __syncwarp();
+  }
+  cluster_sync();
+  if (threadIdx.x < 128) finish<Gemm>(args, shared, row, rank, ranks);
+  cluster_sync();  // no CTA leaves while the others read its sums
+#endif
+}
+
+}  // namespace fused_mlp::sm90

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Builds the kernel for development and tests: for the CPU, and for CUDA wherever there is an nvcc (no GPU needed).
+
+Releases are built by kernel-builder (flake.nix), in a sandbox and for every version of CUDA that the Hub asks for.
+This reads the same build.toml and lays out the same build/<variant>/ with the compilers of this machine.
+"""
+
+import argparse
+import fcntl
+import os
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import project
+from builder import abi, plan, toolchain
+from builder.compile import compile
+from builder.toolchain import BuildError
+
+try:
+    from builder import layout
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/build.txt)")
+
+NO_NVCC = "no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
+
+
+@dataclass(frozen=True)
+class Built:
+    variant: plan.Variant
+    bytes: int
+    seconds: float
+    checks: list[abi.Check]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = project.config()["general"]["backends"]
+    parser.add_argument("--backend", nargs="+", choices=known, help="what to build for (default: all that can be)")
+    parser.add_argument("--out", type=Path, default=project.BUILD, help="the folder of the variants (default: build)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at a time")
+    parser.add_argument("--cuda-archs", nargs="+", default=[], metavar="X.Y", help="only these, for a quick build")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    try:
+        nvcc = toolchain.nvcc()
+        if nvcc is None and "cuda" in (arguments.backend or []):
+            raise BuildError(f"{NO_NVCC}: cannot build for CUDA")
+        if nvcc is None and arguments.backend is None:
+            print(f"{NO_NVCC}: not building for CUDA")
+            known = [backend for backend in known if backend != "cuda"]
+        with locked(out / ".cache"):
+            builds = [
+                build(backend, nvcc if backend == "cuda" else None, out, arguments.jobs, frozenset(arguments.cuda_archs))
+                for backend in arguments.backend or known
+            ]
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+    report(builds)
+    if any(check.failed for built in builds for check in built.checks):
+        sys.exit("error: an extension uses symbols that a Hub kernel may not")
+
+
+def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_archs: frozenset[str]) -> Built:
+    start = time.monotonic()
+    variant = plan.variant(backend, nvcc, cuda_archs)
+    extension = compile(variant, out / ".cache" / variant.label, nvcc, jobs)
+    layout.install(variant, extension, out / variant.label)
+    return Built(variant, extension.stat().st_size, time.monotonic() - start, abi.check(extension))
+
+
+@contextmanager
+def locked(cache: Path):
+    """Two builds at a time would write the same files."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def report(builds: list[Built]) -> None:
+    """Prints a table of the builds, and below it the symbols that a check found."""
+    rows = [["variant", "archs", "size", "time", *(check.name for check in builds[0].checks)]]
+    for built in builds:
+        numbers = [f"{built.bytes / 2**20:.1f} MiB", f"{built.seconds:.1f} s"]
+        rows.append([built.variant.label, " ".join(built.variant.archs) or "-", *numbers, *map(str, built.checks)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for built in builds:
+        for check in built.checks:
+            if check.symbols is None:
+                print(f"{built.variant.backend}: {check.name} not checked: kernel-abi-check is not installed")
+            elif check.symbols:
+                more = f" and {len(check.symbols) - 6} more" if len(check.symbols) > 6 else ""
+                print(f"{built.variant.backend}: not in {check.name}: {', '.join(check.symbols[:6])}{more}{check.note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Compiles a variant's extension. A generated build.ninja rebuilds only what changed, and shows progress."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import project
+
+from . import toolchain
+from .plan import Section, Variant
+from .toolchain import BuildError, Nvcc
+
+CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
+FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-DPy_LIMITED_API=0x03090000"]
+# -fno-gnu-unique: two builds in one process must not share the statics of inline functions.
+HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall"]
+# No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
+LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
+
+
+def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path:
+    """Builds what is out of date in the folder `cache` and returns the extension."""
+    cache.mkdir(parents=True, exist_ok=True)
+    compiler = _Compiler(variant, toolchain.cxx(), nvcc, toolchain.torch(variant.stable_abi), jobs)
+    script, extension = cache / "build.ninja", cache / "extension.so"
+    script.write_text("\n".join(_script(compiler, cache, extension)) + "\n")
+    command = [toolchain.ninja(), "-f", str(script), "-j", str(jobs)]
+    if subprocess.run(command, cwd=project.ROOT).returncode != 0:
+        raise BuildError(f"{variant.label} did not compile: the compiler's messages are above")
+    return extension
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """The command lines of a variant: g++'s for the CPU, nvcc's, which drives g++, for CUDA."""
+
+    variant: Variant
+    cxx: str
+    nvcc: Nvcc | None
+    torch: Path
+    jobs: int
+
+    @property
+    def threads(self) -> int:
+        # One nvcc compiles for several capabilities at a time: that keeps all cores busy when a single file is left,
+        # as several nvcc side by side would not.
+        return max(1, min(self.jobs, len(self.variant.archs)))
+
+    def object(self, section: Section, source: str) -> list[str]:
+        major, minor = (int(part) for part in self.variant.stable_abi.split("."))
+        flags = [*FLAGS, f"-D{self.variant.backend.upper()}_KERNEL"]
+        flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
+        flags += [f"-I{include}" for include in (Path(__file__).parent, *section.include)]
+        flags += ["-isystem", f"{self.torch}/include", "-isystem", str(toolchain.python_include())]
+        if section.name == "torch":  # alone sees the id, so that a new id does not compile everything anew
+            flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
+        is_cuda = source.endswith(".cu")
+        host_flags = HOST_FLAGS if is_cuda else [*HOST_FLAGS, *section.cxx_flags]
+        if self.nvcc is None:
+            return [self.cxx, *flags, *host_flags]
+        command = [self.nvcc.path, f"-ccbin={self.cxx}", *flags, "-DUSE_CUDA=1"]
+        command += [f"-Xcompiler={flag}" for flag in host_flags]
+        if is_cuda:
+            command += ["--expt-relaxed-constexpr", f"--threads={self.threads}", *_gencode(section), *section.cuda_flags]
+        return command
+
+    def link(self, extension: Path, objects: list[Path], stub: Path | None) -> list[str]:
+        command = [self.cxx] if self.nvcc is None else [self.nvcc.path, f"-ccbin={self.cxx}", "-cudart=static"]
+        command += ["-shared", "-o", str(extension), *map(str, objects), f"-L{self.torch}/lib", "-ltorch_cpu", "-lc10"]
+        flags = LINK_FLAGS if stub is None else ["--no-as-needed", str(stub), *LINK_FLAGS]
+        return command + [part for flag in flags for part in ("-Xlinker", flag)]
+
+    def link_stub(self, stub: Path, source: Path) -> list[str]:
+        return [self.cxx, "-shared", "-fPIC", "-Xlinker", "-soname=libtorch_cuda.so", "-o", str(stub), str(source)]
+
+
+def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
+    yield f"builddir = {_escape(cache)}"
+    yield "pool nvcc"
+    yield f"  depth = {max(1, compiler.jobs // compiler.threads)}"
+    yield "rule compile"
+    yield "  command = $run -MD -MF $out.d -c $in -o $out"
+    yield "  deps = gcc"
+    yield "  depfile = $out.d"
+    yield f"  description = {compiler.variant.backend}: $in"
+    yield "rule link"
+    yield "  command = $run"
+    yield f"  description = {compiler.variant.backend}: $out"
+    objects = []
+    for section in compiler.variant.sections:
+        for source in section.sources:
+            if source.endswith(".cu") or Path(source).suffix in CXX_SUFFIXES:
+                objects.append(cache / section.name / f"{source}.o")
+                yield f"build {_escape(objects[-1])}: compile {_escape(source)}"
+                yield f"  run = {_command(compiler.object(section, source))}"
+                if source.endswith(".cu"):
+                    yield "  pool = nvcc"
+    stub = None
+    if compiler.nvcc is not None:
+        stub, source = cache / "libtorch_cuda.so", cache / "libtorch_cuda.cpp"
+        _write(source, _torch_cuda_stub(compiler.torch / "include"))
+        yield f"build {_escape(stub)}: link {_escape(source)}"
+        yield f"  run = {_command(compiler.link_stub(stub, source))}"
+    inputs = objects if stub is None else [*objects, stub]
+    yield f"build {_escape(extension)}: link {' '.join(map(_escape, inputs))}"
+    yield f"  run = {_command(compiler.link(extension, objects, stub))}"
+
+
+def _torch_cuda_stub(include: Path) -> str:
+    """Stands in for libtorch_cuda.so, which a CPU-only torch lacks, at link time: the shims declared under USE_CUDA."""
+    shims = ["torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h"]
+    text = "".join((include / shim).read_text() for shim in shims)
+    declared = "".join(re.findall(r"#ifdef USE_CUDA(.*?)#endif // USE_CUDA", text, re.DOTALL))
+    return "".join(f'extern "C" void {name}() {{}}\n' for name in re.findall(r"\b(?:aoti_)?torch_\w+(?=\()", declared))
+
+
+def _gencode(section: Section) -> Iterator[str]:
+    for arch in section.archs:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        yield f"-gencode=arch=compute_{number},code=sm_{number}"
+        if arch.endswith("+PTX"):
+            yield f"-gencode=arch=compute_{number},code=compute_{number}"
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:  # an untouched file stays up to date
+        path.write_text(text)
+
+
+def _command(parts: list[str]) -> str:
+    return shlex.join(parts).replace("$", "$$")
+
+
+def _escape(path: str | Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))

@@ -1,0 +1,109 @@
+"""What a variant is built from, read from build.toml."""
+
+import hashlib
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import project
+
+from .toolchain import BuildError, Nvcc
+
+
+@dataclass(frozen=True)
+class Section:
+    """[torch] or a [kernel.<name>] of build.toml: sources that are compiled alike."""
+
+    name: str
+    sources: tuple[str, ...]  # headers among them
+    include: tuple[str, ...]
+    cxx_flags: tuple[str, ...]
+    cuda_flags: tuple[str, ...]
+    archs: tuple[str, ...]  # CUDA capabilities as in build.toml: "8.0", "9.0a", "12.0+PTX"
+
+
+@dataclass(frozen=True)
+class Variant:
+    backend: str
+    label: str  # the name of its folder, by which the loader chooses
+    stable_abi: str  # the torch version whose stable ABI it keeps to
+    id: str  # of the module, and the namespace of the ops
+    sections: tuple[Section, ...]
+
+    @property
+    def archs(self) -> list[str]:
+        """All that some section is compiled for, by rising capability."""
+        return sorted({arch for section in self.sections for arch in section.archs}, key=_rank)
+
+
+def variant(backend: str, nvcc: Nvcc | None = None, only_archs: frozenset[str] = frozenset()) -> Variant:
+    """The variant of a backend. `only_archs`, if any, leaves out the CUDA capabilities that are not among them."""
+    config = project.config()
+    sections = [_section("torch", config["torch"], ())]
+    for name, table in config["kernel"].items():
+        if table["backend"] == backend:
+            sections.append(_section(name, table, _archs(name, table, nvcc, only_archs) if nvcc else ()))
+    stable_abi = config["torch"]["stable-abi"][backend]
+    compute = "cu" + nvcc.version.replace(".", "") if nvcc else backend
+    abi = stable_abi.replace(".", "")
+    return Variant(
+        backend=backend,
+        label=f"torch-stable-abi{abi}-{compute}-{platform.machine()}-{platform.system().lower()}",
+        stable_abi=stable_abi,
+        id=f"_{project.python_name()}_{backend}_{_fingerprint(sections)}",
+        sections=tuple(sections),
+    )
+
+
+def package_files() -> dict[str, Path]:
+    """The Python and data files that ship, by their place in the package."""
+    root = project.package()
+    suffixes = {f".{extension}" for extension in project.config()["torch"].get("pyext", ["py", "pyi"])}
+    if not (root / "__init__.py").is_file():
+        raise BuildError(f"no package: {root / '__init__.py'} does not exist")
+    return {
+        path.relative_to(root).as_posix(): path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.suffix in suffixes and path.name != "_ops.py"
+    }
+
+
+def base(arch: str) -> str:
+    """The capability itself: 9.0 of 9.0a, 12.0 of 12.0+PTX."""
+    return re.match(r"\d+\.\d+", arch)[0]
+
+
+def _rank(arch: str) -> tuple:
+    return tuple(int(part) for part in base(arch).split(".")), arch
+
+
+def _section(name: str, table: dict, archs: tuple[str, ...]) -> Section:
+    for source in table["src"]:
+        if not (project.ROOT / source).is_file():
+            raise BuildError(f"build.toml lists {source}, which does not exist")
+    options = (tuple(table.get(option, ())) for option in ("include", "cxx-flags", "cuda-flags"))
+    return Section(name, tuple(table["src"]), *options, archs)
+
+
+def _archs(name: str, table: dict, nvcc: Nvcc, only: frozenset[str]) -> tuple[str, ...]:
+    # As kernel-builder does: those listed that the compiler knows. A section that has none of `only` keeps them all,
+    # as its functions are called by the others.
+    known = [arch for arch in table["cuda-capabilities"] if base(arch) in nvcc.archs]
+    if not known:
+        raise BuildError(f"nvcc {nvcc.version} compiles for none of [kernel.{name}]'s cuda-capabilities")
+    return tuple([arch for arch in known if base(arch) in only] or known)
+
+
+def _fingerprint(sections: list[Section]) -> str:
+    # Everything that makes two builds differ, so that both can be loaded in one process; nothing that does not, so that
+    # a build can be repeated.
+    digest = hashlib.sha256()
+    for section in sections:
+        digest.update(repr(section).encode())
+        for source in section.sources:
+            digest.update((project.ROOT / source).read_bytes())
+    for place, path in package_files().items():
+        digest.update(place.encode() + b"\0" + path.read_bytes())
+    digest.update((project.ROOT / "build.toml").read_bytes())
+    return digest.hexdigest()[:10]

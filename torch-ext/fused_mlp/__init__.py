@@ -1,0 +1,21 @@
+"""Fused MLP kernels for Hugging Face models: GeGLU and its family, biases and activations in the GEMMs' epilogues."""
+
+from . import layers
+from .dispatch import backend
+from .explanation import explain
+from .functional import act_and_mul, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
+from .patching import fuse_mlps
+
+__all__ = [
+    "act_and_mul",
+    "backend",
+    "explain",
+    "fuse_mlps",
+    "gated_linear",
+    "gated_mlp",
+    "geglu",
+    "layers",
+    "linear",
+    "mlp",
+    "swiglu",
+]

@@ -1,0 +1,112 @@
+"""The compiled ops of this build: CUDA C++ in a ``cuda`` variant, C++ in a ``cpu`` one."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix, ops
+
+# The builder's own record of what this build holds.
+_BACKEND = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
+
+DEVICE_TYPE: str = _BACKEND["type"]  # "cuda" or "cpu"
+
+_DTYPES = {
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+    "cpu": (torch.bfloat16, torch.float32),
+}[DEVICE_TYPE]
+
+act_and_mul = ops.act_and_mul.default
+act_and_mul_backward = ops.act_and_mul_backward.default
+linear = ops.linear.default
+gated_linear = ops.gated_linear.default
+gated_mlp = ops.gated_mlp.default
+mlp = ops.mlp.default
+
+
+def refusal(op: str, x: Tensor) -> Optional[str]:
+    """Why the compiled ops do not take a call on ``x``: its device, its dtype, or a GPU they were not built for."""
+    if x.device.type != DEVICE_TYPE:
+        return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
+    if x.dtype not in _DTYPES:
+        return f"no {DEVICE_TYPE} kernel for {x.dtype}"
+    return _gpu_refusal(x.device.index) if DEVICE_TYPE == "cuda" else None
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_refusal(device_index: int) -> Optional[str]:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    for arch in _BACKEND["archs"]:
+        number = arch.replace("+PTX", "")
+        arch_major, arch_minor = (int(part) for part in number.rstrip("af").split("."))
+        exact = number.endswith("a")
+        if (major, minor) == (arch_major, arch_minor):
+            return None
+        if not exact and major == arch_major and minor > arch_minor:
+            return None
+        if arch.endswith("+PTX") and (major, minor) > (arch_major, arch_minor):
+            return None
+    return f"GPU of compute capability {major}.{minor}, built for {', '.join(_BACKEND['archs'])}"
+
+
+def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("act_and_mul"))
+def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("act_and_mul_backward"))
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear"))
+def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
+    return _like_linear(x, weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_linear"))
+def _(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return _like_linear(x, gate_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_mlp"))
+def _(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return _like_linear(x, down_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("mlp"))
+def _(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc2_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return _like_linear(x, fc2_weight)

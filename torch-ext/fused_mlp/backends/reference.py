@@ -1,0 +1,66 @@
+"""The operations as a model written in PyTorch runs them: right for every dtype, device and tensor subclass."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import BY_CODE
+
+
+def refusal(op: str, x: Tensor) -> Optional[str]:
+    """Never refuses."""
+    return None
+
+
+def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    return BY_CODE[activation].function(gate) * up
+
+
+def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
+    row = BY_CODE[activation]
+    wide = torch.promote_types(gate.dtype, torch.float32)  # one rounding, at the end
+    grad, gate, up, dtype = grad.to(wide), gate.to(wide), up.to(wide), gate.dtype
+    return (grad * up * row.derivative(gate)).to(dtype), (grad * row.function(gate)).to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
+    return BY_CODE[activation].function(F.linear(x, weight, bias))
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return F.linear(gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation), down_weight, down_bias)
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc2_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return F.linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias)

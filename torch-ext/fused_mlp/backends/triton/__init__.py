@@ -1,0 +1,46 @@
+"""Triton kernels, for every GPU that Triton compiles for. Without Triton this module imports and refuses."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+INSTALLED = find_spec("triton") is not None
+INTERPRETED = False
+
+if INSTALLED:
+    import triton
+
+    from .ops import act_and_mul, act_and_mul_backward, gated_linear, gated_mlp, linear, mlp
+
+    INTERPRETED = triton.knobs.runtime.interpret  # when the kernels were defined, which is what counts
+
+__all__ = ["act_and_mul", "act_and_mul_backward", "gated_linear", "gated_mlp", "linear", "mlp", "refusal"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MIN_CAPABILITY = (8, 0)
+
+
+def refusal(op: str, x: Tensor) -> Optional[str]:
+    """Why the Triton kernels do not take ``op`` on ``x``: Triton is missing, or x's device or dtype; None if they do."""
+    if not INSTALLED:
+        return "triton is not installed"
+    if x.dtype not in _DTYPES:
+        return f"no Triton kernel for {x.dtype}"
+    if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates
+        return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
+    if x.device.type != "cuda":
+        return f"Triton kernels run on GPUs and x is on {x.device.type}"
+    return _gpu_refusal(x.device.index)
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_refusal(device_index: int) -> Optional[str]:
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability >= _MIN_CAPABILITY:
+        return None
+    return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)

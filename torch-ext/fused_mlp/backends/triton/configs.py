@@ -1,0 +1,92 @@
+"""Launch parameters of the GEMM kernel: measured ones where configs/ has a file, else computed from the shape and GPU.
+
+A file holds, for one op, weight shape and GPU, the best parameters found for each tuned M (the rows of x); tune.py of
+the repository's workbench writes them. They are measured on 16-bit operands and used for those alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Dict, NamedTuple, Optional
+
+import torch
+import triton
+
+DIRECTORY = Path(__file__).parent / "configs"
+
+Config = Dict[str, int]
+
+
+class Gpu(NamedTuple):
+    """What the choice of launch parameters depends on."""
+
+    name: str
+    capability: int  # 90 for 9.0
+    shared_memory: int  # bytes that one block may take
+    multiprocessors: int
+
+
+@functools.lru_cache(maxsize=None)
+def gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        properties.name,
+        10 * properties.major + properties.minor,
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
+
+
+# What the interpreter stands in for: an H100, so that the kernels run as they would there.
+INTERPRETER = Gpu("interpreter", 90, 227 * 1024, 132)
+
+
+def file_name(op: str, N: int, K: int, device_name: str) -> str:
+    return f"{op},N={N},K={K},device_name={device_name.replace(' ', '_')}.json"
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_config(op: str, M: int, N: int, K: int, element_size: int, wide: bool, gpu: Gpu) -> Config:
+    """Parameters for ``op`` (``"linear"`` or ``"gated_linear"``) on x [M, K] and weights [N, K]: tuned ones, taken from
+    the nearest tuned M in log space, or :func:`default_config`.
+
+    ``wide``: tensor cores multiply and the loads are vectorized. Else an operand's elements, or their addresses, pass
+    through registers, and only small tiles fit there.
+    """
+    tuned = _tuned_configs(file_name(op, N, K, gpu.name)) if wide and element_size == 2 else None
+    if tuned is None:
+        return default_config(op, M, N, element_size, wide, gpu)
+    return tuned[min(tuned, key=lambda tuned_m: abs(math.log(M / tuned_m)))]
+
+
+@functools.lru_cache(maxsize=None)
+def _tuned_configs(name: str) -> Optional[Dict[int, Config]]:
+    path = DIRECTORY / name
+    if not path.exists():
+        return None
+    return {int(m): config for m, config in json.loads(path.read_text()).items()}
+
+
+def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: Gpu) -> Config:
+    """The largest tile whose accumulators stay in registers, cut to fit M and to give every multiprocessor a tile."""
+    weights = 2 if op == "gated_linear" else 1
+    block_m = max(16, min(128 if wide else 64, triton.next_power_of_2(M)))
+    # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
+    block_n = (64 if not wide else 256 if 90 <= gpu.capability < 120 else 128) // weights
+    while block_n > 32 and triton.cdiv(M, block_m) * triton.cdiv(N, block_n) < gpu.multiprocessors:
+        block_n //= 2
+    # Bytes of a row that one step takes: a cache line, or two where rows are few and latency counts.
+    k_bytes = 64 if not wide else 128 if block_m >= 64 else 256
+    stage_bytes = (block_m + weights * block_n) * k_bytes
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": k_bytes // element_size,
+        "GROUP_M": 8,
+        "DESCRIPTORS": wide and block_m >= 64 and gpu.capability >= 90,
+        "num_warps": 8 if weights * block_m * block_n >= 128 * 128 else 4,
+        "num_stages": min(4, (gpu.shared_memory - 1024) // stage_bytes),  # 1 KiB for the barriers
+    }

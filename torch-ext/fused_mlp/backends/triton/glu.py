@@ -1,0 +1,116 @@
+"""act(gate) * up and its gradients: one pass over memory each."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import activate, derivative
+from .rows import as_rows
+
+_TILE_BYTES = 4096  # of each operand: two 16-byte accesses a thread, so that loads overlap
+
+
+@triton.jit
+def _tile(rows, cols, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+    """This program's row and column numbers, and which of its elements exist; int64, for tensors past 2^31 elements."""
+    col_tiles = tl.cdiv(cols, TILE_COLS)
+    pid = tl.program_id(0)
+    row = (pid // col_tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    col = (pid % col_tiles).to(tl.int64) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    return row, col, (row < rows) & (col < cols)
+
+
+@triton.jit
+def act_and_mul_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    rows,
+    cols,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    row, col, exists = _tile(rows, cols, TILE_ROWS, TILE_COLS)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=exists).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=exists).to(tl.float32)
+    out = activate(gate, ACTIVATION, out_ptr.dtype.element_ty == tl.float32) * up
+    tl.store(out_ptr + row * cols + col, out.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def act_and_mul_backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    rows,
+    cols,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    row, col, exists = _tile(rows, cols, TILE_ROWS, TILE_COLS)
+    grad = tl.load(grad_ptr + row * grad_stride + col, mask=exists).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=exists).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=exists).to(tl.float32)
+    exact: tl.constexpr = dgate_ptr.dtype.element_ty == tl.float32
+    dgate = grad * up * derivative(gate, ACTIVATION, exact)
+    dup = grad * activate(gate, ACTIVATION, exact)
+    tl.store(dgate_ptr + row * cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=exists)
+    tl.store(dup_ptr + row * cols + col, dup.to(dup_ptr.dtype.element_ty), mask=exists)
+
+
+def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    out = gate.new_empty(gate.shape)
+    if out.numel():
+        _launch(act_and_mul_kernel, (gate, up), (out,), activation)
+    return out
+
+
+def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    if dgate.numel():
+        _launch(act_and_mul_backward_kernel, (grad, gate, up), (dgate, dup), activation)
+    return dgate, dup
+
+
+def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], activation: int) -> None:
+    if all(operand.is_contiguous() for operand in inputs):
+        inputs = tuple(operand.view(1, -1) for operand in inputs)  # one long row: no tile is cut but the last
+    else:
+        inputs = tuple(as_rows(operand) for operand in inputs)
+    rows, cols = inputs[0].shape
+    tile_rows, tile_cols = tile_shape(rows, cols, inputs[0].element_size())
+    grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(cols, tile_cols),)
+    with torch.cuda.device_of(inputs[0]):
+        kernel[grid](
+            *inputs,
+            *outputs,
+            rows,
+            cols,
+            *(operand.stride(0) for operand in inputs),
+            ACTIVATION=activation,
+            TILE_ROWS=tile_rows,
+            TILE_COLS=tile_cols,
+        )
+
+
+def tile_shape(rows: int, cols: int, element_size: int) -> Tuple[int, int]:
+    """Rows and columns of elements that one program takes."""
+    elements = _TILE_BYTES // element_size
+    if rows == 1:
+        return 1, elements
+    tile_cols = min(elements // 2, triton.next_power_of_2(cols))
+    return elements // tile_cols, tile_cols

@@ -1,0 +1,16 @@
+"""Tensors as the matrices that the kernels address."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """``tensor`` [..., cols] as a matrix of rows of adjacent elements: a view where its strides admit one (a chunk of a
+    packed projection does), else a copy."""
+    cols = tensor.shape[-1] if tensor.dim() else 1
+    if cols > 1 and tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.reshape(math.prod(tensor.shape[:-1]), cols)

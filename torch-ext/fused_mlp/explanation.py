@@ -1,0 +1,105 @@
+"""``explain``: which implementation a call or a module takes, and why."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Callable, Union
+
+from torch import Tensor, nn
+
+from . import dispatch, functional, layers, obstacles, patching
+from .activations import activation_of, name_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
+    or "original"; ``reason`` says why, in words."""
+
+    operation: str
+    implementation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.implementation} ({self.reason})"
+
+
+def explain(target: Union[Callable[..., Tensor], nn.Module], *args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation a call or a module would take, and why. Nothing is computed.
+
+    Args:
+        target: a public function of this package, followed by the arguments of the call; or a module, alone.
+
+    Raises:
+        TypeError: ``target`` is neither, or the arguments are not those of the function.
+    """
+    if isinstance(target, nn.Module):
+        if args or kwargs:
+            raise TypeError("explain takes a module alone")
+        return _explain_module(target)
+    if isinstance(target, FunctionType) and target in _OPERATIONS:
+        return _explain_call(target, inspect.signature(target).bind(*args, **kwargs))
+    raise TypeError(f"target must be a module or a public function of this package, got {target!r}")
+
+
+_OPERATIONS = {
+    functional.act_and_mul: "act_and_mul",
+    functional.geglu: "act_and_mul",
+    functional.swiglu: "act_and_mul",
+    functional.linear: "linear",
+    functional.gated_linear: "gated_linear",
+    functional.gated_mlp: "gated_mlp",
+    functional.mlp: "mlp",
+}
+
+
+def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Explanation:
+    op = _OPERATIONS[function]
+    operands = [value for value in call.args if value is None or isinstance(value, Tensor)]
+    if not operands or operands[0] is None:
+        raise TypeError(f"the first argument of {function.__name__} must be a tensor")
+    composed = functional.composition_reason(*operands)
+    name, reason = dispatch.reasoned(op, operands[0])
+    if composed is None or op == "act_and_mul":
+        return Explanation(function.__name__, name, reason)
+    if op in ("linear", "mlp"):
+        return Explanation(function.__name__, "torch", composed)
+    pointwise, _ = dispatch.reasoned("act_and_mul", operands[0])
+    return Explanation(function.__name__, "torch", f"{composed}; pointwise part: {pointwise}")
+
+
+def _explain_module(module: nn.Module) -> Explanation:
+    name = type(module).__name__
+    own = module.__dict__.get("forward")
+    kernel = getattr(own, "__func__", None) or (type(module).forward if type(module).__module__ == layers.__name__ else None)
+    if kernel is patching.forward:
+        return _from_words(name, patching.explain_plan(module))
+    if kernel is not None and kernel.__module__ == layers.__name__:
+        return _from_words(name, _explain_layer(module))
+    return Explanation(name, "original", "its forward was not replaced by this package")
+
+
+def _from_words(name: str, words: str) -> Explanation:
+    if words.startswith("original"):
+        return Explanation(name, "original", words)
+    return Explanation(name, "partly fused" if words.startswith("partly") else "fused", words)
+
+
+_LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
+
+
+def _explain_layer(module: nn.Module) -> str:
+    blocked = []
+    for attribute in _LAYER_ACTIVATIONS:
+        act = getattr(module, attribute, None)
+        if act is not None and activation_of(act) is None:
+            return f"original parts: activation {name_of(act)} is not known"
+    for projection_name, projection in module._modules.items():
+        if projection_name in _LAYER_ACTIVATIONS:
+            continue
+        obstacle = obstacles.of_projection(projection)
+        if obstacle is not None:
+            blocked.append(f"{projection_name} {obstacle}")
+    return "GEMMs and activation" if not blocked else "partly: " + "; ".join(blocked) + " and is called"

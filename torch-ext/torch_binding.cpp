@@ -1,0 +1,39 @@
+#include "torch_binding.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "registration.h"
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def("act_and_mul(Tensor gate, Tensor up, int activation) -> Tensor");
+  ops.def("act_and_mul_backward(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)");
+  ops.def("linear(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor");
+  ops.def(
+      "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, "
+      "int activation) -> Tensor");
+  ops.def(
+      "gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, Tensor? gate_bias, "
+      "Tensor? up_bias, Tensor? down_bias, int activation) -> Tensor");
+  ops.def(
+      "mlp(Tensor x, Tensor fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
+      "int activation) -> Tensor");
+}
+
+#if defined(CUDA_KERNEL)
+#define FUSED_MLP_DISPATCH_KEY CUDA
+#elif defined(CPU_KERNEL)
+#define FUSED_MLP_DISPATCH_KEY CPU
+#else
+#error "define CUDA_KERNEL or CPU_KERNEL"
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, ops) {
+  ops.impl("act_and_mul", TORCH_BOX(&fused_mlp::act_and_mul));
+  ops.impl("act_and_mul_backward", TORCH_BOX(&fused_mlp::act_and_mul_backward));
+  ops.impl("linear", TORCH_BOX(&fused_mlp::linear));
+  ops.impl("gated_linear", TORCH_BOX(&fused_mlp::gated_linear));
+  ops.impl("gated_mlp", TORCH_BOX(&fused_mlp::gated_mlp));
+  ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
+}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

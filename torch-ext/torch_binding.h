@@ -1,0 +1,40 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+
+// The ops of the package. Each backend (cuda/, cpu/) implements all of them.
+//
+// Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of
+// activation.h. Operands share one dtype and one device; functional.py has checked shapes before it calls.
+namespace fused_mlp {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// act(gate) * up, elementwise; gate and up have one shape.
+Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation);
+
+// Gradients of act_and_mul for gate and up, given the gradient of its result.
+std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                                int64_t activation);
+
+// act(x weight^T + bias)
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation);
+
+// act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)
+Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                    const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation);
+
+// gated_linear(...) down_weight^T + down_bias
+Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,
+                 const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                 int64_t activation);
+
+// linear(x, fc1_weight, fc1_bias, activation) fc2_weight^T + fc2_bias
+Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
+           const OptionalTensor& fc2_bias, int64_t activation);
+
+}  // namespace fused_mlp

@@ -1,0 +1,194 @@
+"""Compiles the Triton kernels for every GPU generation, without a GPU, and shows what each takes of the chip.
+
+    python triton/compile_targets.py
+    python triton/compile_targets.py --target 90 --activations all
+
+Every kernel is compiled as a call of the package would launch it, with the default launch parameters. The exit status
+is 1 where a kernel does not compile, spills registers to memory or takes more shared memory than its GPU has.
+Compiled kernels stay in Triton's cache.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+# The repository root in place of this folder, whose `kernels` is not the library of that name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import kernels
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tools import project
+
+KIB = 1024
+N, K = 3072, 768
+
+
+class Case(NamedTuple):
+    """One kernel as one call launches it. Arguments without a type in ``types`` are compile-time constants."""
+
+    name: str
+    kernel: str  # module.function
+    types: dict
+    constants: dict
+    options: dict
+    aligned: bool = True
+
+
+class Resources(NamedTuple):
+    registers: int
+    spilled: int  # bytes a thread
+    shared: int  # bytes a block
+
+
+def backend(module: str):
+    os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+    package = kernels.get_kernel(project.repo_id(), version=project.version(), check_arch=False)
+    return importlib.import_module(f"{package.__name__}.backends.triton.{module}")
+
+
+def gpus():
+    """One GPU of each generation: capability -> what the launch parameters depend on."""
+    gpu = backend("configs").Gpu
+    return {
+        80: gpu("A100", 80, 163 * KIB, 108),
+        86: gpu("A10", 86, 99 * KIB, 72),
+        89: gpu("L40S", 89, 99 * KIB, 142),
+        90: gpu("H100", 90, 227 * KIB, 132),
+        100: gpu("B200", 100, 227 * KIB, 148),
+        120: gpu("RTX 5090", 120, 99 * KIB, 170),
+    }
+
+
+def activation_codes(which):
+    table = importlib.import_module(backend("configs").__name__.replace(".backends.triton.configs", ".activations"))
+    rows = table.ACTIVATIONS if which == "all" else [table.get_activation(name) for name in which.split(",")]
+    return {row.name: row.code for row in rows}
+
+
+def pointwise_cases(dtype, activation):
+    """Chunks of a packed projection (strided rows), and contiguous tensors (one long row)."""
+    name, code = activation
+    operands = {"act_and_mul_kernel": ["gate", "up"], "act_and_mul_backward_kernel": ["grad", "gate", "up"]}
+    outputs = {"act_and_mul_kernel": ["out"], "act_and_mul_backward_kernel": ["dgate", "dup"]}
+    for kernel, inputs in operands.items():
+        for rows in (8192, 1):
+            tile_rows, tile_cols = backend("glu").tile_shape(rows, N, 4 if dtype == "fp32" else 2)
+            types = {f"{operand}_ptr": f"*{dtype}" for operand in inputs + outputs[kernel]}
+            types.update({"rows": "i32", "cols": "i32"}, **{f"{operand}_stride": "i32" for operand in inputs})
+            constants = {"ACTIVATION": code, "TILE_ROWS": tile_rows, "TILE_COLS": tile_cols}
+            if rows == 1:  # Triton makes a constant of an argument that is 1
+                constants["rows"] = types.pop("rows") and 1
+            label = f"{kernel} {dtype} {name} {tile_rows}x{tile_cols}"
+            yield Case(label, f"glu.{kernel}", types, constants, {})
+
+
+def gemm_cases(dtype, activation, gpu, Ms, precision="ieee", aligned=True):
+    name, code = activation
+    element_size, tensor_cores = (4, precision == "tf32") if dtype == "fp32" else (2, True)
+    for op in ("linear", "gated_linear"):
+        for M in Ms:
+            config = backend("configs").default_config(op, M, N, element_size, tensor_cores and aligned, gpu)
+            options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
+            for descriptors in {False, config["DESCRIPTORS"]}:
+                tile = f"{config['BLOCK_M']}x{config['BLOCK_N']}x{config['BLOCK_K']}"
+                how = "descriptors" if descriptors else "pointers" if aligned else "unaligned"
+                label = f"{op} {dtype} {precision} {name} M={M} {tile} {how}"
+                constants = {"ACTIVATION": code, "INPUT_PRECISION": precision, **config, "DESCRIPTORS": descriptors}
+                constants.update(weight_col_stride=1, up_weight_col_stride=1)
+                yield Case(label, "gemm.matmul_kernel", gemm_types(op, dtype, config, descriptors), constants, options, aligned)
+
+
+def gemm_types(op, dtype, config, descriptors):
+    def matrix(rows):
+        return f"tensordesc<{dtype}[{rows}, {config['BLOCK_K']}]>" if descriptors else f"*{dtype}"
+
+    types = {"x": matrix(config["BLOCK_M"]), "weight": matrix(config["BLOCK_N"])}
+    types.update(dict.fromkeys(("bias_ptr", "out_ptr"), f"*{dtype}"))
+    types.update(dict.fromkeys(("M", "N", "K", "x_stride", "weight_row_stride", "up_weight_row_stride"), "i32"))
+    if op == "gated_linear":
+        types.update(up_weight=matrix(config["BLOCK_N"]), up_bias_ptr=f"*{dtype}")
+    return types
+
+
+def cases(gpu, activations):
+    every, first = list(activations.items()), next(iter(activations.items()))
+    for activation in every:
+        yield from pointwise_cases("bf16", activation)
+        yield from gemm_cases("bf16", activation, gpu, (8192,))
+    yield from pointwise_cases("fp32", first)
+    yield from gemm_cases("bf16", first, gpu, (1, 64))
+    yield from gemm_cases("bf16", first, gpu, (1, 8192), aligned=False)
+    yield from gemm_cases("fp32", first, gpu, (64, 8192))
+    yield from gemm_cases("fp32", first, gpu, (8192,), "tf32")
+    yield from gemm_cases("fp32", first, gpu, (8192,), aligned=False)
+
+
+def compile_case(case, capability):
+    """Resources that the kernel takes, or the compiler's error."""
+    module, function = case.kernel.split(".")
+    kernel = getattr(backend(module), function)
+    signature = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {(i,): case.constants.get(name) for i, name in enumerate(kernel.arg_names) if name not in case.types}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in case.types}
+    source = ASTSource(kernel, signature, constants, divisible if case.aligned else {})
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.options)
+    except Exception as error:  # whatever the compiler raises is this case's result
+        return f"{type(error).__name__}: {error}"
+    registers, spilled = registers_and_stack(compiled.asm["cubin"])
+    return Resources(registers, spilled, compiled.metadata.shared)
+
+
+def registers_and_stack(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return int(registers), int(stack)
+
+
+def verdict(resources, gpu):
+    if isinstance(resources, str):
+        return resources
+    if resources.spilled:
+        return f"spills {resources.spilled} bytes a thread"
+    if resources.shared > gpu.shared_memory:
+        return f"takes {resources.shared} bytes of shared memory of {gpu.shared_memory}"
+    return ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=int, action="append", choices=sorted(gpus()), help="default: every target")
+    parser.add_argument("--activations", default="gelu_pytorch_tanh", help="names with commas between, or all")
+    arguments = parser.parse_args()
+    activations = activation_codes(arguments.activations)
+    targets = {capability: gpus()[capability] for capability in arguments.target or gpus()}
+    jobs = [(case, capability) for capability, gpu in targets.items() for case in cases(gpu, activations)]
+    failures = 0
+    print(f"{'target':>6} {'registers':>9} {'spilled':>7} {'shared KiB':>10}  kernel")
+    with ProcessPoolExecutor() as pool:
+        for (case, capability), resources in zip(jobs, pool.map(compile_case, *zip(*jobs))):
+            problem = verdict(resources, targets[capability])
+            failures += bool(problem)
+            registers, spilled, shared = ("-", "-", 0) if isinstance(resources, str) else resources
+            row = f"{capability:>6} {registers:>9} {spilled:>7} {shared / KIB:>10.1f}  {case.name}"
+            print(f"{row}  <-- {problem}" if problem else row, flush=True)
+    print(f"{len(jobs)} kernels, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
