@@ -1,6 +1,6 @@
 // Vectors of fp32 and the activations on them. Included once per instruction set, inside that set's namespace and under
-// its target pragma, with kWidth (the number of lanes) defined; it must not include anything itself, lest code of
-// other headers be compiled for an instruction set that the CPU may lack.
+// its target pragma, with kWidth (the number of lanes) defined. It must not include anything itself, lest code of other
+// headers be compiled for an instruction set that the CPU may lack.
 
 #define FUSED_MLP_INLINE static inline __attribute__((always_inline))
 
@@ -11,7 +11,9 @@ typedef uint16_t VecHalf __attribute__((vector_size(kWidth * 2)));
 
 FUSED_MLP_INLINE Vec splat(float value) { return Vec{} + value; }
 FUSED_MLP_INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
-FUSED_MLP_INLINE Vec at_most(Vec x, float bound) { return x > bound ? splat(bound) : x; }  // NaN stays NaN
+// Comparisons are written so that NaN stays NaN.
+FUSED_MLP_INLINE Vec at_most(Vec x, float bound) { return x > bound ? splat(bound) : x; }
+FUSED_MLP_INLINE Vec at_least(Vec x, float bound) { return x < bound ? splat(bound) : x; }
 
 FUSED_MLP_INLINE Vec from_bf16(VecHalf x) { return (Vec)(__builtin_convertvector(x, VecBits) << 16); }
 
@@ -22,56 +24,124 @@ FUSED_MLP_INLINE VecHalf to_bf16(Vec x) {
   return __builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, VecHalf);
 }
 
-// exp(x + low) for -112 <= x <= 0 and a tiny correction `low`, subnormal results included; NaN gives NaN.
-// With n the integer nearest to x / ln 2, exp(x) = 2^n exp(r), |r| <= ln(2) / 2, where exp(r) = 1 + r + r^2 p(r) with
-// a minimax p of relative error 3.1e-9.
-FUSED_MLP_INLINE Vec exp_of_negative(Vec x, Vec low) {
+// Horner's rule; the coefficient of the highest power comes first.
+template <int kTerms>
+FUSED_MLP_INLINE Vec polynomial(Vec x, const float (&coefficients)[kTerms]) {
+  Vec sum = splat(coefficients[0]);
+  for (int i = 1; i < kTerms; ++i) sum = sum * x + coefficients[i];
+  return sum;
+}
+
+// exp(x + correction) for -112 <= x <= 0 and a correction below 0.01, subnormal results included; NaN gives NaN.
+// With n the integer nearest to x / ln 2 it is 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 p(r) with a
+// minimax p (relative error 3.1e-9).
+FUSED_MLP_INLINE Vec exp_of_negative(Vec x, Vec correction) {
   constexpr float kRound = 0x1.8p23f;  // adding it leaves the integer nearest to the other summand in the low bits
   const Vec shifted = x * 0x1.715476p0f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = ((x - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + low;  // ln 2 in two parts: n times the first is exact
-  Vec p = splat(0x1.6a2256p-10f);
-  p = p * r + 0x1.123b02p-7f;
-  p = p * r + 0x1.5558f8p-5f;
-  p = p * r + 0x1.555490p-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  // 2^n as the product of two normal numbers: alone it may be subnormal.
+  const Vec r = x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f + correction;  // ln 2 in two parts; n * the first is exact
+  constexpr float kExp[] = {0x1.6a2256p-10f, 0x1.123b02p-7f, 0x1.5558f8p-5f, 0x1.555490p-3f, 0x1.fffffcp-2f};
+  const Vec exp_r = r * r * polynomial(r, kExp) + r + 1.0f;
+  // 2^n as the product of two normal numbers, since it may be subnormal itself.
   const VecInt exponent = (VecInt)shifted - 0x4b400000;
   const VecInt half = exponent >> 1;
-  const Vec scale = (Vec)((half + 127) << 23);
-  const Vec rest = (Vec)((exponent - half + 127) << 23);
-  return (r * r * p + r + 1.0f) * scale * rest;
+  return exp_r * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
 }
 
-// sigmoid(x) and its complement 1 - sigmoid(x) = sigmoid(-x), both without cancellation.
+// sigmoid(x) and 1 - sigmoid(x) = sigmoid(-x), both without cancellation.
 struct Sigmoid {
   Vec value, complement;
 };
 
 FUSED_MLP_INLINE Sigmoid sigmoid(Vec x) {
   const Vec e = exp_of_negative(-at_most(magnitude(x), 105.0f), Vec{});
-  const Vec larger = 1.0f / (e + 1.0f);
-  const Vec smaller = e / (e + 1.0f);
-  return {x < 0.0f ? smaller : larger, x < 0.0f ? larger : smaller};
+  const Vec one = splat(1.0f);
+  return {(x < 0.0f ? e : one) / (1.0f + e), (x < 0.0f ? one : e) / (1.0f + e)};
 }
 
-// The normal distribution at x: its density and its cumulative probability.
+// The standard normal distribution: its density and its cumulative probability at x.
 struct Normal {
   Vec density, probability;
 };
 
 FUSED_MLP_INLINE Normal normal(Vec x) {
-  constexpr float kInverseSqrtTwoPi = 0x1.988454p-2f;
-  const Vec t = at_most(magnitude(x), 14.9f);  // exp(-t^2 / 2) is zero there
-  // t^2 = high^2 + (t - high) (t + high), the first product exact: exp would magnify its rounding error by t^2 / 2.
+  const Vec t = at_most(magnitude(x), 14.9f);  // exp(-t^2 / 2) vanishes there
+  // t^2 = high^2 + (t - high)(t + high), whose first product is exact: exp magnifies the error of its argument.
   const Vec high = (Vec)((VecBits)t & 0xfffff000u);
   const Vec bell = exp_of_negative(high * high * -0.5f, (t - high) * (t + high) * -0.5f);
+  // |x| < 1.25: 1/2 + x p(x^2), minimax, absolute error 2.1e-9.
+  constexpr float kCentre[] = {-0x1.bdedd4p-18f, 0x1.cebf38p-14f, -0x1.360a4cp-10f,
+                               0x1.46bf02p-7f,   -0x1.1057cep-4f, 0x1.988452p-2f};
+  const Vec centre = x * polynomial(t * t, kCentre) + 0.5f;
+  // The upper tail beyond t is exp(-t^2 / 2) s p(s) with s = 1 / (1 + t / 4), minimax, relative error 8.1e-9.
+  constexpr float kTail[] = {-0x1.8ac71ep-5f, 0x1.d3a694p-4f, -0x1.e15b24p-6f, 0x1.900ffap-4f,
+                             0x1.236252p-4f,  0x1.8615eep-4f, 0x1.97d404p-4f,  0x1.988b92p-4f};
+  const Vec s = 1.0f / (1.0f + t * 0.25f);
+  const Vec tail = bell * s * polynomial(s, kTail);
+  const Vec outside = x < 0.0f ? tail : 1.0f - tail;
+  return {bell * 0x1.988454p-2f, t < 1.25f ? centre : outside};
+}
 
-  // Centre, |x| < 1.25: 1/2 + x p(x^2), minimax with absolute error 2.1e-9.
-  const Vec square = t * t;
-  Vec centre = splat(-0x1.bdef4cp-18f);
-  (void)square;
-  (void)centre;
-  (void)kInverseSqrtTwoPi;
-  return {bell, bell};
+// gelu_pytorch_tanh(x) = x sigmoid(z), z = sqrt(8 / pi) (x + 0.044715 x^3): the same function as with tanh, but
+// without its cancellation at negative x.
+constexpr float kGeluTanhLinear = 0x1.988454p0f, kGeluTanhCubic = 0x1.2444f2p-4f;
+
+template <Activation kActivation>
+FUSED_MLP_INLINE Vec activate(Vec x) {
+  if constexpr (kActivation == Activation::kLinear) {
+    return x;
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return x * normal(x).probability;
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    return x * sigmoid(x * (kGeluTanhLinear + kGeluTanhCubic * (x * x))).value;
+  } else if constexpr (kActivation == Activation::kQuickGelu) {
+    return x * sigmoid(1.702f * x).value;
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return x * sigmoid(x).value;
+  } else if constexpr (kActivation == Activation::kRelu) {
+    return at_least(x, 0.0f);
+  } else if constexpr (kActivation == Activation::kRelu2) {
+    return at_least(x, 0.0f) * at_least(x, 0.0f);
+  } else {
+    static_assert(kActivation == Activation::kSigmoid);
+    return sigmoid(x).value;
+  }
+}
+
+// An activation and its derivative.
+struct Slope {
+  Vec value, derivative;
+};
+
+// Of x sigmoid(z), where z' = dz/dx.
+FUSED_MLP_INLINE Slope gate_slope(Vec x, Vec bounded, Vec z, Vec dz) {
+  const Sigmoid s = sigmoid(z);
+  return {x * s.value, s.value + s.value * s.complement * (bounded * dz)};
+}
+
+template <Activation kActivation>
+FUSED_MLP_INLINE Slope slope(Vec x) {
+  // The smooth derivatives are constant beyond 105; bounded, products such as x (1 - sigmoid(x)) vanish even at infinity.
+  const Vec bounded = at_least(at_most(x, 105.0f), -105.0f);
+  if constexpr (kActivation == Activation::kLinear) {
+    return {x, splat(1.0f)};
+  } else if constexpr (kActivation == Activation::kGelu) {
+    const Normal n = normal(x);
+    return {x * n.probability, n.probability + bounded * n.density};
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    return gate_slope(x, bounded, x * (kGeluTanhLinear + kGeluTanhCubic * (x * x)),
+                      kGeluTanhLinear + 3.0f * kGeluTanhCubic * (bounded * bounded));
+  } else if constexpr (kActivation == Activation::kQuickGelu) {
+    return gate_slope(x, bounded, 1.702f * x, splat(1.702f));
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return gate_slope(x, bounded, x, splat(1.0f));
+  } else if constexpr (kActivation == Activation::kRelu) {
+    return {at_least(x, 0.0f), x <= 0.0f ? Vec{} : splat(1.0f)};
+  } else if constexpr (kActivation == Activation::kRelu2) {
+    return {at_least(x, 0.0f) * at_least(x, 0.0f), 2.0f * at_least(x, 0.0f)};
+  } else {
+    static_assert(kActivation == Activation::kSigmoid);
+    const Sigmoid s = sigmoid(x);
+    return {s.value, s.value * s.complement};
+  }
 }

@@ -40,7 +40,4 @@ namespace avx512 {
 extern const PointwiseKernels kPointwise;
 }
 
-// Those of isa().
-const PointwiseKernels& pointwise();
-
 }  // namespace fused_mlp

@@ -52,10 +52,8 @@ def main() -> None:
             print(f"{NO_NVCC}: not building for CUDA")
             known = [backend for backend in known if backend != "cuda"]
         with locked(out / ".cache"):
-            builds = [
-                build(backend, nvcc if backend == "cuda" else None, out, arguments.jobs, frozenset(arguments.cuda_archs))
-                for backend in arguments.backend or known
-            ]
+            archs = frozenset(arguments.cuda_archs)
+            builds = [build(backend, nvcc, out, arguments.jobs, archs) for backend in arguments.backend or known]
     except BuildError as error:
         sys.exit(f"error: {error}")
     report(builds)
@@ -65,6 +63,7 @@ def main() -> None:
 
 def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_archs: frozenset[str]) -> Built:
     start = time.monotonic()
+    nvcc = nvcc if backend == "cuda" else None
     variant = plan.variant(backend, nvcc, cuda_archs)
     extension = compile(variant, out / ".cache" / variant.label, nvcc, jobs)
     layout.install(variant, extension, out / variant.label)
@@ -94,8 +93,13 @@ def report(builds: list[Built]) -> None:
             if check.symbols is None:
                 print(f"{built.variant.backend}: {check.name} not checked: kernel-abi-check is not installed")
             elif check.symbols:
-                more = f" and {len(check.symbols) - 6} more" if len(check.symbols) > 6 else ""
-                print(f"{built.variant.backend}: not in {check.name}: {', '.join(check.symbols[:6])}{more}{check.note}")
+                some = ", ".join(check.symbols[:6]) + (", ..." if len(check.symbols) > 6 else "")
+                why = (
+                    " (of this machine's C and C++ libraries; a release has older ones)"
+                    if check.of_this_machine
+                    else ""
+                )
+                print(f"{built.variant.backend}: not in {check.name}: {some}{why}")
 
 
 if __name__ == "__main__":

@@ -75,37 +75,41 @@ def activation_codes(which):
     return {row.name: row.code for row in rows}
 
 
-def pointwise_cases(dtype, activation):
+def pointwise_cases(dtype, activation, rows=(8192, 1)):
     """Chunks of a packed projection (strided rows), and contiguous tensors (one long row)."""
     name, code = activation
-    operands = {"act_and_mul_kernel": ["gate", "up"], "act_and_mul_backward_kernel": ["grad", "gate", "up"]}
-    outputs = {"act_and_mul_kernel": ["out"], "act_and_mul_backward_kernel": ["dgate", "dup"]}
-    for kernel, inputs in operands.items():
-        for rows in (8192, 1):
-            tile_rows, tile_cols = backend("glu").tile_shape(rows, N, 4 if dtype == "fp32" else 2)
-            types = {f"{operand}_ptr": f"*{dtype}" for operand in inputs + outputs[kernel]}
-            types.update({"rows": "i32", "cols": "i32"}, **{f"{operand}_stride": "i32" for operand in inputs})
+    for kernel, inputs, outputs in (
+        ("act_and_mul_kernel", ("gate", "up"), ("out",)),
+        ("act_and_mul_backward_kernel", ("grad", "gate", "up"), ("dgate", "dup")),
+    ):
+        for count in rows:
+            tile_rows, tile_cols = backend("glu").tile_shape(count, N, 4 if dtype == "fp32" else 2)
+            types = {f"{tensor}_ptr": f"*{dtype}" for tensor in inputs + outputs}
+            types.update(dict.fromkeys(("cols", *(f"{tensor}_stride" for tensor in inputs)), "i32"))
             constants = {"ACTIVATION": code, "TILE_ROWS": tile_rows, "TILE_COLS": tile_cols}
-            if rows == 1:  # Triton makes a constant of an argument that is 1
-                constants["rows"] = types.pop("rows") and 1
-            label = f"{kernel} {dtype} {name} {tile_rows}x{tile_cols}"
-            yield Case(label, f"glu.{kernel}", types, constants, {})
+            if count == 1:  # of an argument that is 1 Triton makes a constant
+                constants["rows"] = 1
+            else:
+                types["rows"] = "i32"
+            yield Case(f"{kernel} {dtype} {name} {tile_rows}x{tile_cols}", f"glu.{kernel}", types, constants, {})
 
 
-def gemm_cases(dtype, activation, gpu, Ms, precision="ieee", aligned=True):
+def gemm_cases(dtype, activation, gpu, Ms, ops=("linear", "gated_linear"), precision="ieee", aligned=True):
     name, code = activation
     element_size, tensor_cores = (4, precision == "tf32") if dtype == "fp32" else (2, True)
-    for op in ("linear", "gated_linear"):
+    for op in ops:
         for M in Ms:
             config = backend("configs").default_config(op, M, N, element_size, tensor_cores and aligned, gpu)
             options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
             for descriptors in {False, config["DESCRIPTORS"]}:
-                tile = f"{config['BLOCK_M']}x{config['BLOCK_N']}x{config['BLOCK_K']}"
-                how = "descriptors" if descriptors else "pointers" if aligned else "unaligned"
-                label = f"{op} {dtype} {precision} {name} M={M} {tile} {how}"
+                types = gemm_types(op, dtype, config, descriptors)
                 constants = {"ACTIVATION": code, "INPUT_PRECISION": precision, **config, "DESCRIPTORS": descriptors}
                 constants.update(weight_col_stride=1, up_weight_col_stride=1)
-                yield Case(label, "gemm.matmul_kernel", gemm_types(op, dtype, config, descriptors), constants, options, aligned)
+                tile = f"{config['BLOCK_M']}x{config['BLOCK_N']}x{config['BLOCK_K']}"
+                how = "descriptors" if descriptors else "pointers" if aligned else "unaligned"
+                kind = f"{dtype} {precision}" if dtype == "fp32" else dtype
+                label = f"{op} {kind} {name} M={M} {tile} {how}"
+                yield Case(label, "gemm.matmul_kernel", types, constants, options, aligned)
 
 
 def gemm_types(op, dtype, config, descriptors):
@@ -120,17 +124,21 @@ def gemm_types(op, dtype, config, descriptors):
     return types
 
 
-def cases(gpu, activations):
-    every, first = list(activations.items()), next(iter(activations.items()))
-    for activation in every:
-        yield from pointwise_cases("bf16", activation)
-        yield from gemm_cases("bf16", activation, gpu, (8192,))
-    yield from pointwise_cases("fp32", first)
-    yield from gemm_cases("bf16", first, gpu, (1, 64))
-    yield from gemm_cases("bf16", first, gpu, (1, 8192), aligned=False)
-    yield from gemm_cases("fp32", first, gpu, (64, 8192))
-    yield from gemm_cases("fp32", first, gpu, (8192,), "tf32")
-    yield from gemm_cases("fp32", first, gpu, (8192,), aligned=False)
+def cases(gpu, dtypes, activations):
+    """Each activation in each kernel, and the first of them in every form that the kernels take."""
+    first, *others = activations.items()
+    if "bf16" in dtypes:
+        yield from pointwise_cases("bf16", first)
+        yield from gemm_cases("bf16", first, gpu, (1, 64, 8192))
+        yield from gemm_cases("bf16", first, gpu, (1, 8192), aligned=False)
+        for activation in others:
+            yield from pointwise_cases("bf16", activation, rows=(8192,))
+            yield from gemm_cases("bf16", activation, gpu, (8192,), ops=("gated_linear",))
+    if "fp32" in dtypes:
+        yield from pointwise_cases("fp32", first)
+        yield from gemm_cases("fp32", first, gpu, (64, 8192))
+        yield from gemm_cases("fp32", first, gpu, (8192,), aligned=False)
+        yield from gemm_cases("fp32", first, gpu, (8192,), precision="tf32")
 
 
 def compile_case(case, capability):
@@ -173,10 +181,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=int, action="append", choices=sorted(gpus()), help="default: every target")
     parser.add_argument("--activations", default="gelu_pytorch_tanh", help="names with commas between, or all")
+    parser.add_argument("--dtype", action="append", choices=("bf16", "fp32"), help="default: both")
     arguments = parser.parse_args()
+    dtypes = arguments.dtype or ("bf16", "fp32")
     activations = activation_codes(arguments.activations)
     targets = {capability: gpus()[capability] for capability in arguments.target or gpus()}
-    jobs = [(case, capability) for capability, gpu in targets.items() for case in cases(gpu, activations)]
+    jobs = [(case, capability) for capability, gpu in targets.items() for case in cases(gpu, dtypes, activations)]
     failures = 0
     print(f"{'target':>6} {'registers':>9} {'spilled':>7} {'shared KiB':>10}  kernel")
     with ProcessPoolExecutor() as pool:

@@ -64,7 +64,8 @@ class _Compiler:
         command = [self.nvcc.path, f"-ccbin={self.cxx}", *flags, "-DUSE_CUDA=1"]
         command += [f"-Xcompiler={flag}" for flag in host_flags]
         if is_cuda:
-            command += ["--expt-relaxed-constexpr", f"--threads={self.threads}", *_gencode(section), *section.cuda_flags]
+            command += ["--expt-relaxed-constexpr", f"--threads={self.threads}"]
+            command += [*_gencode(section), *section.cuda_flags]
         return command
 
     def link(self, extension: Path, objects: list[Path], stub: Path | None) -> list[str]:
@@ -88,7 +89,7 @@ def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
     yield f"  description = {compiler.variant.backend}: $in"
     yield "rule link"
     yield "  command = $run"
-    yield f"  description = {compiler.variant.backend}: $out"
+    yield f"  description = {compiler.variant.backend}: link"
     objects = []
     for section in compiler.variant.sections:
         for source in section.sources:

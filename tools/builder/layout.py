@@ -6,8 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import project
 from kernels._rust import Digest, DigestAlgorithm
+
+import project
 
 from .plan import Variant, package_files
 
@@ -25,7 +26,7 @@ def add_op_namespace_prefix(op_name: str):
 '''
 
 # Versions of `kernels` from before the package stood at the top of the variant look for it in a folder of its name.
-COMPATIBILITY = '''\
+COMPATIBILITY = """\
 import importlib.util
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ _module = importlib.util.module_from_spec(_spec)
 sys.modules[_name] = _module
 _spec.loader.exec_module(_module)
 globals().update(vars(_module))
-'''
+"""
 
 
 def install(variant: Variant, extension: Path, folder: Path) -> None:

@@ -14,9 +14,9 @@
 
 // An empty Python module: importing it loads the library, whose static initialisers register the ops.
 #define REGISTER_EXTENSION(name) FUSED_MLP_DEFINE_MODULE(name)
-#define FUSED_MLP_DEFINE_MODULE(name)                                                            \
-  PyMODINIT_FUNC PyInit_##name() {                                                               \
-    static PyModuleDef definition = {PyModuleDef_HEAD_INIT, #name, nullptr, 0, nullptr, nullptr, \
-                                     nullptr,               nullptr, nullptr};                   \
-    return PyModule_Create(&definition);                                                         \
+#define FUSED_MLP_DEFINE_MODULE(name)                                                           \
+  PyMODINIT_FUNC PyInit_##name() {                                                              \
+    static PyModuleDef definition = {                                                           \
+        PyModuleDef_HEAD_INIT, #name, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr}; \
+    return PyModule_Create(&definition);                                                        \
   }

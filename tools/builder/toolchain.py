@@ -39,7 +39,7 @@ def python_include() -> Path:
 
 
 def torch(stable_abi: str) -> Path:
-    """The folder of the installed torch, of the stable ABI's version or later. It is not imported: that takes seconds."""
+    """The folder of the installed torch, which must not be older than the stable ABI. Importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         raise BuildError(f"torch is not installed for {sys.executable} (requirements/build.txt)")

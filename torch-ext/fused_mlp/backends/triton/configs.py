@@ -75,7 +75,8 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
     weights = 2 if op == "gated_linear" else 1
     block_m = max(16, min(128 if wide else 64, triton.next_power_of_2(M)))
     # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
-    block_n = (64 if not wide else 256 if 90 <= gpu.capability < 120 else 128) // weights
+    row_bytes = 512 if 90 <= gpu.capability < 120 else 256
+    block_n = row_bytes // element_size // weights if wide else 32
     while block_n > 32 and triton.cdiv(M, block_m) * triton.cdiv(N, block_n) < gpu.multiprocessors:
         block_n //= 2
     # Bytes of a row that one step takes: a cache line, or two where rows are few and latency counts.

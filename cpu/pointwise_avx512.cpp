@@ -1,0 +1,25 @@
+#include "../torch-ext/activation.h"
+#include "pointwise.h"
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+
+namespace fused_mlp::avx512 {
+
+constexpr int kWidth = 16;
+
+#include "math.inl"
+#include "pointwise.inl"
+
+}  // namespace fused_mlp::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,13 @@
+// The path of any CPU: vectors of 16 bytes, which every baseline has or the compiler breaks up.
+
+#include "../torch-ext/activation.h"
+#include "pointwise.h"
+
+namespace fused_mlp::scalar {
+
+constexpr int kWidth = 4;
+
+#include "math.inl"
+#include "pointwise.inl"
+
+}  // namespace fused_mlp::scalar

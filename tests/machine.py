@@ -1,0 +1,33 @@
+"""Which build is tested, and on which device of this machine."""
+
+import os
+from pathlib import Path
+
+import project
+import torch
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def build_folder() -> Path:
+    overrides = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
+    return Path(overrides[project.repo_id()])
+
+
+def variants() -> list[Path]:
+    return sorted(path.parent for path in build_folder().glob("*/metadata.json"))
+
+
+def device_type() -> str:
+    return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "cpu"
+
+
+def implementations() -> list[str]:
+    """What backend() can force here, beside "torch", with which these are compared."""
+    return ["cuda", "triton"] if device_type() == "cuda" else ["cpu"]
+
+
+def takes(implementation: str, dtype: torch.dtype) -> bool:
+    """Whether the implementation has kernels for the dtype; where it has none, a call is PyTorch's."""
+    return implementation != "cpu" or dtype in (torch.float32, torch.bfloat16)

@@ -1,0 +1,311 @@
+"""The package as it is built: build.toml, tools/build.py, and what the Hub asks of the files that ship."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+from kernels._rust import Backend, Build, Digest, DigestAlgorithm, KernelName, Metadata
+
+import project
+from builder import plan, toolchain
+
+ROOT = project.ROOT
+CODE = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh"}
+
+
+def repository_files() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [path for path in (ROOT / name for name in names) if path.exists()]
+
+
+def shipped_python() -> list[Path]:
+    return sorted(project.package().rglob("*.py"))
+
+
+# build.toml
+
+
+def test_kernel_builder_parses_build_toml():
+    assert Build.open(ROOT).general.backends == [Backend.CUDA, Backend.CPU]
+    assert KernelName(project.name()).python_name == project.python_name()
+
+
+def test_build_toml_lists_every_source():
+    # kernel-builder sees no other file than those listed.
+    config = project.config()
+    listed = [source for table in [config["torch"], *config["kernel"].values()] for source in table["src"]]
+    sources = [path for folder in ("cpu", "cuda") for path in (ROOT / folder).rglob("*")]
+    sources += (ROOT / "torch-ext").glob("*")
+    found = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in CODE}
+    assert set(listed) == found - {"torch-ext/registration.h"}  # kernel-builder writes that one
+
+
+def test_cuda_variant_covers_every_arch():
+    nvcc = toolchain.Nvcc("nvcc", "13.0", frozenset({"8.0", "8.6", "8.9", "9.0", "10.0", "12.0"}))
+    variant = plan.variant("cuda", nvcc)
+    assert variant.label.startswith("torch-stable-abi211-cu130-")
+    assert [plan.base(arch) for arch in variant.archs if not arch.endswith("a")] == sorted(nvcc.archs, key=float)
+    assert variant.archs[-1] == "12.0+PTX"  # runs on GPUs yet to come
+
+
+def test_repo_id_stands_in_build_toml_alone():
+    documents = {"build.toml", "README.md"}  # the README shows users what to write
+    holders = {
+        path.relative_to(ROOT).as_posix()
+        for path in repository_files()
+        if path.is_file() and project.repo_id().encode() in path.read_bytes()
+    }
+    assert holders <= documents
+
+
+def test_card_renders():
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    card = environment.from_string((ROOT / "CARD.md").read_text()).render(
+        repo_id=project.repo_id(),
+        version=project.version(),
+        license="apache-2.0",
+        functions=["gated_mlp"],
+        layers=["GatedMLP"],
+        has_benchmark=True,
+    )
+    assert f'get_kernel("{project.repo_id()}", version={project.version()})' in card
+    assert "- `gated_mlp`\n" in card and "- `GatedMLP`\n" in card
+
+
+# The files that ship
+
+
+def test_nothing_that_ships_is_a_link():
+    # Nix drops links from what it builds.
+    assert not [path for path in (ROOT / "torch-ext").rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("path", shipped_python(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shipped_python_keeps_to_the_hubs_rules(path):
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    allowed = {*sys.stdlib_module_names, "torch"}
+    if "triton" in path.relative_to(project.package()).parts[:-1]:
+        allowed.add("triton")
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(node.module.split(".")[0])
+    assert imported <= allowed
+
+
+# The local build
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_variant_is_laid_out_for_the_loader(backend):
+    nvcc = toolchain.nvcc() if backend == "cuda" else None
+    if backend == "cuda" and nvcc is None:
+        pytest.skip("no nvcc: there is no CUDA build")
+    variant = plan.variant(backend, nvcc)
+    folder = project.BUILD / variant.label
+    assert folder.is_dir(), "not built: run `make build`"
+    metadata = Metadata.read_from_file(folder / "metadata.json")
+    assert metadata.id == variant.id, "the build is older than the sources: run `make build`"
+    assert (str(metadata.name), metadata.version) == (project.name(), project.version())
+    assert metadata.license == "Apache-2.0"
+    assert metadata.backend.backend_type == Backend.from_str(backend)
+    assert metadata.backend.archs == (variant.archs or None)
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
+    files = set(metadata.digest.files)
+    generated = {"_ops.py", f"{variant.id}.abi3.so", f"{project.python_name()}/__init__.py"}
+    assert files == generated | set(plan.package_files())
+
+
+# tools/build.py, on a small project of its own
+
+BUILD_TOML = """
+[general]
+name = "two-times"
+version = 3
+edition = 5
+license = "Apache-2.0"
+backends = ["cuda", "cpu"]
+
+[general.hub]
+repo-id = "someone/two-times"
+
+[torch]
+src = ["torch-ext/torch_binding.cpp"]
+
+[torch.stable-abi]
+cuda = "2.11"
+cpu = "2.11"
+
+[kernel.cpu]
+backend = "cpu"
+depends = ["torch"]
+cxx-flags = ["-DFACTOR=2"]
+include = ["headers"]
+src = ["native/twice.cpp", "headers/twice.h"]
+
+[kernel.cuda]
+backend = "cuda"
+depends = ["torch"]
+cuda-capabilities = ["8.0", "9.0+PTX"]
+cxx-flags = ["-DFACTOR=2"]
+include = ["headers"]
+src = ["native/twice.cpp", "headers/twice.h"]
+
+[kernel.hopper]
+backend = "cuda"
+depends = ["torch"]
+cuda-capabilities = ["9.0a"]
+cuda-flags = ["-DHOPPER"]
+src = ["native/hopper.cu"]
+"""
+
+SOURCES = {
+    "build.toml": BUILD_TOML,
+    "headers/twice.h": "#include <cstdint>\nint64_t twice(int64_t x);\n",
+    "native/twice.cpp": "#include <twice.h>\nint64_t twice(int64_t x) { return FACTOR * x; }\n",
+    "native/hopper.cu": "#ifdef HOPPER\n__global__ void hopper() {}\n#endif\n",
+    "torch-ext/torch_binding.cpp": """
+#include <torch/csrc/stable/library.h>
+
+#include "registration.h"
+
+int64_t twice(int64_t x);
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) { ops.def("twice(int x) -> int"); }
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {
+  ops.impl("twice", TORCH_BOX(&twice));
+}
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+""",
+    "torch-ext/two_times/__init__.py": "from ._ops import ops\n\ntwice = ops.twice\n",
+}
+
+
+class SmallProject:
+    def __init__(self, root: Path):
+        self.root = root
+        shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+        for place, text in SOURCES.items():
+            self.write(place, text)
+
+    def write(self, place: str, text: str) -> None:
+        path = self.root / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def build(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "tools/build.py", *(arguments or ("--backend", "cpu"))]
+        return subprocess.run(
+            command, cwd=self.root, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        )
+
+    def metadata(self, out: str = "build", variant: str = "*-cpu-*") -> dict:
+        (path,) = (self.root / out).glob(f"{variant}/metadata.json")
+        return json.loads(path.read_text())
+
+
+@pytest.fixture
+def small(tmp_path) -> SmallProject:
+    return SmallProject(tmp_path / "small")
+
+
+def compiled(result: subprocess.CompletedProcess) -> list[str]:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return sorted(re.findall(r"^\[\d+/\d+\] (.*)$", result.stdout, re.MULTILINE))
+
+
+def one_line_error(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: .*\n", result.stderr), result.stderr
+    return result.stderr
+
+
+def test_builds_again_only_what_changed(small):
+    assert compiled(small.build()) == ["cpu: link", "cpu: native/twice.cpp", "cpu: torch-ext/torch_binding.cpp"]
+    first = small.metadata()
+    assert compiled(small.build()) == []
+    assert small.metadata() == first
+    small.write("torch-ext/two_times/__init__.py", "from ._ops import ops\n\ndouble = ops.twice\n")
+    assert compiled(small.build()) == ["cpu: link", "cpu: torch-ext/torch_binding.cpp"]  # the one that knows the id
+    second = small.metadata()
+    small.write("headers/twice.h", SOURCES["headers/twice.h"] + "// changed\n")
+    assert "cpu: native/twice.cpp" in compiled(small.build())
+    assert len({first["id"], second["id"], small.metadata()["id"]}) == 3
+
+
+def test_two_builds_load_in_one_process(small):
+    compiled(small.build("--backend", "cpu", "--out", "first"))
+    small.write("native/twice.cpp", SOURCES["native/twice.cpp"].replace("FACTOR", "10 * FACTOR"))
+    compiled(small.build("--backend", "cpu", "--out", "second"))
+    script = """
+from kernels import get_kernel
+first, second = (get_kernel(f"someone/{name}", version=3, backend="cpu") for name in ("first", "second"))
+print(first.twice(4), second.twice(4))
+"""
+    kernels = ":".join(f"someone/{name}={small.root / name}" for name in ("first", "second"))
+    command = [sys.executable, "-c", script]
+    output = subprocess.check_output(command, env={**os.environ, "LOCAL_KERNELS": kernels}, text=True)
+    assert output.split() == ["8", "80"]
+
+
+def test_id_is_that_of_the_sources(small, tmp_path):
+    script = "from builder import plan; print(plan.variant('cpu').id)"
+
+    def identifier(root: Path) -> str:
+        return subprocess.check_output([sys.executable, "-c", script], cwd=root / "tools", text=True).strip()
+
+    assert re.fullmatch(r"_two_times_cpu_[0-9a-f]{10}", identifier(small.root))
+    assert identifier(SmallProject(tmp_path / "copy").root) == identifier(small.root)
+
+
+def test_sections_of_one_backend_have_their_own_archs_and_flags(small):
+    nvcc = toolchain.nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    compiled(small.build("--backend", "cuda"))
+    assert small.metadata(variant="*-cu*")["backend"] == {"type": "cuda", "archs": ["8.0", "9.0+PTX", "9.0a"]}
+    (extension,) = (small.root / "build").glob("*-cu*/*.so")
+    code = extension.read_bytes()
+    assert b"hopper" in code and b"libtorch_cuda.so" in code
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"CXX": "no-such-compiler"}, "no C++ compiler: 'no-such-compiler'"),
+        ({"CXX": "false"}, "did not compile"),
+    ],
+)
+def test_a_compiler_that_is_missing_or_fails_is_one_line(small, environment, message):
+    assert message in one_line_error(small.build(**environment))
+
+
+def test_nvcc_that_fails_is_one_line(small):
+    small.write("toolkit/bin/nvcc", "#!/bin/sh\necho broken >&2\nexit 1\n")
+    (small.root / "toolkit/bin/nvcc").chmod(0o755)
+    result = small.build("--backend", "cuda", CUDA_HOME=str(small.root / "toolkit"))
+    assert "toolkit/bin/nvcc --version' failed: broken" in one_line_error(result)
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "message"),
+    [
+        ("native/twice.cpp", "int64_t twice(", "did not compile"),
+        ("native/twice.cpp", "", "did not compile"),  # twice is declared, and nowhere defined
+        ("build.toml", BUILD_TOML.replace("native/twice.cpp", "native/absent.cpp"), "native/absent.cpp, which"),
+        ("build.toml", BUILD_TOML.replace('cpu = "2.11"', 'cpu = "99.0"'), "is too old"),
+    ],
+)
+def test_sources_that_do_not_build_are_one_line(small, place, text, message):
+    small.write(place, text)
+    assert message in one_line_error(small.build())

@@ -1,0 +1,299 @@
+"""The functions' results: held to float64 formulas, with the error of the eager PyTorch sequence as the limit."""
+
+import random
+
+import machine
+import pytest
+import reference
+import torch
+from reference import ACTIVATIONS, DTYPES, FUNCTIONS, assert_no_worse_than_eager, operands, shapes, subsets
+
+functions = pytest.mark.parametrize("function", FUNCTIONS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def call(fused_mlp, implementation, function, operands, activation):
+    dtype = next(iter(operands.values())).dtype
+    with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"), torch.no_grad():
+        return getattr(fused_mlp, function)(**operands, activation=activation)
+
+
+def check(fused_mlp, implementation, function, operands, activation="gelu_pytorch_tanh"):
+    """One call: the result, its freshness, and that the operands are what they were."""
+    before = {name: operand.clone() for name, operand in operands.items()}
+    result = call(fused_mlp, implementation, function, operands, activation)
+    expected = reference.exact(function, operands, activation)
+    assert_no_worse_than_eager(result, reference.eager(function, operands, activation), expected, function)
+    assert result.is_contiguous()
+    for name, operand in operands.items():
+        assert torch.equal(operand, before[name]), f"{function} changed {name}"
+        shared = result.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+        assert not shared or result.numel() == 0, f"the result of {function} shares the memory of {name}"
+
+
+@pytest.mark.kernels_ci
+@dtypes
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
+@functions
+def test_activations_and_dtypes(fused_mlp, device, implementation, function, activation, dtype):
+    check(fused_mlp, implementation, function, operands(function, dtype=dtype, device=device), activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(64, 96, 40), (1, 1, 1), (7, 13, 5), (127, 251, 61), (256, 512, 264)], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (13,), (257,), (2, 3, 5), (1, 2, 1, 3, 1)], ids=str)
+@functions
+def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype):
+    check(fused_mlp, implementation, function, operands(function, lead, sizes, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(
+    ("lead", "sizes"),
+    [((0,), (64, 96, 40)), ((4, 0, 3), (8, 8, 8)), ((5,), (0, 6, 3)), ((5,), (6, 0, 3)), ((5,), (6, 3, 0)), ((), (0, 0, 0))],
+    ids=str,
+)
+@functions
+def test_empty(fused_mlp, device, implementation, function, lead, sizes):
+    check(fused_mlp, implementation, function, operands(function, lead, sizes, device=device))
+
+
+@pytest.mark.parametrize("lead", [(70_001,), (3, 23_333)], ids=str)
+@functions
+def test_many_rows(fused_mlp, device, implementation, function, lead):
+    check(fused_mlp, implementation, function, operands(function, lead, (8, 24, 8), device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@functions
+def test_model_sized(fused_mlp, device, implementation, function, rows, dtype):
+    check(fused_mlp, implementation, function, operands(function, (rows,), (768, 2304, 640), dtype=dtype, device=device))
+
+
+def transposed(tensor):
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def chunk(tensor):
+    return torch.cat([torch.full_like(tensor, torch.nan), tensor], dim=-1).chunk(2, dim=-1)[1]
+
+
+def every_other_row(tensor):
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=1).flatten(0, 1)[::2]
+
+
+def every_other_column(tensor):
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1).flatten(-2)[..., ::2]
+
+
+def misaligned(tensor):
+    return torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def permuted(tensor):
+    return tensor.movedim(0, -2).contiguous().movedim(-2, 0) if tensor.dim() > 2 else tensor
+
+
+def expanded(tensor):
+    return tensor[:1].expand(tensor.shape)
+
+
+LAYOUTS = (transposed, chunk, every_other_row, every_other_column, misaligned, permuted, expanded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@functions
+def test_strides_of_one_operand(fused_mlp, device, implementation, function, layout, dtype):
+    for name in shapes(function, (4, 5, 6), (32, 48, 24)):
+        made = operands(function, (4, 5, 6), (32, 48, 24), dtype=dtype, device=device)
+        made[name] = layout(made[name])
+        check(fused_mlp, implementation, function, made)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@functions
+def test_strides_of_all_operands(fused_mlp, device, implementation, function, layout):
+    made = operands(function, (3, 7), (33, 47, 21), device=device)
+    check(fused_mlp, implementation, function, {name: layout(operand) for name, operand in made.items()})
+
+
+@dtypes
+def test_views_of_a_packed_projection(fused_mlp, device, implementation, dtype):
+    made = operands("gated_mlp", dtype=dtype, device=device)
+    weight = torch.cat([made["gate_weight"], made["up_weight"]])
+    bias = torch.cat([made["gate_bias"], made["up_bias"]])
+    made["gate_weight"], made["up_weight"] = weight.chunk(2)
+    made["gate_bias"], made["up_bias"] = bias.chunk(2)
+    check(fused_mlp, implementation, "gated_mlp", made)
+    gate, up = torch.randn(3, 5, 2 * 56, device=device).to(dtype).chunk(2, dim=-1)
+    check(fused_mlp, implementation, "act_and_mul", {"gate": gate, "up": up})
+
+
+def test_one_tensor_as_two_operands(fused_mlp, device, implementation):
+    gate = torch.randn(9, 33, device=device)
+    check(fused_mlp, implementation, "act_and_mul", {"gate": gate, "up": gate})
+    made = operands("gated_linear", biases=False, device=device)
+    check(fused_mlp, implementation, "gated_linear", made | {"up_weight": made["gate_weight"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
+def test_biases(fused_mlp, device, implementation, function, dtype):
+    names = tuple(name for name in shapes(function, (1,), (1, 1, 1)) if name.endswith("bias"))
+    for present in subsets(names):
+        check(fused_mlp, implementation, function, operands(function, biases=present, dtype=dtype, device=device), "silu")
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_any_call(fused_mlp, device, implementation, repetition):
+    """Function, shapes, dtype, activation, layouts and biases drawn together."""
+    draw = random.Random(torch.initial_seed())
+    for _ in range(40):
+        function = draw.choice(tuple(FUNCTIONS))
+        lead = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
+        sizes = tuple(draw.choice([1, 2, 3, 8, 15, 16, 17, 31, 64, 100, 129, 192]) for _ in range(3))
+        made = operands(function, lead, sizes, dtype=draw.choice(DTYPES), device=device, biases=draw.random() < 0.5)
+        made = {name: draw.choice([*LAYOUTS, lambda tensor: tensor])(operand) for name, operand in made.items()}
+        check(fused_mlp, implementation, function, made, draw.choice(ACTIVATIONS))
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@dtypes
+def test_geglu(fused_mlp, device, implementation, dtype, approximate):
+    gate, up = operands("act_and_mul", dtype=dtype, device=device).values()
+    with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
+        result = fused_mlp.geglu(gate, up, approximate=approximate)
+    eager = torch.nn.functional.gelu(gate, approximate=approximate) * up
+    name = {"tanh": "gelu_pytorch_tanh", "none": "gelu"}[approximate]
+    assert_no_worse_than_eager(result, eager, reference.exact("act_and_mul", {"gate": gate, "up": up}, name))
+
+
+@dtypes
+def test_swiglu(fused_mlp, device, implementation, dtype):
+    gate, up = operands("act_and_mul", dtype=dtype, device=device).values()
+    with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
+        result = fused_mlp.swiglu(gate, up)
+    eager = torch.nn.functional.silu(gate) * up
+    assert_no_worse_than_eager(result, eager, reference.exact("act_and_mul", {"gate": gate, "up": up}, "silu"))
+
+
+@pytest.mark.kernels_ci
+def test_defaults(fused_mlp, device):
+    gate, up = operands("act_and_mul", device=device).values()
+    tanh = fused_mlp.act_and_mul(gate, up, "gelu_pytorch_tanh")
+    assert torch.equal(fused_mlp.act_and_mul(gate, up), tanh)
+    assert torch.equal(fused_mlp.geglu(gate, up), tanh)
+    for function in ("gated_linear", "gated_mlp", "mlp"):
+        made = operands(function, device=device)
+        default = getattr(fused_mlp, function)(**made)
+        assert torch.equal(default, getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh"))
+    made = operands("linear", device=device)
+    assert torch.equal(fused_mlp.linear(**made), fused_mlp.linear(**made, activation="linear"))
+
+
+def test_operands_by_position(fused_mlp, device):
+    for function in FUNCTIONS:
+        made = operands(function, device=device)
+        named = getattr(fused_mlp, function)(**made, activation="silu")
+        assert torch.equal(getattr(fused_mlp, function)(*made.values(), "silu"), named)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("gelu_new", "gelu_pytorch_tanh"),
+        ("gelu_fast", "gelu_pytorch_tanh"),
+        ("gelu_accurate", "gelu_pytorch_tanh"),
+        ("gelu_python_tanh", "gelu_pytorch_tanh"),
+        ("gelu_python", "gelu"),
+        ("swish", "silu"),
+    ],
+)
+def test_aliases(fused_mlp, device, alias, name):
+    gate, up = operands("act_and_mul", device=device).values()
+    assert torch.equal(fused_mlp.act_and_mul(gate, up, alias), fused_mlp.act_and_mul(gate, up, name))
+
+
+def test_names_mean_what_they_mean_to_transformers(fused_mlp, device):
+    from transformers.activations import ACT2FN
+
+    gate, up = operands("act_and_mul", device=device).values()
+    names = [*ACTIVATIONS, "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh", "gelu_python", "swish"]
+    for name in names:
+        expected = ACT2FN[name](gate.double()) * up
+        torch.testing.assert_close(fused_mlp.act_and_mul(gate.double(), up.double(), name), expected, msg=name)
+
+
+@functions
+def test_a_dtype_without_kernels_is_computed_by_torch(fused_mlp, device, function):
+    made = {name: operand.double() for name, operand in operands(function, device=device).items()}
+    result = getattr(fused_mlp, function)(**made, activation="gelu")
+    assert torch.equal(result, reference.eager(function, made, "gelu"))
+    assert fused_mlp.explain(getattr(fused_mlp, function), **made).implementation == "torch"
+
+
+@functions
+def test_the_torch_backend_is_the_eager_sequence(fused_mlp, device, function):
+    made = operands(function, device=device, dtype=torch.bfloat16)
+    with fused_mlp.backend("torch"):
+        result = getattr(fused_mlp, function)(**made, activation="silu")
+    assert torch.equal(result, reference.eager(function, made, "silu"))
+
+
+@functions
+def test_calls_repeat_bit_for_bit(fused_mlp, device, implementation, function):
+    made = operands(function, (67,), (256, 512, 256), device=device, dtype=torch.bfloat16)
+    first = call(fused_mlp, implementation, function, made, "gelu")
+    for _ in range(3):
+        assert torch.equal(call(fused_mlp, implementation, function, made, "gelu"), first)
+
+
+SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1e4, -1e4, 1e-41, -1e-41, 6e-8, -6e-8, 3e38, -3e38)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_values(fused_mlp, device, implementation, activation, dtype):
+    """Computed in float32 and rounded once: overflow, NaN and zeros are where that puts them."""
+    values = torch.tensor(SPECIAL, device=device).to(dtype)
+    gate, up = (grid.repeat(1, 3) for grid in torch.meshgrid(values, values, indexing="ij"))
+    result = call(fused_mlp, implementation, "act_and_mul", {"gate": gate, "up": up}, activation)
+    if not machine.takes(implementation, dtype):
+        expected = reference.eager("act_and_mul", {"gate": gate, "up": up}, activation)
+    else:
+        expected = reference.eager("act_and_mul", {"gate": gate.float(), "up": up.float()}, activation).to(dtype)
+    torch.testing.assert_close(
+        result,
+        expected,
+        rtol=2 * torch.finfo(dtype).eps,
+        # the last bits of float32's subnormal numbers may differ, those of float16's not
+        atol=1e-44 if dtype == torch.float32 else 0.0,
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan, 1e4, 1e30])
+@dtypes
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
+def test_extreme_rows(fused_mlp, device, implementation, function, dtype, special):
+    """A row of x that overflows does so as in eager PyTorch, and the other rows know nothing of it."""
+    made = operands(function, (9,), dtype=dtype, device=device)
+    made["x"][4, 3] = special
+    result = call(fused_mlp, implementation, function, made, "silu")
+    eager = reference.eager(function, made, "silu")
+    others = torch.arange(9, device=device) != 4
+    assert result[others].isfinite().all()
+    assert torch.equal(result.isfinite().all(dim=-1), eager.isfinite().all(dim=-1))
+    kept = {name: operand[others] if name == "x" else operand for name, operand in made.items()}
+    assert_no_worse_than_eager(result[others], eager[others], reference.exact(function, kept, "silu"))
+
+
+@pytest.mark.parametrize("special", [torch.inf, torch.nan])
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
+def test_a_special_value_in_a_bias_or_weight_is_seen(fused_mlp, device, implementation, function, special):
+    for name in shapes(function, (9,), (64, 96, 40)):
+        made = operands(function, (9,), device=device)
+        made[name].view(-1)[3] = special
+        result = call(fused_mlp, implementation, function, made, "silu")
+        assert torch.equal(result.isfinite(), reference.eager(function, made, "silu").isfinite()), name
