@@ -13,12 +13,12 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test demo lint format clean
+.PHONY: help venv build test demo bench lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile
 
-venv: $(foreach set,build test demo lint,$(call installed,$(set))) ## install all requirements into .venv
+venv: $(foreach set,build test demo bench lint,$(call installed,$(set))) ## install all requirements into .venv
 
 build: $(call installed,build) ## build the kernel for the CPU and, where there is an nvcc, for CUDA, into build/
 	$(python) tools/build.py
@@ -28,6 +28,9 @@ test: $(call installed,test) build ## build, then run all tests that this machin
 
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py
+
+bench: $(call installed,bench) build ## build, then measure against eager PyTorch, torch.compile and others (needs a GPU)
+	$(python) benchmarks/peers.py --out build/peers
 
 lint: $(call installed,lint) ## check the style of all code
 	$(python) -m ruff check
@@ -48,6 +51,6 @@ clean: ## remove what was built (.venv stays)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12'; exit 1; }
+	  { echo 'error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
-	  { rm -rf .venv; echo 'error: $(PYTHON) cannot make a virtual environment (Debian, Ubuntu: install python3-venv)'; exit 1; }
+	  { rm -rf .venv; echo 'error: $(PYTHON) cannot make a virtual environment (Debian, Ubuntu: install python3-venv)' >&2; exit 1; }

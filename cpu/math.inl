@@ -17,12 +17,13 @@ FUSED_MLP_INLINE Vec at_least(Vec x, float bound) { return x < bound ? splat(bou
 
 FUSED_MLP_INLINE Vec from_bf16(VecHalf x) { return (Vec)(__builtin_convertvector(x, VecBits) << 16); }
 
-// Rounds to nearest, ties to even; NaN stays NaN.
-FUSED_MLP_INLINE VecHalf to_bf16(Vec x) {
+// A bf16 value in the upper half of each lane, rounded to nearest, ties to even; NaN stays NaN.
+FUSED_MLP_INLINE VecBits bf16_bits(Vec x) {
   const VecBits bits = (VecBits)x;
-  const VecBits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return __builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, VecHalf);
+  return x == x ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits | 0x400000u;
 }
+
+FUSED_MLP_INLINE VecHalf to_bf16(Vec x) { return __builtin_convertvector(bf16_bits(x) >> 16, VecHalf); }
 
 // Horner's rule; the coefficient of the highest power comes first.
 template <int kTerms>
@@ -32,7 +33,7 @@ FUSED_MLP_INLINE Vec polynomial(Vec x, const float (&coefficients)[kTerms]) {
   return sum;
 }
 
-// exp(x + correction) for -112 <= x <= 0 and a correction below 0.01, subnormal results included; NaN gives NaN.
+// exp(x + correction) for -112 <= x <= 0 and a correction below 0.01. NaN gives NaN, subnormal results are right.
 // With n the integer nearest to x / ln 2 it is 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 p(r) with a
 // minimax p (relative error 3.1e-9).
 FUSED_MLP_INLINE Vec exp_of_negative(Vec x, Vec correction) {
@@ -41,23 +42,26 @@ FUSED_MLP_INLINE Vec exp_of_negative(Vec x, Vec correction) {
   const Vec n = shifted - kRound;
   const Vec r = x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f + correction;  // ln 2 in two parts; n * the first is exact
   constexpr float kExp[] = {0x1.6a2256p-10f, 0x1.123b02p-7f, 0x1.5558f8p-5f, 0x1.555490p-3f, 0x1.fffffcp-2f};
-  const Vec exp_r = r * r * polynomial(r, kExp) + r + 1.0f;
+  const Vec excess = r * r * polynomial(r, kExp) + r;
   // 2^n as the product of two normal numbers, since it may be subnormal itself.
   const VecInt exponent = (VecInt)shifted - 0x4b400000;
   const VecInt half = exponent >> 1;
-  return exp_r * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
+  const Vec scale = (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
+  return scale * excess + scale;
 }
 
-// sigmoid(x) and 1 - sigmoid(x) = sigmoid(-x), both without cancellation.
-struct Sigmoid {
-  Vec value, complement;
-};
-
-FUSED_MLP_INLINE Sigmoid sigmoid(Vec x) {
-  const Vec e = exp_of_negative(-at_most(magnitude(x), 105.0f), Vec{});
-  const Vec one = splat(1.0f);
-  return {(x < 0.0f ? e : one) / (1.0f + e), (x < 0.0f ? one : e) / (1.0f + e)};
+// sigmoid(-|z|), the smaller of sigmoid(z) and 1 - sigmoid(z).
+FUSED_MLP_INLINE Vec smaller_sigmoid(Vec z) {
+  const Vec e = exp_of_negative(-at_most(magnitude(z), 105.0f), Vec{});
+  return e / (1.0f + e);
 }
+
+// x sigmoid(z), for positive z as x - x sigmoid(-z): there one rounding matters instead of three.
+FUSED_MLP_INLINE Vec times_sigmoid(Vec x, Vec z, Vec smaller) {
+  const Vec product = at_most(x, 0x1p127f) * smaller;  // zero, not NaN, at x = z = infinity
+  return z < 0.0f ? product : x - product;
+}
+FUSED_MLP_INLINE Vec times_sigmoid(Vec x, Vec z) { return times_sigmoid(x, z, smaller_sigmoid(z)); }
 
 // The standard normal distribution: its density and its cumulative probability at x.
 struct Normal {
@@ -93,18 +97,18 @@ FUSED_MLP_INLINE Vec activate(Vec x) {
   } else if constexpr (kActivation == Activation::kGelu) {
     return x * normal(x).probability;
   } else if constexpr (kActivation == Activation::kGeluTanh) {
-    return x * sigmoid(x * (kGeluTanhLinear + kGeluTanhCubic * (x * x))).value;
+    return times_sigmoid(x, x * (kGeluTanhLinear + kGeluTanhCubic * (x * x)));
   } else if constexpr (kActivation == Activation::kQuickGelu) {
-    return x * sigmoid(1.702f * x).value;
+    return times_sigmoid(x, 1.702f * x);
   } else if constexpr (kActivation == Activation::kSilu) {
-    return x * sigmoid(x).value;
+    return times_sigmoid(x, x);
   } else if constexpr (kActivation == Activation::kRelu) {
     return at_least(x, 0.0f);
   } else if constexpr (kActivation == Activation::kRelu2) {
     return at_least(x, 0.0f) * at_least(x, 0.0f);
   } else {
     static_assert(kActivation == Activation::kSigmoid);
-    return sigmoid(x).value;
+    return times_sigmoid(splat(1.0f), x);
   }
 }
 
@@ -113,10 +117,11 @@ struct Slope {
   Vec value, derivative;
 };
 
-// Of x sigmoid(z), where z' = dz/dx.
-FUSED_MLP_INLINE Slope gate_slope(Vec x, Vec bounded, Vec z, Vec dz) {
-  const Sigmoid s = sigmoid(z);
-  return {x * s.value, s.value + s.value * s.complement * (bounded * dz)};
+// Of factor * sigmoid(z), given factor' and factor * z'.
+FUSED_MLP_INLINE Slope sigmoid_slope(Vec factor, Vec z, Vec dfactor, Vec factor_dz) {
+  const Vec smaller = smaller_sigmoid(z);
+  const Vec sigmoid = z < 0.0f ? smaller : 1.0f - smaller;
+  return {times_sigmoid(factor, z, smaller), (smaller - smaller * smaller) * factor_dz + dfactor * sigmoid};
 }
 
 template <Activation kActivation>
@@ -129,19 +134,19 @@ FUSED_MLP_INLINE Slope slope(Vec x) {
     const Normal n = normal(x);
     return {x * n.probability, n.probability + bounded * n.density};
   } else if constexpr (kActivation == Activation::kGeluTanh) {
-    return gate_slope(x, bounded, x * (kGeluTanhLinear + kGeluTanhCubic * (x * x)),
-                      kGeluTanhLinear + 3.0f * kGeluTanhCubic * (bounded * bounded));
+    const Vec square = bounded * bounded;
+    return sigmoid_slope(x, x * (kGeluTanhLinear + kGeluTanhCubic * (x * x)), splat(1.0f),
+                         bounded * (kGeluTanhLinear + 3.0f * kGeluTanhCubic * square));
   } else if constexpr (kActivation == Activation::kQuickGelu) {
-    return gate_slope(x, bounded, 1.702f * x, splat(1.702f));
+    return sigmoid_slope(x, 1.702f * x, splat(1.0f), 1.702f * bounded);
   } else if constexpr (kActivation == Activation::kSilu) {
-    return gate_slope(x, bounded, x, splat(1.0f));
+    return sigmoid_slope(x, x, splat(1.0f), bounded);
   } else if constexpr (kActivation == Activation::kRelu) {
     return {at_least(x, 0.0f), x <= 0.0f ? Vec{} : splat(1.0f)};
   } else if constexpr (kActivation == Activation::kRelu2) {
     return {at_least(x, 0.0f) * at_least(x, 0.0f), 2.0f * at_least(x, 0.0f)};
   } else {
     static_assert(kActivation == Activation::kSigmoid);
-    const Sigmoid s = sigmoid(x);
-    return {s.value, s.value * s.complement};
+    return sigmoid_slope(splat(1.0f), x, Vec{}, splat(1.0f));
   }
 }

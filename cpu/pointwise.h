@@ -4,16 +4,16 @@
 
 namespace fused_mlp {
 
-enum class Dtype { kFloat32, kBFloat16 };
+enum class DType { kFloat32, kBFloat16 };
 
-// `rows` rows of `cols` elements; consecutive rows of an operand are its own row_stride elements apart.
-struct Rows {
+// Rows of adjacent elements, row_stride elements apart.
+struct Matrix {
   void* data;
   int64_t row_stride;
 };
 
 struct PointwiseShape {
-  Dtype dtype;
+  DType dtype;
   int64_t rows;
   int64_t cols;
 };
@@ -22,12 +22,12 @@ struct PointwiseShape {
 // inputs. `activation` is a code of activation.h.
 struct PointwiseKernels {
   // out = act(x)
-  void (*act)(const PointwiseShape& shape, int64_t activation, Rows x, Rows out);
+  void (*act)(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out);
   // out = act(gate) * up
-  void (*act_and_mul)(const PointwiseShape& shape, int64_t activation, Rows gate, Rows up, Rows out);
+  void (*act_and_mul)(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out);
   // dgate = grad * up * act'(gate), dup = grad * act(gate)
-  void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Rows grad, Rows gate, Rows up,
-                               Rows dgate, Rows dup);
+  void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
+                               Matrix dgate, Matrix dup);
 };
 
 namespace scalar {

@@ -41,8 +41,8 @@ FUSED_MLP_INLINE void store(T* to, int64_t count, Vec x) {
 }
 
 template <typename T>
-FUSED_MLP_INLINE T* row(Rows rows, int64_t r) {
-  return static_cast<T*>(rows.data) + r * rows.row_stride;
+FUSED_MLP_INLINE T* row(Matrix matrix, int64_t r) {
+  return static_cast<T*>(matrix.data) + r * matrix.row_stride;
 }
 
 // Calls body(column, count) for the vectors of a row; only the last may have a count below kWidth.
@@ -56,7 +56,7 @@ FUSED_MLP_INLINE void for_each_vector(int64_t cols, const Body& body) {
 #define FUSED_MLP_VECTOR_BODY [=](int64_t c, int64_t count) __attribute__((always_inline))
 
 template <typename T, Activation kActivation>
-void act_rows(const PointwiseShape& shape, Rows x, Rows out) {
+void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T* x_row = row<T>(x, r);
     T* out_row = row<T>(out, r);
@@ -67,7 +67,7 @@ void act_rows(const PointwiseShape& shape, Rows x, Rows out) {
 }
 
 template <typename T, Activation kActivation>
-void act_and_mul_rows(const PointwiseShape& shape, Rows gate, Rows up, Rows out) {
+void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T* out_row = row<T>(out, r);
@@ -78,7 +78,7 @@ void act_and_mul_rows(const PointwiseShape& shape, Rows gate, Rows up, Rows out)
 }
 
 template <typename T, Activation kActivation>
-void act_and_mul_backward_rows(const PointwiseShape& shape, Rows grad, Rows gate, Rows up, Rows dgate, Rows dup) {
+void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix gate, Matrix up, Matrix dgate, Matrix dup) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *grad_row = row<T>(grad, r), *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T *dgate_row = row<T>(dgate, r), *dup_row = row<T>(dup, r);
@@ -93,9 +93,9 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Rows grad, Rows gate
 
 // Calls visit.template operator()<T, kActivation>() for the run-time dtype and activation.
 template <typename Visitor>
-void visit(Dtype dtype, int64_t activation, const Visitor& visitor) {
+void visit(DType dtype, int64_t activation, const Visitor& visitor) {
   visit_activation(activation, [&]<Activation kActivation>() {
-    if (dtype == Dtype::kFloat32) {
+    if (dtype == DType::kFloat32) {
       visitor.template operator()<float, kActivation>();
     } else {
       visitor.template operator()<BFloat16, kActivation>();
@@ -103,17 +103,17 @@ void visit(Dtype dtype, int64_t activation, const Visitor& visitor) {
   });
 }
 
-static void act(const PointwiseShape& shape, int64_t activation, Rows x, Rows out) {
+static void act(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out) {
   visit(shape.dtype, activation, [&]<typename T, Activation kActivation>() { act_rows<T, kActivation>(shape, x, out); });
 }
 
-static void act_and_mul(const PointwiseShape& shape, int64_t activation, Rows gate, Rows up, Rows out) {
+static void act_and_mul(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out) {
   visit(shape.dtype, activation,
         [&]<typename T, Activation kActivation>() { act_and_mul_rows<T, kActivation>(shape, gate, up, out); });
 }
 
-static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation, Rows grad, Rows gate, Rows up,
-                                 Rows dgate, Rows dup) {
+static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
+                                 Matrix dgate, Matrix dup) {
   visit(shape.dtype, activation, [&]<typename T, Activation kActivation>() {
     act_and_mul_backward_rows<T, kActivation>(shape, grad, gate, up, dgate, dup);
   });

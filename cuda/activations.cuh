@@ -8,10 +8,20 @@ namespace fused_mlp {
 //
 // `Fast` takes the hardware's approximations (relative error about 1e-6): far inside the rounding of fp16 and bf16
 // results, not of fp32 ones. tanh never appears: 0.5 (1 + tanh u) = sigmoid(2u), which does not cancel at u << 0.
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 1 / (1 + 2^-x), from two instructions of the special function unit.
+__device__ __forceinline__ float fast_sigmoid_base2(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return inverse;
+}
+
 template <bool Fast>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (Fast) {
-    return __fdividef(1.0f, 1.0f + __expf(-x));
+    return fast_sigmoid_base2(kLog2E * x);
   } else {
     return 1.0f / (1.0f + expf(-x));
   }
@@ -19,9 +29,17 @@ __device__ __forceinline__ float sigmoid(float x) {
 
 template <bool Fast>
 __device__ __forceinline__ float normal_cdf(float x) {
-  constexpr float kSqrtHalf = 0.70710678118654752f;
   if constexpr (Fast) {
-    return 0.5f + 0.5f * erff(x * kSqrtHalf);
+    // sigmoid(x p(x^2)), p a minimax fit to logit(cdf(x)) / x on |x| < 5: the relative error of the cdf is under 2e-4
+    // (at x < 0; at x > 0 that of one minus the cdf).
+    const float t = fminf(x * x, 25.0f);
+    float p = -3.6794857e-8f * kLog2E;
+    p = fmaf(p, t, 2.3637104e-6f * kLog2E);
+    p = fmaf(p, t, -4.6162213e-5f * kLog2E);
+    p = fmaf(p, t, -4.2516765e-4f * kLog2E);
+    p = fmaf(p, t, 7.3523976e-2f * kLog2E);
+    p = fmaf(p, t, 1.5951872f * kLog2E);
+    return fast_sigmoid_base2(x * p);
   } else {
     return normcdff(x);
   }
@@ -52,7 +70,12 @@ struct ActivationFn<Activation::kGeluTanh, Fast> {
   static constexpr float kTwoSqrt2OverPi = 1.59576912160573071f;
   static constexpr float kCubic = 0.044715f;
   static __device__ __forceinline__ float weight(float x) {
-    return sigmoid<Fast>(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
+    if constexpr (Fast) {
+      constexpr float kSlope = kTwoSqrt2OverPi * kLog2E;
+      return fast_sigmoid_base2(x * fmaf(kSlope * kCubic, x * x, kSlope));
+    } else {
+      return sigmoid<false>(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
+    }
   }
   static __device__ __forceinline__ float value(float x) { return x * weight(x); }
   static __device__ __forceinline__ float derivative(float x) {

@@ -1,15 +1,18 @@
-// The CUDA backend's ops: torch's GEMMs with the pointwise kernels between them, one op per public function.
+// The CUDA backend's ops: each layer in one fused kernel where the GPU and the shape have one, else through torch's GEMMs
+// with a pointwise kernel behind them.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
+#include <string>
 #include <vector>
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "pointwise.h"
+#include "sm90/gemm.h"
 
 // torch's header declares it only under USE_CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -49,23 +52,84 @@ Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.co
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
 
 constexpr Matrix kNoMatrix{nullptr, 0};
+constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
-// [..., cols] as [rows, cols], a view wherever the strides admit one.
-Tensor flatten_rows(const Tensor& x) {
-  if (x.dim() == 2) return x;
-  const auto sizes = x.sizes();
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= sizes[d];
-  return torch::stable::reshape(x, {rows, sizes[x.dim() - 1]});
+int device_attribute(cudaDeviceAttr attribute, int32_t device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
 }
 
-// [rows, cols] back to the leading dimensions of x.
-Tensor restore_leading_dims(const Tensor& flat, const Tensor& x) {
-  if (x.dim() == 2) return flat;
+bool is_sm90(int32_t device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device) == 0;
+}
+
+std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = flat.size(1);
-  return torch::stable::view(flat, sizes);
+  sizes.back() = size;
+  return sizes;
 }
+
+// A linear layer, or a gated pair of them: act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one.
+struct Layer {
+  const Tensor& weight;
+  const Tensor* up_weight;
+  const OptionalTensor& bias;
+  const OptionalTensor& up_bias;
+  int64_t activation;
+};
+
+const OptionalTensor kNoBias;
+
+// The one-kernel way, with the GEMM of the GPU's architecture. `refused` says why there is none, or is null.
+struct FusedGemm {
+  sm90::GemmProblem problem{};
+  const char* refused = nullptr;
+
+  FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm) : device(x.tensor.get_device_index()) {
+    refused = describe(x, layer, follows_gemm);
+    if (refused == nullptr) refused = sm90::refusal(problem);
+  }
+
+  sm90::GemmPlan plan() const {
+    return sm90::plan(problem, device_attribute(cudaDevAttrMultiProcessorCount, device));
+  }
+
+ private:
+  int32_t device;
+
+  const char* describe(const TensorRows& x, const Layer& layer, bool follows_gemm) {
+    if (!is_sm90(device)) return "no fused GEMM for this GPU";
+    problem.a = matrix(x);
+    problem.m = x.rows;
+    problem.n = layer.weight.size(0);
+    problem.k = x.cols;
+    problem.dtype = dtype_of(x.tensor, "x");
+    problem.activation = layer.activation;
+    problem.follows_gemm = follows_gemm;
+    if (!describe_weight(layer.weight, &problem.weight)) return "a weight that is not row-major";
+    if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
+      return "a weight that is not row-major";
+    }
+    if (!describe_bias(layer.bias, &problem.bias) || !describe_bias(layer.up_bias, &problem.up_bias)) {
+      return "a strided bias";
+    }
+    problem.out = {nullptr, problem.n};
+    return nullptr;
+  }
+
+  static bool describe_weight(const Tensor& weight, Matrix* matrix) {
+    if (weight.stride(1) != 1 && weight.size(1) != 1) return false;
+    *matrix = {const_cast<void*>(weight.const_data_ptr()), weight.stride(0)};
+    return true;
+  }
+
+  static bool describe_bias(const OptionalTensor& bias, const void** data) {
+    *data = bias.has_value() ? bias->const_data_ptr() : nullptr;
+    return !bias.has_value() || bias->size(0) == 1 || bias->stride(0) == 1;
+  }
+};
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
@@ -74,26 +138,29 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor&
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// act(x weight^T + bias) for x [rows, in]; the activation overwrites the GEMM's result.
-Tensor flat_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
-  const Tensor out = torch_linear(x, weight, bias);
-  if (static_cast<Activation>(activation) != Activation::kLinear) {
-    const Matrix rows = dense_matrix(out, out.size(1));
-    check(launch_act_and_mul(rows, kNoMatrix, rows, out.size(0), out.size(1), dtype_of(out, "x"), activation,
-                             current_stream(out)));
-  }
+// torch's GEMMs, and one pointwise kernel that overwrites the first one's result.
+Tensor torch_layer(const Tensor& x, const Layer& layer) {
+  const Tensor out = torch_linear(x, layer.weight, layer.bias);
+  const bool gated = layer.up_weight != nullptr;
+  if (!gated && static_cast<Activation>(layer.activation) == Activation::kLinear) return out;
+  const TensorRows rows(out);
+  const Tensor up = gated ? torch_linear(x, *layer.up_weight, layer.up_bias) : out;
+  check(launch_act_and_mul(dense_matrix(out, rows.cols), gated ? dense_matrix(up, rows.cols) : kNoMatrix,
+                           dense_matrix(out, rows.cols), rows.rows, rows.cols, dtype_of(out, "x"), layer.activation,
+                           current_stream(out)));
   return out;
 }
 
-// act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias) for x [rows, in]; the product overwrites the gate.
-Tensor flat_gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                         const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
-  const Tensor gate = torch_linear(x, gate_weight, gate_bias);
-  const Tensor up = torch_linear(x, up_weight, up_bias);
-  const Matrix gate_rows = dense_matrix(gate, gate.size(1));
-  check(launch_act_and_mul(gate_rows, dense_matrix(up, up.size(1)), gate_rows, gate.size(0), gate.size(1),
-                           dtype_of(gate, "x"), activation, current_stream(gate)));
-  return gate;
+// The layer on the way that suits it. Sets *fused, which on entry says whether the launch before was a fused GEMM.
+Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
+  const TensorRows rows(x);
+  FusedGemm gemm(rows, layer, *fused);
+  *fused = gemm.refused == nullptr;
+  if (!*fused) return torch_layer(x, layer);
+  const Tensor out = torch::stable::new_empty(x, with_last_size(x, gemm.problem.n));
+  gemm.problem.out.data = out.mutable_data_ptr();
+  check(sm90::gemm(gemm.problem, gemm.plan(), current_stream(x)));
+  return out;
 }
 
 }  // namespace
@@ -120,31 +187,43 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   return {gate_grad, up_grad};
 }
 
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
+                 const OptionalTensor& up_bias, int64_t activation) {
+  const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
+  const FusedGemm gemm(TensorRows(x), layer, false);
+  if (gemm.refused != nullptr) return std::string("torch's GEMM and a pointwise kernel: ") + gemm.refused;
+  return std::string("fused sm_90a GEMM: ") + 
+         sm90::plan(gemm.problem, device_attribute(cudaDevAttrMultiProcessorCount, x.get_device_index())).reason;
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
-  return restore_leading_dims(flat_linear(flatten_rows(x), weight, bias, activation), x);
+  bool fused = false;
+  return apply(x, {weight, nullptr, bias, kNoBias, activation}, &fused);
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
-  return restore_leading_dims(
-      flat_gated_linear(flatten_rows(x), gate_weight, up_weight, gate_bias, up_bias, activation), x);
+  bool fused = false;
+  return apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
 }
 
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,
                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                  int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
-  const Tensor hidden = flat_gated_linear(flatten_rows(x), gate_weight, up_weight, gate_bias, up_bias, activation);
-  return restore_leading_dims(torch_linear(hidden, down_weight, down_bias), x);
+  bool fused = false;
+  const Tensor hidden = apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
+  return apply(hidden, {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, &fused);
 }
 
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
-  const Tensor hidden = flat_linear(flatten_rows(x), fc1_weight, fc1_bias, activation);
-  return restore_leading_dims(torch_linear(hidden, fc2_weight, fc2_bias), x);
+  bool fused = false;
+  const Tensor hidden = apply(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);
+  return apply(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
 }
 
 }  // namespace fused_mlp

@@ -4,10 +4,11 @@ import os
 import random
 import zlib
 
-import machine
-import project
 import pytest
 import torch
+
+import machine
+import project
 
 # The seed of all random inputs: a new one in every run, unless FUSED_MLP_TEST_SEED repeats an old one.
 SEED = int(os.environ.get("FUSED_MLP_TEST_SEED", random.randrange(2**32)))

@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-import project
 import torch
+
+import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

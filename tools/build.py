@@ -34,6 +34,10 @@ class Built:
     seconds: float
     checks: list[abi.Check]
 
+    @property
+    def failed(self) -> bool:
+        return any(check.failed for check in self.checks)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--cuda-archs", nargs="+", default=[], metavar="X.Y", help="only these, for a quick build")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
+    builds, errors = [], []
     try:
         nvcc = toolchain.nvcc()
         if nvcc is None and "cuda" in (arguments.backend or []):
@@ -51,14 +56,17 @@ def main() -> None:
         if nvcc is None and arguments.backend is None:
             print(f"{NO_NVCC}: not building for CUDA")
             known = [backend for backend in known if backend != "cuda"]
-        with locked(out / ".cache"):
-            archs = frozenset(arguments.cuda_archs)
-            builds = [build(backend, nvcc, out, arguments.jobs, archs) for backend in arguments.backend or known]
     except BuildError as error:
         sys.exit(f"error: {error}")
+    with locked(out / ".cache"):
+        for backend in arguments.backend or known:
+            try:
+                builds.append(build(backend, nvcc, out, arguments.jobs, frozenset(arguments.cuda_archs)))
+            except BuildError as error:
+                errors.append(f"error: {error}")
     report(builds)
-    if any(check.failed for built in builds for check in built.checks):
-        sys.exit("error: an extension uses symbols that a Hub kernel may not")
+    errors += [f"error: {built.variant.label} uses symbols it may not" for built in builds if built.failed]
+    sys.exit("\n".join(errors) or None)
 
 
 def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_archs: frozenset[str]) -> Built:
@@ -81,6 +89,8 @@ def locked(cache: Path):
 
 def report(builds: list[Built]) -> None:
     """Prints a table of the builds, and below it the symbols that a check found."""
+    if not builds:
+        return
     rows = [["variant", "archs", "size", "time", *(check.name for check in builds[0].checks)]]
     for built in builds:
         numbers = [f"{built.bytes / 2**20:.1f} MiB", f"{built.seconds:.1f} s"]
@@ -94,12 +104,7 @@ def report(builds: list[Built]) -> None:
                 print(f"{built.variant.backend}: {check.name} not checked: kernel-abi-check is not installed")
             elif check.symbols:
                 some = ", ".join(check.symbols[:6]) + (", ..." if len(check.symbols) > 6 else "")
-                why = (
-                    " (of this machine's C and C++ libraries; a release has older ones)"
-                    if check.of_this_machine
-                    else ""
-                )
-                print(f"{built.variant.backend}: not in {check.name}: {some}{why}")
+                print(f"{built.variant.backend}: not in {check.name}: {some}{check.excuse}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, "
       "int activation) -> Tensor");
   ops.def(
+      "plan(Tensor x, Tensor weight, Tensor? up_weight, Tensor? bias, Tensor? up_bias, int activation) -> str");
+  ops.def(
       "gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, Tensor? gate_bias, "
       "Tensor? up_bias, Tensor? down_bias, int activation) -> Tensor");
   ops.def(
@@ -32,6 +34,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("act_and_mul_backward", TORCH_BOX(&fused_mlp::act_and_mul_backward));
   ops.impl("linear", TORCH_BOX(&fused_mlp::linear));
   ops.impl("gated_linear", TORCH_BOX(&fused_mlp::gated_linear));
+  ops.impl("plan", TORCH_BOX(&fused_mlp::plan));
   ops.impl("gated_mlp", TORCH_BOX(&fused_mlp::gated_mlp));
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
 }

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 // The ops of the package. Each backend (cuda/, cpu/) implements all of them.
@@ -27,6 +28,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 // act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation);
+
+// In words, how linear (up_weight absent) or gated_linear would compute these operands, and why.
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
+                 const OptionalTensor& up_bias, int64_t activation);
 
 // gated_linear(...) down_weight^T + down_bias
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

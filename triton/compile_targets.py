@@ -19,15 +19,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# The repository root in place of this folder, whose `kernels` is not the library of that name.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+# In place of this folder, whose `kernels` is not the library of that name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent / "tools")
 
 import kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tools import project
+import project
 
 KIB = 1024
 N, K = 3072, 768
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 class Resources(NamedTuple):
     registers: int
-    spilled: int  # bytes a thread
+    spills: int  # instructions that reload a spilled register
     shared: int  # bytes a block
 
 
@@ -100,7 +100,7 @@ def gemm_cases(dtype, activation, gpu, Ms, ops=("linear", "gated_linear"), preci
     for op in ops:
         for M in Ms:
             config = backend("configs").default_config(op, M, N, element_size, tensor_cores and aligned, gpu)
-            options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
+            options = {key: config.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in config}
             for descriptors in {False, config["DESCRIPTORS"]}:
                 types = gemm_types(op, dtype, config, descriptors)
                 constants = {"ACTIVATION": code, "INPUT_PRECISION": precision, **config, "DESCRIPTORS": descriptors}
@@ -153,8 +153,9 @@ def compile_case(case, capability):
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.options)
     except Exception as error:  # whatever the compiler raises is this case's result
         return f"{type(error).__name__}: {error}"
-    registers, spilled = registers_and_stack(compiled.asm["cubin"])
-    return Resources(registers, spilled, compiled.metadata.shared)
+    registers, stack = registers_and_stack(compiled.asm["cubin"])
+    reloads = stack and compiled.asm["sass"].count("LDL")  # a stack that is never read holds no spilled registers
+    return Resources(registers, reloads, compiled.metadata.shared)
 
 
 def registers_and_stack(cubin):
@@ -170,8 +171,8 @@ def registers_and_stack(cubin):
 def verdict(resources, gpu):
     if isinstance(resources, str):
         return resources
-    if resources.spilled:
-        return f"spills {resources.spilled} bytes a thread"
+    if resources.spills:
+        return f"spills registers to memory, {resources.spills} instructions reload them"
     if resources.shared > gpu.shared_memory:
         return f"takes {resources.shared} bytes of shared memory of {gpu.shared_memory}"
     return ""
@@ -188,13 +189,13 @@ def main():
     targets = {capability: gpus()[capability] for capability in arguments.target or gpus()}
     jobs = [(case, capability) for capability, gpu in targets.items() for case in cases(gpu, dtypes, activations)]
     failures = 0
-    print(f"{'target':>6} {'registers':>9} {'spilled':>7} {'shared KiB':>10}  kernel")
+    print(f"{'target':>6} {'registers':>9} {'spills':>6} {'shared KiB':>10}  kernel")
     with ProcessPoolExecutor() as pool:
         for (case, capability), resources in zip(jobs, pool.map(compile_case, *zip(*jobs))):
             problem = verdict(resources, targets[capability])
             failures += bool(problem)
-            registers, spilled, shared = ("-", "-", 0) if isinstance(resources, str) else resources
-            row = f"{capability:>6} {registers:>9} {spilled:>7} {shared / KIB:>10.1f}  {case.name}"
+            registers, spills, shared = ("-", "-", 0) if isinstance(resources, str) else resources
+            row = f"{capability:>6} {registers:>9} {spills:>6} {shared / KIB:>10.1f}  {case.name}"
             print(f"{row}  <-- {problem}" if problem else row, flush=True)
     print(f"{len(jobs)} kernels, {failures} failures")
     return 1 if failures else 0

@@ -39,40 +39,41 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Elements `column` and `column + 1` of a bias of n elements; column and n are even.
+// Elements `column` and `column + 1` of a bias of n elements, both even. Past the end it returns the last two: such
+// columns are never stored.
 template <typename Element>
-__device__ __forceinline__ float2 load_bias_pair(const void* bias, int column, int n) {
-  if (bias == nullptr || column >= n) return make_float2(0.0f, 0.0f);
+__device__ __forceinline__ typename Pair<Element>::Type load_bias_pair(const void* bias, int column, int n) {
   using Type = typename Pair<Element>::Type;
-  return to_float2(__ldg(reinterpret_cast<const Type*>(static_cast<const Element*>(bias) + column)));
+  return __ldg(reinterpret_cast<const Type*>(static_cast<const Element*>(bias) + min(column, n - 2)));
 }
 
 template <Activation A, int kCount>
-__device__ __forceinline__ void activate_with(float (&values)[kCount]) {
+__device__ __forceinline__ void activate(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = ActivationFn<A, true>::value(values[i]);
 }
 
-// values[i] = act(values[i]): one uniform branch for all of them.
-template <int kCount>
-__device__ __forceinline__ void activate(float (&values)[kCount], Activation activation) {
+// Calls visit.template operator()<A>() for a run-time activation: one uniform branch, with all of an epilogue's code for
+// one activation in one piece behind it (instruction fetches bound an epilogue that jumps about).
+template <typename Visitor>
+__device__ __forceinline__ void with_activation(Activation activation, Visitor&& visit) {
   switch (activation) {
     case Activation::kLinear:
-      return;
+      return visit.template operator()<Activation::kLinear>();
     case Activation::kGelu:
-      return activate_with<Activation::kGelu>(values);
+      return visit.template operator()<Activation::kGelu>();
     case Activation::kGeluTanh:
-      return activate_with<Activation::kGeluTanh>(values);
+      return visit.template operator()<Activation::kGeluTanh>();
     case Activation::kQuickGelu:
-      return activate_with<Activation::kQuickGelu>(values);
+      return visit.template operator()<Activation::kQuickGelu>();
     case Activation::kSilu:
-      return activate_with<Activation::kSilu>(values);
+      return visit.template operator()<Activation::kSilu>();
     case Activation::kRelu:
-      return activate_with<Activation::kRelu>(values);
+      return visit.template operator()<Activation::kRelu>();
     case Activation::kRelu2:
-      return activate_with<Activation::kRelu2>(values);
+      return visit.template operator()<Activation::kRelu2>();
     case Activation::kSigmoid:
-      return activate_with<Activation::kSigmoid>(values);
+      return visit.template operator()<Activation::kSigmoid>();
   }
 }
 

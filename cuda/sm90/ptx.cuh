@@ -8,6 +8,7 @@
 
 namespace fused_mlp::sm90 {
 
+// Shared memory is addressed by its 32-bit addresses throughout: they stay in uniform registers.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -44,6 +45,19 @@ __device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 v)
                : "memory");
 }
 
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_float(uint32_t address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
 __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -53,10 +67,13 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
+// The same value in all threads of a warp, and known to be so by the compiler.
+__device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
 // ---- Barriers -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised mbarriers visible to the TMA and to the other CTAs of the cluster.
@@ -64,29 +81,28 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_at_rank(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                   map_to_rank(shared_address(barrier), rank))
+__device__ __forceinline__ void mbarrier_arrive_at_rank(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank))
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "wait:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra wait;\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -106,27 +122,26 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint64_t* barrier, void* shared, int column, int row) {
+__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column, int row) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row)
       : "memory");
 }
 
 // The box lands at the same offset, and signals the same mbarrier, in every CTA of `mask`.
-__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint64_t* barrier, void* shared, int column,
+__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column,
                                                    int row, uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(mask)
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(mask)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, int column, int row) {
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(shared_address(shared)), "r"(column), "r"(row)
+               "r"(shared), "r"(column), "r"(row)
                : "memory");
 }
 

@@ -5,16 +5,21 @@
 namespace fused_mlp::sm90 {
 
 // A place in a ring of shared memory stages, and the parity of the round: that of the mbarrier phase to wait for.
-template <int kStages>
 struct RingPosition {
+  int stages;
   int stage = 0;
   uint32_t parity = 0;
 
+  __device__ __forceinline__ explicit RingPosition(int stages) : stages(stages) {}
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
+  }
+  __device__ __forceinline__ void skip(int count) {
+    parity ^= (stage + count) / stages & 1;
+    stage = (stage + count) % stages;
   }
 };
 

@@ -21,6 +21,7 @@ struct StreamedGemmArgs {
   int m;
   int n;
   int k_blocks;
+  int stages;
   bool follows_gemm;
 };
 
@@ -40,38 +41,44 @@ struct StreamedGemm {
   static constexpr int kWeightBytes = kRows * kBoxK * sizeof(Element);  // of a box
   static constexpr int kTokenBytes = kTokens * kBoxK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kBoxesK * kWeightBytes + kBoxesK * kTokenBytes;
-  static constexpr int kBarrierBytes = 128;
   static constexpr int kAlignment = 1024;
-  static constexpr int kCtasPerMultiprocessor = 3;
-  static constexpr int kSharedLimit = 228 * 1024 / kCtasPerMultiprocessor - 1024 - kAlignment - kBarrierBytes;
-  static constexpr int kStages = kSharedLimit / kStageBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kAlignment + kBarrierBytes;
+  static constexpr int kMaxCtasPerMultiprocessor = 3;
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
-  static_assert(kParts * kTokens * kPartialStride * 4 <= kStages * kStageBytes);
+  static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
+  static constexpr int kMinStages = (kPartialBytes + kStageBytes - 1) / kStageBytes;  // the sums replace the ring
+
+  static constexpr int shared_bytes(int stages) { return stages * (kStageBytes + 16) + kAlignment; }
+  // The stages that fit where so many CTAs share a multiprocessor; each costs another 1024 bytes.
+  static constexpr int max_stages(int ctas) {
+    return (228 * 1024 / ctas - 1024 - kAlignment) / (kStageBytes + 16);
+  }
+  static_assert(kMinStages <= max_stages(kMaxCtasPerMultiprocessor));
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// Addresses in shared memory.
 template <typename Gemm>
 struct StreamedGemmShared {
-  uint8_t* ring;
-  uint64_t* full;
-  uint64_t* empty;
+  uint32_t ring;
+  int stages;
 
-  __device__ __forceinline__ explicit StreamedGemmShared(uint8_t* raw) {
-    ring = raw + (-shared_address(raw) & (Gemm::kAlignment - 1));
-    full = reinterpret_cast<uint64_t*>(ring + Gemm::kStages * Gemm::kStageBytes);
-    empty = full + Gemm::kStages;
-  }
-  __device__ __forceinline__ uint8_t* weight(int stage, int part, int box) const {
+  __device__ __forceinline__ StreamedGemmShared(const void* raw, int stages)
+      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)), stages(stages) {}
+  __device__ __forceinline__ uint32_t weight(int stage, int part, int box) const {
     return ring + stage * Gemm::kStageBytes + (part * Gemm::kBoxesK + box) * Gemm::kWeightBytes;
   }
-  __device__ __forceinline__ uint8_t* tokens(int stage, int box) const {
+  __device__ __forceinline__ uint32_t tokens(int stage, int box) const {
     return weight(stage, Gemm::kParts, 0) + box * Gemm::kTokenBytes;
   }
-  __device__ __forceinline__ float* partial(int part, int token, int row) const {
-    return reinterpret_cast<float*>(ring) + (part * Gemm::kTokens + token) * Gemm::kPartialStride + row;
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return ring + stages * Gemm::kStageBytes + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stages + stage); }
+  // The sums, in the place of the ring.
+  __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
+    return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
   }
 };
 
@@ -82,30 +89,30 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
 #pragma unroll
     for (int box = 0; box < Gemm::kBoxesK; ++box) {
       const int column = block * Gemm::kBlockK + box * Gemm::kBoxK;
-      tma_load(&args.weight, shared.full + stage, shared.weight(stage, 0, box), column, row);
-      if (Gemm::kGated) tma_load(&args.up_weight, shared.full + stage, shared.weight(stage, 1, box), column, row);
+      tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0, box), column, row);
+      if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1, box), column, row);
     }
   };
   const auto load_tokens = [&](int stage, int block) {
 #pragma unroll
     for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      tma_load(&args.a, shared.full + stage, shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK, 0);
+      tma_load(&args.a, shared.full(stage), shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK, 0);
     }
   };
 
   // The first round reads only weights until the kernel that writes A is done.
-  const int first_round = min(k.y, k.x + Gemm::kStages);
+  const int first_round = min(k.y, k.x + shared.stages);
   for (int block = k.x; block < first_round; ++block) {
-    mbarrier_arrive_expect(shared.full + block - k.x, Gemm::kStageBytes);
+    mbarrier_arrive_expect(shared.full(block - k.x), Gemm::kStageBytes);
     load_weights(block - k.x, block);
   }
   if (args.follows_gemm) wait_for_previous_kernel();
   for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
 
-  RingPosition<Gemm::kStages> at;
+  RingPosition at(shared.stages);
   for (int block = first_round; block < k.y; ++block, at.advance()) {
-    mbarrier_wait(shared.empty + at.stage, at.parity);
-    mbarrier_arrive_expect(shared.full + at.stage, Gemm::kStageBytes);
+    mbarrier_wait(shared.empty(at.stage), at.parity);
+    mbarrier_arrive_expect(shared.full(at.stage), Gemm::kStageBytes);
     load_weights(at.stage, block);
     load_tokens(at.stage, block);
   }
@@ -118,22 +125,22 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
-  RingPosition<Gemm::kStages> at;
+  RingPosition at(shared.stages);
   for (int block = k.x; block < k.y; ++block, at.advance()) {
-    mbarrier_wait(shared.full + at.stage, at.parity);
+    mbarrier_wait(shared.full(at.stage), at.parity);
 #pragma unroll
     for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
     wgmma_fence();
 #pragma unroll
     for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      const uint64_t tokens = wgmma_descriptor(shared.tokens(at.stage, box));
+      const uint32_t tokens = shared.tokens(at.stage, box);
 #pragma unroll
       for (int step = 0; step < Gemm::kBoxK / kWgmmaK; ++step) {
 #pragma unroll
         for (int part = 0; part < Gemm::kParts; ++part) {
           Mma::multiply(accumulator[part],
-                        wgmma_descriptor(shared.weight(at.stage, part, box)) + step * kDescriptorStepK,
-                        tokens + step * kDescriptorStepK, true);
+                        wgmma_descriptor(shared.weight(at.stage, part, box) + step * kWgmmaStepBytes),
+                        wgmma_descriptor(tokens + step * kWgmmaStepBytes), true);
         }
       }
     }
@@ -141,7 +148,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
 #pragma unroll
     for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(shared.empty + at.stage);
+    if (lane == 0) mbarrier_arrive(shared.empty(at.stage));
   }
 
   named_barrier_sync(1, 128);  // all warps are done with the ring, where the sums go
@@ -152,7 +159,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
     for (int i = 0; i < Gemm::kTokens / 2; ++i) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
       const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4;
-      *shared.partial(part, token, row) = accumulator[part][i];
+      store_shared_float(shared.partial(part, token, row), accumulator[part][i]);
     }
   }
 }
@@ -161,7 +168,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
 template <typename Gemm>
 __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& shared, int part, int token, int row,
                                                int ranks) {
-  const uint32_t address = shared_address(shared.partial(part, token, row));
+  const uint32_t address = shared.partial(part, token, row);
   float4 terms[Gemm::kMaxCluster];
 #pragma unroll
   for (int source = 0; source < Gemm::kMaxCluster; ++source) {
@@ -193,13 +200,14 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     if (column >= args.n) continue;
     const auto biased_sum = [&](int part, const void* bias) {
       const float4 sum = sum_partials(shared, part, token, row, ranks);
-      const float2 low = load_bias_pair<Element>(bias, column, args.n);
-      const float2 high = load_bias_pair<Element>(bias, column + 2, args.n);
+      if (bias == nullptr) return sum;
+      const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
+      const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
       return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
     };
     const float4 gate = biased_sum(0, args.epilogue.bias);
     float value[4] = {gate.x, gate.y, gate.z, gate.w};
-    activate(value, args.epilogue.activation);
+    with_activation(args.epilogue.activation, [&]<Activation A>() { activate<A>(value); });
     if constexpr (Gemm::kGated) {
       const float4 up = biased_sum(1, args.epilogue.up_bias);
       value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;
@@ -212,11 +220,11 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kMaxCtasPerMultiprocessor)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
-  const StreamedGemmShared<Gemm> shared(raw_shared);
+  const StreamedGemmShared<Gemm> shared(raw_shared, args.stages);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
   const int row = blockIdx.x / ranks * Gemm::kRows;
@@ -226,9 +234,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
     prefetch_tensor_map(&args.a);
-    for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      mbarrier_init(shared.full + stage, 1);
-      mbarrier_init(shared.empty + stage, 4);  // the consumers' warps
+    for (int stage = 0; stage < args.stages; ++stage) {
+      mbarrier_init(shared.full(stage), 1);
+      mbarrier_init(shared.empty(stage), 4);  // the consumers' warps
     }
     fence_mbarrier_init();
   }

@@ -1,5 +1,6 @@
 // The GEMM for many rows: persistent CTAs of one producer warp, which keeps a ring of shared memory stages filled by
-// TMA, and two consumer warpgroups, each multiplying 64 rows of A with the whole B tile by wgmma.
+// TMA, and two consumer warpgroups, which multiply by wgmma. They take a tile each in turn (ping-pong: one finishes its
+// tile while the other has the tensor cores), or 64 rows each of every tile (cooperative: larger tiles, less traffic).
 //
 // A gated problem is the plain one with a B tile filled from two tensors, gate rows in the first half, up rows in the
 // second: accumulators i and i + kBlockN / 4 of a thread are then gate and up of one output element.
@@ -27,28 +28,38 @@ struct TiledGemmArgs {
   bool follows_gemm;
 };
 
-template <typename Element_, bool kGated_, int kBlockN_, int kMulticast_, int kSplitK_>
+template <typename Element_, bool kGated_, int kBlockN_, bool kPingPong_, int kMulticast_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
   static constexpr bool kGated = kGated_;
   static constexpr int kBlockM = 128;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kBlockK = 64;
+  static constexpr bool kPingPong = kPingPong_;
   static constexpr int kMulticast = kMulticast_;
   static constexpr int kSplitK = kSplitK_;
   static constexpr int kCluster = kMulticast * kSplitK;
-  static_assert(kMulticast == 1 || kSplitK == 1, "a cluster shares weights or an output tile, not both");
+  static_assert(!kPingPong || kSplitK == 1);
 
-  static constexpr int kTileN = kGated ? kBlockN / 2 : kBlockN;  // columns of the output
+  static constexpr int kParts = kGated ? 2 : 1;                // gate and up
+  static constexpr int kTileN = kBlockN / kParts;              // columns of the output
+  static constexpr int kShareN = kTileN / kSplitK;             // of which one CTA finishes these
+  static constexpr int kBoxesB = kParts * kSplitK > kMulticast ? kParts * kSplitK : kMulticast;
+  static constexpr int kBoxRowsB = kBlockN / kBoxesB;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
+  static constexpr int kRows = kBlockM / kConsumersOfTile;  // of a tile, multiplied by one warpgroup
+  static constexpr int kMmas = kRows / 64;
+  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for 64 rows
 
   // The output leaves through shared memory, kStepN columns at a time, in TMA boxes of kBoxN columns.
-  static constexpr int kStepN = kTileN / kSplitK % 64 == 0 ? 64 : kTileN / kSplitK;
+  static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
+  static constexpr int kStepN = kCrowded ? 32 : kShareN % 64 == 0 ? 64 : kShareN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
-  static constexpr int kSteps = kTileN / kStepN;
-  static constexpr int kStoreBuffers = kSteps / kSplitK > 1 ? 2 : 1;
-  static_assert(kSteps * kStepN == kTileN && kStepN % kBoxN == 0 && kSteps % kSplitK == 0);
+  static constexpr int kSteps = kShareN / kStepN;
+  static constexpr int kStoreBuffers = kMmas * kSteps > 1 ? 2 : 1;
+  static_assert(kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
@@ -63,16 +74,9 @@ struct TiledGemm {
   static_assert(kStoreBytes % kAlignment == 0 && kStageBytes % kAlignment == 0);
 };
 
-#ifndef GROUP_M
-#define GROUP_M 8
-#endif
-#ifndef SKEW
-#define SKEW 2
-#endif
-
 // Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2.
 struct TileOrder {
-  static constexpr int kGroupM = GROUP_M;
+  static constexpr int kGroupM = 8;
   int tiles_m;
   int tiles_n;
 
@@ -87,200 +91,229 @@ struct TileOrder {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// Addresses in shared memory.
 template <typename Gemm>
 struct TiledGemmShared {
-  uint8_t* ring;
-  uint8_t* store;
-  uint64_t* full;
-  uint64_t* empty;
+  uint32_t ring;
 
-  __device__ __forceinline__ explicit TiledGemmShared(uint8_t* raw) {
-    ring = raw + (-shared_address(raw) & (Gemm::kAlignment - 1));
-    store = ring + Gemm::kStages * Gemm::kStageBytes;
-    full = reinterpret_cast<uint64_t*>(store + Gemm::kConsumers * Gemm::kStoreBuffers * Gemm::kStoreBytes);
-    empty = full + Gemm::kStages;
+  __device__ __forceinline__ explicit TiledGemmShared(const void* raw)
+      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
+  __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
+  __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Gemm::kBytesA; }
+  __device__ __forceinline__ uint32_t store(int consumer) const {
+    return ring + Gemm::kStages * Gemm::kStageBytes + consumer * Gemm::kStoreBuffers * Gemm::kStoreBytes;
   }
-  __device__ __forceinline__ uint8_t* a(int stage) const { return ring + stage * Gemm::kStageBytes; }
-  __device__ __forceinline__ uint8_t* b(int stage) const { return a(stage) + Gemm::kBytesA; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return store(Gemm::kConsumers) + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
 
-// The k blocks of CTA `rank` where kSplitK CTAs share a tile: [begin, end).
+// A CTA's part in its cluster: kMulticast CTAs with adjacent tiles of rows share their weights; kSplitK such groups
+// share the tiles, each with its part of k.
 template <typename Gemm>
-__device__ __forceinline__ int2 k_range(int k_blocks, int rank) {
-  if constexpr (Gemm::kSplitK == 1) return {0, k_blocks};
-  return {rank * k_blocks / Gemm::kSplitK, (rank + 1) * k_blocks / Gemm::kSplitK};
-}
+struct ClusterPlace {
+  int m;
+  int k;
 
+  __device__ __forceinline__ explicit ClusterPlace(int rank) : m(rank % Gemm::kMulticast), k(rank / Gemm::kMulticast) {}
+  __device__ __forceinline__ int rank_of(int other_m, int other_k) const { return other_k * Gemm::kMulticast + other_m; }
+  __device__ __forceinline__ int row(int tile_m) const { return (tile_m * Gemm::kMulticast + m) * Gemm::kBlockM; }
+  // The CTA's k blocks: [x, y).
+  __device__ __forceinline__ int2 k_range(int k_blocks) const {
+    return {k * k_blocks / Gemm::kSplitK, (k + 1) * k_blocks / Gemm::kSplitK};
+  }
+};
+
+// A CTA that splits k with others gets the columns that it will finish first, then those of the next ranks in turn.
 template <typename Gemm>
-__device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint64_t* full, uint8_t* b, int column, int tile_n,
-                                             int rank) {
-  constexpr int kHalf = Gemm::kBlockN / 2;
-  constexpr int kHalfBytes = Gemm::kBytesB / 2;
+__device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column, int tile_n,
+                                             ClusterPlace<Gemm> place) {
+  constexpr int kBoxesOfPart = Gemm::kBoxesB / Gemm::kParts;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const CUtensorMap* map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
-    const int row = Gemm::kGated ? tile_n * kHalf : tile_n * Gemm::kBlockN + half * kHalf;
+  for (int box = 0; box < Gemm::kBoxesB; ++box) {
+    const CUtensorMap* map = box < kBoxesOfPart ? &args.weight : &args.up_weight;
+    const int share = Gemm::kSplitK == 1 ? box % kBoxesOfPart : (box + place.k) % Gemm::kSplitK;
+    const int row = tile_n * Gemm::kTileN + share * Gemm::kBoxRowsB;
+    const uint32_t destination = b + box * (Gemm::kBytesB / Gemm::kBoxesB);
     if constexpr (Gemm::kMulticast == 1) {
-      tma_load(map, full, b + half * kHalfBytes, column, row);
+      tma_load(map, full, destination, column, row);
     } else {
-      static_assert(Gemm::kMulticast == 2, "each CTA of the pair loads one half for both");
-      if (half == rank) tma_load_multicast(map, full, b + half * kHalfBytes, column, row, 0b11);
+      const uint16_t sharers = ((1 << Gemm::kMulticast) - 1) << place.rank_of(0, place.k);
+      if (box % Gemm::kMulticast == place.m) tma_load_multicast(map, full, destination, column, row, sharers);
     }
   }
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
+__device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared,
+                                        ClusterPlace<Gemm> place) {
   const TileOrder tiles{args.tiles_m, args.tiles_n};
-  const int2 k = k_range<Gemm>(args.k_blocks, rank);
-  RingPosition<Gemm::kStages> at;
+  const int2 k = place.k_range(args.k_blocks);
+  RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kCluster; index < tiles.count(); index += gridDim.x / Gemm::kCluster) {
     const int2 tile = tiles[index];
-    const int row = Gemm::kBlockM * (Gemm::kMulticast == 1 ? tile.x : tile.x * Gemm::kMulticast + rank);
+    const int row = place.row(tile.x);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
-      uint64_t* full = shared.full + at.stage;
-      mbarrier_wait(shared.empty + at.stage, at.parity ^ 1);
+      const uint32_t full = shared.full(at.stage);
+      mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(full, Gemm::kStageBytes);
       tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, row);
-      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.y, rank);
+      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.y, place);
     }
   }
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void release(const TiledGemmShared<Gemm>& shared, int stage, int lane) {
+__device__ __forceinline__ void release(const TiledGemmShared<Gemm>& shared, ClusterPlace<Gemm> place, int stage) {
+  const int lane = threadIdx.x % 32;
   if constexpr (Gemm::kMulticast == 1) {
-    if (lane == 0) mbarrier_arrive(shared.empty + stage);
+    if (lane == 0) mbarrier_arrive(shared.empty(stage));
   } else {
-    if (lane < Gemm::kMulticast) mbarrier_arrive_at_rank(shared.empty + stage, lane);
+    if (lane < Gemm::kMulticast) mbarrier_arrive_at_rank(shared.empty(stage), place.rank_of(lane, place.k));
   }
 }
 
-// accumulator = the product over the tile's k blocks, of this warpgroup's 64 rows.
 template <typename Gemm>
-__device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition<Gemm::kStages>& at,
-                                         float (&accumulator)[Gemm::kBlockN / 2], int k_blocks, int consumer,
-                                         int lane) {
-  constexpr int kSkewBarrier = 3;
-  if (SKEW && consumer == 1) named_barrier_sync(kSkewBarrier, Gemm::kConsumers * 128);
+using Accumulator = float[Gemm::kMmas][Gemm::kAccumulators];
+
+// accumulator = the product over k_blocks blocks, of this warpgroup's rows from `first_row` of the tile on. Calls
+// on_last_block() once all the blocks have arrived.
+template <typename Gemm, typename OnLastBlock>
+__device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, ClusterPlace<Gemm> place,
+                                         RingPosition& at, Accumulator<Gemm>& accumulator, int k_blocks,
+                                         int first_row, OnLastBlock&& on_last_block) {
+  using Mma = Wgmma<typename Gemm::Element, Gemm::kBlockN>;
+  constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
+  const auto fence = [&] {
+#pragma unroll
+    for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
+  };
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
-    mbarrier_wait(shared.full + at.stage, at.parity);
-    const uint64_t a = wgmma_descriptor(shared.a(at.stage) + consumer * (Gemm::kBytesA / Gemm::kConsumers));
-    const uint64_t b = wgmma_descriptor(shared.b(at.stage));
-    fence_accumulator(accumulator);
+    mbarrier_wait(shared.full(at.stage), at.parity);
+    if (block == k_blocks - 1) on_last_block();
+    const uint32_t a = shared.a(at.stage) + first_row * kRowBytes;
+    const uint32_t b = shared.b(at.stage);
+    fence();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
-      Wgmma<typename Gemm::Element, Gemm::kBlockN>::multiply(accumulator, a + step * kDescriptorStepK,
-                                                             b + step * kDescriptorStepK, block > 0 || step > 0);
+#pragma unroll
+      for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+        Mma::multiply(accumulator[mma], wgmma_descriptor(a + mma * 64 * kRowBytes + step * kWgmmaStepBytes),
+                      wgmma_descriptor(b + step * kWgmmaStepBytes), block > 0 || step > 0);
+      }
     }
     wgmma_commit();
-    fence_accumulator(accumulator);
+    fence();
     wgmma_wait<1>();
-    if (block > 0) release(shared, previous, lane);
+    if (block > 0) release(shared, place, previous);
     previous = at.stage;
     at.advance();
-    if (SKEW && consumer == 0 && block == min(SKEW, k_blocks) - 1) named_barrier_arrive(kSkewBarrier, Gemm::kConsumers * 128);
   }
   wgmma_wait<0>();
-  fence_accumulator(accumulator);
-  if (k_blocks > 0) release(shared, previous, lane);
+  fence();
+  release(shared, place, previous);
 }
 
-// Where a cluster splits k: every CTA gets the sums of its own share of the tile's columns, added in the order of the
-// ranks, through the others' rings (free by now: a cluster computes one tile).
+// Where a cluster splits k: every CTA gets the sums of the columns it finishes, added in a fixed order, through its ring
+// (free by now: a cluster computes one tile).
 template <typename Gemm>
-__device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared,
-                                                      float (&accumulator)[Gemm::kBlockN / 2], int rank) {
-  constexpr int kParts = Gemm::kGated ? 2 : 1;
-  constexpr int kShare = Gemm::kBlockN / 2 / kParts / Gemm::kSplitK;  // accumulators of one part that one CTA finishes
+__device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared, ClusterPlace<Gemm> place,
+                                                      float (&accumulator)[Gemm::kAccumulators]) {
+  constexpr int kPart = Gemm::kAccumulators / Gemm::kParts;
+  constexpr int kShare = kPart / Gemm::kSplitK;
   constexpr int kThreads = Gemm::kConsumers * 128;
   static_assert(kShare % 4 == 0);
-  const auto slot = [&](int source, int part, int i) {
-    return ((source * kParts + part) * kShare / 4 + i / 4) * kThreads * 16 + threadIdx.x * 16;
+  const auto offset = [&](int distance, int part, int i) {
+    return ((((distance - 1) * Gemm::kParts + part) * kShare + i) / 4 * kThreads + threadIdx.x) * 16;
   };
   cluster_sync();
 #pragma unroll
-  for (int owner = 0; owner < Gemm::kSplitK; ++owner) {
-    if (owner == rank) continue;
-    const uint32_t base = map_to_rank(shared_address(shared.ring), owner);
+  for (int distance = 1; distance < Gemm::kSplitK; ++distance) {
+    const int owner = place.rank_of(place.m, (place.k + distance) % Gemm::kSplitK);
+    const uint32_t base = map_to_rank(shared.ring, owner);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < Gemm::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < kShare; i += 4) {
-        const float* v = accumulator + part * Gemm::kBlockN / 4 + owner * kShare + i;
-        store_cluster_float4(base + slot(rank, part, i), make_float4(v[0], v[1], v[2], v[3]));
+        const int at = part * kPart + distance * kShare + i;
+        store_cluster_float4(base + offset(distance, part, i),
+                             make_float4(accumulator[at], accumulator[at + 1], accumulator[at + 2], accumulator[at + 3]));
       }
     }
   }
   cluster_sync();
 #pragma unroll
-  for (int owner = 0; owner < Gemm::kSplitK; ++owner) {
-    if (owner != rank) continue;
+  for (int distance = 1; distance < Gemm::kSplitK; ++distance) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < Gemm::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < kShare; i += 4) {
-        float* v = accumulator + part * Gemm::kBlockN / 4 + owner * kShare + i;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int source = 0; source < Gemm::kSplitK; ++source) {
-          const float4 term = source == rank ? make_float4(v[0], v[1], v[2], v[3])
-                                             : *reinterpret_cast<const float4*>(shared.ring + slot(source, part, i));
-          sum.x += term.x, sum.y += term.y, sum.z += term.z, sum.w += term.w;
-        }
-        v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
+        const float4 term = load_shared_float4(shared.ring + offset(distance, part, i));
+        const int at = part * kPart + i;
+        accumulator[at] += term.x;
+        accumulator[at + 1] += term.y;
+        accumulator[at + 2] += term.z;
+        accumulator[at + 3] += term.w;
       }
     }
   }
 }
 
-// The byte at `column` (a multiple of 8) of a row of a TMA box of kBoxN columns, swizzled over the whole row.
-template <int kBoxN>
-__device__ __forceinline__ uint32_t box_offset(int row, int column) {
-  const uint32_t offset = (row * kBoxN + column) * 2;
-  return offset ^ ((offset >> 3) & (kBoxN * 2 - 16));
+// Where in a store buffer this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
+// over their whole width; XOR with 2 c then leads c columns (a multiple of 16) to the right.
+template <typename Gemm>
+__device__ __forceinline__ uint32_t store_offset() {
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t offset = (row * Gemm::kBoxN + lane / 16 * 8) * 2;
+  return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// Finishes kStepN columns from `step * kStepN` on of this warpgroup's 64 rows and sends them off.
-template <typename Gemm>
-__device__ __forceinline__ void store_step(const TiledGemmArgs& args, float (&accumulator)[Gemm::kBlockN / 2],
-                                           uint8_t* buffer, int step, int row, int tile_column, int consumer) {
+// value = the accumulators of a part's step-th kStepN columns, from `column` of the output on, plus their biases.
+template <typename Gemm, int kCount>
+__device__ __forceinline__ void add_bias(float (&value)[kCount], const float (&accumulator)[Gemm::kAccumulators],
+                                         int first, const void* bias, int column, int n) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) value[i] = accumulator[first + i];
+  if (bias == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float2 pair = to_float2(load_bias_pair<typename Gemm::Element>(bias, column + i * 2 + threadIdx.x % 4 * 2, n));
+    value[i] += pair.x;
+    value[i + 1] += pair.y;
+    value[i + 2] += pair.x;
+    value[i + 3] += pair.y;
+  }
+}
+
+// Finishes the step-th kStepN columns of 64 rows and sends them to (row, column) of the output.
+template <typename Gemm, Activation A>
+__device__ __forceinline__ void store_step(const TiledGemmArgs& args, const float (&accumulator)[Gemm::kAccumulators],
+                                           uint32_t store, uint32_t first_store, int step, int row, int column,
+                                           int consumer) {
   using Element = typename Gemm::Element;
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread
+  constexpr int kBoxBytes = 64 * Gemm::kBoxN * sizeof(Element);
   const int thread = threadIdx.x % 128;
-  const int lane = thread % 32;
   const int barrier = 1 + consumer;
-  const int column = tile_column + step * Gemm::kStepN;
 
   float value[kCount];
-#pragma unroll
-  for (int j = 0; j < kCount; j += 4) {
-    const float2 bias = load_bias_pair<Element>(args.epilogue.bias, column + j * 2 + lane % 4 * 2, args.n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value[j + i] = accumulator[step * kCount + j + i] + (i % 2 == 0 ? bias.x : bias.y);
-  }
-  activate(value, args.epilogue.activation);
+  add_bias<Gemm>(value, accumulator, step * kCount, args.epilogue.bias, column, args.n);
+  activate<A>(value);
   if constexpr (Gemm::kGated) {
+    float up[kCount];
+    add_bias<Gemm>(up, accumulator, Gemm::kAccumulators / 2 + step * kCount, args.epilogue.up_bias, column, args.n);
 #pragma unroll
-    for (int j = 0; j < kCount; j += 4) {
-      const float2 bias = load_bias_pair<Element>(args.epilogue.up_bias, column + j * 2 + lane % 4 * 2, args.n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        value[j + i] *= accumulator[Gemm::kBlockN / 4 + step * kCount + j + i] + (i % 2 == 0 ? bias.x : bias.y);
-      }
-    }
+    for (int i = 0; i < kCount; ++i) value[i] *= up[i];
   }
 
   if (thread == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
   named_barrier_sync(barrier, 128);
 #pragma unroll
   for (int j = 0; j < kCount; j += 8) {  // 16 columns
-    const int local_column = j * 2 + lane / 16 * 8;
-    const int local_row = thread / 32 * 16 + lane % 16;
-    uint8_t* box = buffer + j * 2 / Gemm::kBoxN * (64 * Gemm::kBoxN * 2);
-    store_matrix_x4(shared_address(box) + box_offset<Gemm::kBoxN>(local_row, local_column % Gemm::kBoxN),
+    const int box = j * 2 / Gemm::kBoxN;
+    store_matrix_x4((first_store ^ j * 2 % Gemm::kBoxN * 2) + box * kBoxBytes,
                     round_pair<Element>(value[j], value[j + 1]), round_pair<Element>(value[j + 2], value[j + 3]),
                     round_pair<Element>(value[j + 4], value[j + 5]), round_pair<Element>(value[j + 6], value[j + 7]));
   }
@@ -289,34 +322,73 @@ __device__ __forceinline__ void store_step(const TiledGemmArgs& args, float (&ac
   if (thread == 0) {
 #pragma unroll
     for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&args.out, buffer + box * (64 * Gemm::kBoxN * 2), column + box * Gemm::kBoxN, row);
+      tma_store(&args.out, store + box * kBoxBytes, column + box * Gemm::kBoxN, row);
     }
     tma_store_commit();
   }
 }
 
-template <typename Gemm>
-__device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args.tiles_m, args.tiles_n};
-  const int consumer = threadIdx.x / 128;
-  const int lane = threadIdx.x % 32;
-  const int2 k = k_range<Gemm>(args.k_blocks, rank);
-  uint8_t* store = shared.store + consumer * Gemm::kStoreBuffers * Gemm::kStoreBytes;
-  RingPosition<Gemm::kStages> at;
-  float accumulator[Gemm::kBlockN / 2];
-  for (int index = blockIdx.x / Gemm::kCluster; index < tiles.count(); index += gridDim.x / Gemm::kCluster) {
-    const int2 tile = tiles[index];
-    const int row = Gemm::kBlockM * (Gemm::kMulticast == 1 ? tile.x : tile.x * Gemm::kMulticast + rank) + consumer * 64;
-    multiply<Gemm>(shared, at, accumulator, k.y - k.x, consumer, lane);
-    if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, accumulator, rank);
+// Stores the tile's rows, 64 at a time, leaving the accumulators undefined. The loop over them is not unrolled: the code
+// of one activation must fit the instruction cache, or the epilogue waits for instructions more than it computes.
+template <typename Gemm, Activation A>
+__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator, uint32_t store,
+                                           uint32_t first_store, int row, int column, int consumer) {
+  static_assert(Gemm::kMmas <= 2);
+#pragma unroll 1
+  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
-      if (Gemm::kSplitK > 1 && step / (Gemm::kSteps / Gemm::kSplitK) != rank) continue;
-      store_step<Gemm>(args, accumulator, store + step % Gemm::kStoreBuffers * Gemm::kStoreBytes, step, row,
-                       tile.y * Gemm::kTileN, consumer);
+      // An odd number of steps leaves the buffers swapped for the second half.
+      const int buffer = Gemm::kSteps % 2 == 0 || Gemm::kStoreBuffers == 1 ? step % Gemm::kStoreBuffers : (step + mma) % 2;
+      store_step<Gemm, A>(args, accumulator[0], store + buffer * Gemm::kStoreBytes,
+                          first_store + buffer * Gemm::kStoreBytes, step, row + mma * 64,
+                          column + step * Gemm::kStepN, consumer);
+    }
+    if constexpr (Gemm::kMmas == 2) {
+#pragma unroll
+      for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[0][i] = accumulator[1][i];
     }
   }
+}
+
+template <typename Gemm>
+__device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared,
+                                        ClusterPlace<Gemm> place) {
+  const TileOrder tiles{args.tiles_m, args.tiles_n};
+  const int consumer = warp_uniform(threadIdx.x / 128);
+  const int first_row = Gemm::kPingPong ? 0 : consumer * Gemm::kRows;
+  const int2 k = place.k_range(args.k_blocks);
+  const int k_blocks = k.y - k.x;
+  const int clusters = gridDim.x / Gemm::kCluster;
+  const uint32_t store = shared.store(consumer);
+  const uint32_t first_store = store + store_offset<Gemm>();
+  RingPosition at(Gemm::kStages);
+  int index = blockIdx.x / Gemm::kCluster;
+  if (Gemm::kPingPong && consumer == 1) {
+    at.skip(k_blocks);
+    index += clusters;
+  }
+  // In ping-pong a warpgroup waits until the other has seen its whole tile arrive: an mbarrier tells rounds apart only by
+  // their parity, so nobody may wait for a round before the one before it is complete.
+  constexpr int kTurnBarrier = 1 + Gemm::kConsumers;
+  if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
+  Accumulator<Gemm> accumulator;
+  for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
+    const int2 tile = tiles[index];
+    if (Gemm::kPingPong) named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
+    multiply<Gemm>(shared, place, at, accumulator, k_blocks, first_row, [&] {
+      if (Gemm::kPingPong && index + clusters < tiles.count()) named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
+    });
+    if (Gemm::kPingPong) at.skip(k_blocks);
+    if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
+    const int row = place.row(tile.x) + first_row;
+    const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
+    with_activation(args.epilogue.activation, [&]<Activation A>() {
+      store_tile<Gemm, A>(args, accumulator, store, first_store, row, column, consumer);
+    });
+  }
   if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+  __syncwarp();
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -326,8 +398,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const TiledGemmShared<Gemm> shared(raw_shared);
-  const int rank = Gemm::kCluster == 1 ? 0 : cluster_rank();
-  const int warp = threadIdx.x / 32;
+  const ClusterPlace<Gemm> place(Gemm::kCluster == 1 ? 0 : cluster_rank());
+  const int warp = warp_uniform(threadIdx.x / 32);
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&args.a);
@@ -335,8 +407,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
     prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      mbarrier_init(shared.full + stage, 1);
-      mbarrier_init(shared.empty + stage, Gemm::kConsumers * 4 * Gemm::kMulticast);  // each warp, in each CTA
+      mbarrier_init(shared.full(stage), 1);
+      mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4 * Gemm::kMulticast);  // each warp, in each CTA
     }
     fence_mbarrier_init();
   }
@@ -350,7 +422,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
 
   if (warp >= Gemm::kConsumers * 4) {
     shrink_registers<40>();
-    if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
+    if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, place);
     __syncwarp();
     if constexpr (Gemm::kSplitK > 1) {  // the consumers' two in reduce_across_cluster
       cluster_sync();
@@ -358,7 +430,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     }
   } else {
     grow_registers<232>();
-    consume<Gemm>(args, shared, rank);
+    consume<Gemm>(args, shared, place);
   }
   if constexpr (Gemm::kMulticast > 1) cluster_sync();  // no CTA leaves while its pair may still signal its barriers
 #endif

@@ -10,15 +10,17 @@
 
 namespace fused_mlp::sm90 {
 
-// Describes a K-major tile of 128-byte rows in the TMA's 128-byte swizzle: groups of eight rows lie 1024 bytes apart.
-// A step of 16 elements along K adds kDescriptorStepK.
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kGroupStride | ((shared_address(tile) & 0x3FFFF) >> 4);
-}
+// Describes a K-major tile of 128-byte rows in the TMA's 128-byte swizzle, groups of eight rows lying 1024 bytes apart,
+// by its address. A step of 16 elements along K is 32 bytes.
 constexpr int kWgmmaK = 16;
-constexpr uint64_t kDescriptorStepK = kWgmmaK * 2 / 16;
+constexpr uint32_t kWgmmaStepBytes = kWgmmaK * 2;
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+  constexpr uint32_t kSwizzle128 = 1u << 30;
+  constexpr uint32_t kGroupStride = 1024 >> 4;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"((address & 0x3FFFF) >> 4), "r"(kSwizzle128 | kGroupStride));
+  return descriptor;
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

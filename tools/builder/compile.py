@@ -26,6 +26,8 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     cache.mkdir(parents=True, exist_ok=True)
     compiler = _Compiler(variant, toolchain.cxx(), nvcc, toolchain.torch(variant.stable_abi), jobs)
     script, extension = cache / "build.ninja", cache / "extension.so"
+    if nvcc is not None:
+        _write(cache / "libtorch_cuda.cpp", _torch_cuda_stub(compiler.torch / "include"))
     script.write_text("\n".join(_script(compiler, cache, extension)) + "\n")
     command = [toolchain.ninja(), "-f", str(script), "-j", str(jobs)]
     if subprocess.run(command, cwd=project.ROOT).returncode != 0:
@@ -45,9 +47,10 @@ class _Compiler:
 
     @property
     def threads(self) -> int:
-        # One nvcc compiles for several capabilities at a time: that keeps all cores busy when a single file is left,
-        # as several nvcc side by side would not.
-        return max(1, min(self.jobs, len(self.variant.archs)))
+        # The capabilities that one nvcc compiles for at a time: more than one where there are more cores than files.
+        # Files side by side are the faster way to fill the cores (measured: 40 s against 48 s on 2).
+        files = [source for section in self.variant.sections for source in section.sources if source.endswith(".cu")]
+        return max(1, self.jobs // len(files))
 
     def object(self, section: Section, source: str) -> list[str]:
         major, minor = (int(part) for part in self.variant.stable_abi.split("."))
@@ -68,10 +71,10 @@ class _Compiler:
             command += [*_gencode(section), *section.cuda_flags]
         return command
 
-    def link(self, extension: Path, objects: list[Path], stub: Path | None) -> list[str]:
+    def link(self, extension: Path, objects: list[Path], stubs: list[Path]) -> list[str]:
         command = [self.cxx] if self.nvcc is None else [self.nvcc.path, f"-ccbin={self.cxx}", "-cudart=static"]
         command += ["-shared", "-o", str(extension), *map(str, objects), f"-L{self.torch}/lib", "-ltorch_cpu", "-lc10"]
-        flags = LINK_FLAGS if stub is None else ["--no-as-needed", str(stub), *LINK_FLAGS]
+        flags = ["--no-as-needed", *map(str, stubs), *LINK_FLAGS]
         return command + [part for flag in flags for part in ("-Xlinker", flag)]
 
     def link_stub(self, stub: Path, source: Path) -> list[str]:
@@ -80,8 +83,6 @@ class _Compiler:
 
 def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
     yield f"builddir = {_escape(cache)}"
-    yield "pool nvcc"
-    yield f"  depth = {max(1, compiler.jobs // compiler.threads)}"
     yield "rule compile"
     yield "  command = $run -MD -MF $out.d -c $in -o $out"
     yield "  deps = gcc"
@@ -97,17 +98,14 @@ def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
                 objects.append(cache / section.name / f"{source}.o")
                 yield f"build {_escape(objects[-1])}: compile {_escape(source)}"
                 yield f"  run = {_command(compiler.object(section, source))}"
-                if source.endswith(".cu"):
-                    yield "  pool = nvcc"
-    stub = None
+    stubs = []
     if compiler.nvcc is not None:
-        stub, source = cache / "libtorch_cuda.so", cache / "libtorch_cuda.cpp"
-        _write(source, _torch_cuda_stub(compiler.torch / "include"))
-        yield f"build {_escape(stub)}: link {_escape(source)}"
-        yield f"  run = {_command(compiler.link_stub(stub, source))}"
-    inputs = objects if stub is None else [*objects, stub]
-    yield f"build {_escape(extension)}: link {' '.join(map(_escape, inputs))}"
-    yield f"  run = {_command(compiler.link(extension, objects, stub))}"
+        stubs = [cache / "libtorch_cuda.so"]
+        source = stubs[0].with_suffix(".cpp")
+        yield f"build {_escape(stubs[0])}: link {_escape(source)}"
+        yield f"  run = {_command(compiler.link_stub(stubs[0], source))}"
+    yield f"build {_escape(extension)}: link {' '.join(map(_escape, objects + stubs))}"
+    yield f"  run = {_command(compiler.link(extension, objects, stubs))}"
 
 
 def _torch_cuda_stub(include: Path) -> str:

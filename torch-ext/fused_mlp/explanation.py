@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Union
+from typing import Any, Callable, Dict, Union
 
 from torch import Tensor, nn
 
 from . import dispatch, functional, layers, obstacles, patching
-from .activations import activation_of, name_of
+from .activations import activation_of, get_activation, name_of
+from .backends import native
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,38 @@ _OPERATIONS = {
 
 def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Explanation:
     op = _OPERATIONS[function]
+    call.apply_defaults()
     operands = [value for value in call.args if value is None or isinstance(value, Tensor)]
     if not operands or operands[0] is None:
         raise TypeError(f"the first argument of {function.__name__} must be a tensor")
     composed = functional.composition_reason(*operands)
     name, reason = dispatch.reasoned(op, operands[0])
+    if composed is None and name == native.DEVICE_TYPE and op != "act_and_mul":
+        reason = f"{reason}; {_gemm_plans(op, call.arguments)}"
     if composed is None or op == "act_and_mul":
         return Explanation(function.__name__, name, reason)
     if op in ("linear", "mlp"):
         return Explanation(function.__name__, "torch", composed)
     pointwise, _ = dispatch.reasoned("act_and_mul", operands[0])
     return Explanation(function.__name__, "torch", f"{composed}; pointwise part: {pointwise}")
+
+
+def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
+    """What the compiled ops say of each GEMM of a call."""
+    x, code = given["x"], get_activation(given["activation"]).code
+    if op == "linear":
+        return native.plan(x, given["weight"], None, given["bias"], None, code)
+    if op == "mlp":
+        first = native.plan(x, given["fc1_weight"], None, given["fc1_bias"], None, code)
+        second, weight, bias = "fc2", given["fc2_weight"], given["fc2_bias"]
+    else:
+        gate, up = (given["gate_weight"], given["gate_bias"]), (given["up_weight"], given["up_bias"])
+        first = native.plan(x, gate[0], up[0], gate[1], up[1], code)
+        if op == "gated_linear":
+            return first
+        second, weight, bias = "down", given["down_weight"], given["down_bias"]
+    hidden = x.new_empty((*x.shape[:-1], weight.shape[1]))
+    return f"{first}; {second}: {native.plan(hidden, weight, None, bias, None, get_activation(None).code)}"
 
 
 def _explain_module(module: nn.Module) -> Explanation:

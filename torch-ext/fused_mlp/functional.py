@@ -47,7 +47,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
     if gate.device != up.device:
         raise ValueError(f"up must be on the device of gate, {gate.device}, got {up.device}")
     if gate.dtype != up.dtype:
-        if not torch.is_autocast_enabled(gate.device.type):
+        if not _autocasts(gate.device.type):
             raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
         dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
         gate, up = gate.to(dtype), up.to(dtype)
@@ -192,7 +192,7 @@ def composition_reason(*operands: Optional[Tensor]) -> Optional[str]:
                 return "autograd follows the parts"
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasts(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         if any(tensor.dtype != dtype for tensor in tensors):
             return f"autocast casts the operands to {dtype}"
@@ -240,6 +240,10 @@ class _ActAndMul(torch.autograd.Function):
         return gate_grad, up_grad, None, None
 
 
+def _autocasts(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # which raises for meta
+
+
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
@@ -261,7 +265,7 @@ def _check_like(x: Tensor, name: str, tensor: Tensor) -> None:
     _check_tensor(name, tensor)
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-    if tensor.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+    if tensor.dtype != x.dtype and not _autocasts(x.device.type):
         raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
 
 

@@ -132,8 +132,8 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
 
     Args:
         model: any module; its parameters are neither copied nor changed.
-        verify: compare each kind of module once with its own forward before it is fused (on a few random rows, in the
-            module's own dtype and device), and leave alone what does not agree.
+        verify: compare each module with its own forward before it is fused (on a few random rows, in the module's own
+            dtype and on its device), and leave alone what does not agree.
 
     Returns:
         A report that prints as a table: what was fused, what was not, and why.
@@ -144,7 +144,6 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = FusionReport()
-    verdicts: Dict[Tuple[Any, ...], Optional[str]] = {}
     for path, module in model.named_modules():
         match = _match(module)
         if match is None:
@@ -152,10 +151,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
         pattern, names = match
         plan, reason = _plan(module, pattern, names)
         if plan is not None and verify:
-            kind = verification.kind(module, plan)
-            if kind not in verdicts:
-                verdicts[kind] = verification.disagreement(module, plan, _run)
-            reason = verdicts[kind]
+            reason = verification.disagreement(module, plan, _run)
         if plan is not None and reason is None:
             setattr(module, _PLAN, plan)
             module.forward = MethodType(forward, module)
@@ -227,9 +223,11 @@ def _plan(
     module: nn.Module, pattern: Pattern, names: Tuple[str, ...]
 ) -> Tuple[Optional[Dict[str, Any]], Optional[str]]:
     """The plan of a fused forward as plain data, or None and the reason why there is none."""
-    if getattr(module, _PLAN, None) is not None:
+    own = module.__dict__.get("forward")
+    own = getattr(own, "__func__", own)
+    if own is forward:
         return None, "already fused"
-    if "forward" in module.__dict__:
+    if own not in (None, type(module).forward):
         return None, "has a forward of its own"
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -240,6 +238,10 @@ def _plan(
     activation = activation_of(getattr(module, attributes[0]))
     if activation is None:
         return None, f"activation {name_of(getattr(module, attributes[0]))} is not known"
+    projections = [getattr(module, name) for name in names]
+    dtypes = {str(part.weight.dtype) for part in projections if obstacles.of_projection(part) is None}
+    if len(dtypes) > 1:
+        return None, f"its projections differ in dtype: {', '.join(sorted(dtypes))}"
     dropouts = []
     for name, child in module._modules.items():
         if isinstance(child, nn.Dropout):

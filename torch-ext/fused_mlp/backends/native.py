@@ -27,6 +27,7 @@ act_and_mul_backward = ops.act_and_mul_backward.default
 linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
+plan = ops.plan.default
 mlp = ops.mlp.default
 
 

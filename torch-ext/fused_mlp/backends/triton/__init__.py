@@ -9,7 +9,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-INSTALLED = find_spec("triton") is not None
+_SPEC = find_spec("triton")
+INSTALLED = _SPEC is not None and _SPEC.origin is not None  # a mere folder of that name has no origin
 INTERPRETED = False
 
 if INSTALLED:
@@ -26,7 +27,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """Why the Triton kernels do not take ``op`` on ``x``: Triton is missing, or x's device or dtype; None if they do."""
+    """Why the Triton kernels do not take ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
     if not INSTALLED:
         return "triton is not installed"
     if x.dtype not in _DTYPES:
@@ -38,7 +39,7 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     return _gpu_refusal(x.device.index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _gpu_refusal(device_index: int) -> Optional[str]:
     capability = torch.cuda.get_device_capability(device_index)
     if capability >= _MIN_CAPABILITY:

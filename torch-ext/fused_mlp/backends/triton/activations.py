@@ -48,10 +48,11 @@ def _exp(x, EXACT: tl.constexpr):
 def _sigmoid_tail(x, EXACT: tl.constexpr):
     """sigmoid(-|x|): the smaller of sigmoid(x) and 1 - sigmoid(x), neither overflowing nor cancelling"""
     e = _exp(-tl.abs(x), EXACT)
+    tail = e / (e + 1.0)
     if EXACT:
-        return tl.div_rn(e, e + 1.0)
-    else:
-        return e / (e + 1.0)
+        # One Newton step corrects the division, whose IEEE form would branch for operands that do not occur here.
+        tail += tl.fma(-tail, e + 1.0, e) / (e + 1.0)
+    return tail
 
 
 @triton.jit

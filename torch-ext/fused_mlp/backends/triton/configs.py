@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
@@ -62,7 +62,7 @@ def launch_config(op: str, M: int, N: int, K: int, element_size: int, wide: bool
     return tuned[min(tuned, key=lambda tuned_m: abs(math.log(M / tuned_m)))]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tuned_configs(name: str) -> Optional[Dict[int, Config]]:
     path = DIRECTORY / name
     if not path.exists():
@@ -73,21 +73,26 @@ def _tuned_configs(name: str) -> Optional[Dict[int, Config]]:
 def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: Gpu) -> Config:
     """The largest tile whose accumulators stay in registers, cut to fit M and to give every multiprocessor a tile."""
     weights = 2 if op == "gated_linear" else 1
-    block_m = max(16, min(128 if wide else 64, triton.next_power_of_2(M)))
-    # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
-    row_bytes = 512 if 90 <= gpu.capability < 120 else 256
-    block_n = row_bytes // element_size // weights if wide else 32
+    if wide:
+        # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
+        row_bytes = 512 if 90 <= gpu.capability < 120 else 256
+        block_m, block_n = 128, row_bytes // element_size // weights
+    else:
+        block_m, block_n = 64, 64 // weights
+    block_m = max(16, min(block_m, triton.next_power_of_2(M)))
     while block_n > 32 and triton.cdiv(M, block_m) * triton.cdiv(N, block_n) < gpu.multiprocessors:
         block_n //= 2
     # Bytes of a row that one step takes: a cache line, or two where rows are few and latency counts.
     k_bytes = 64 if not wide else 128 if block_m >= 64 else 256
     stage_bytes = (block_m + weights * block_n) * k_bytes
-    return {
+    config = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": k_bytes // element_size,
         "GROUP_M": 8,
         "DESCRIPTORS": wide and block_m >= 64 and gpu.capability >= 90,
-        "num_warps": 8 if weights * block_m * block_n >= 128 * 128 else 4,
+        "num_warps": 4 if wide and weights * block_m * block_n < 128 * 128 else 8,
         "num_stages": min(4, (gpu.shared_memory - 1024) // stage_bytes),  # 1 KiB for the barriers
     }
+    # Unless told that it may take every register, the assembler spills some to fit one block more.
+    return config if wide else {**config, "maxnreg": 255}

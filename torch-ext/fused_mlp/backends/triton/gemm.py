@@ -79,9 +79,7 @@ def matmul_kernel(
     up_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         x_tile = _load_tile(x, row, k, M, K, x_stride, 1, BLOCK_M, BLOCK_K, DESCRIPTORS)
-        w_tile = _load_tile(
-            weight, col, k, N, K, weight_row_stride, weight_col_stride, BLOCK_N, BLOCK_K, DESCRIPTORS
-        )
+        w_tile = _load_tile(weight, col, k, N, K, weight_row_stride, weight_col_stride, BLOCK_N, BLOCK_K, DESCRIPTORS)
         acc = tl.dot(x_tile, w_tile.T, acc, input_precision=INPUT_PRECISION)
         if up_weight is not None:
             w_tile = _load_tile(
@@ -187,9 +185,10 @@ def _input_precision(dtype: torch.dtype) -> str:
 
 
 def _vectorizes(matrix: Tensor) -> bool:
-    """Whether Triton can load it 16 bytes at a time: it looks at what divides by 16."""
-    outer, inner = sorted(matrix.stride(), reverse=True)
-    return inner == 1 and outer % 16 == 0 and matrix.data_ptr() % 16 == 0
+    """Whether Triton loads it 16 bytes at a time: it does where it sees that sizes and addresses divide by 16."""
+    inner = 1 if matrix.stride(1) == 1 else 0  # the dimension along which elements are adjacent
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(1 - inner) % 16 == 0
+    return aligned and matrix.stride(inner) == 1 and matrix.shape[inner] % 16 == 0
 
 
 def _fits_descriptor(matrix: Tensor) -> bool:

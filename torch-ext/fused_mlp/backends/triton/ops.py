@@ -1,4 +1,4 @@
-"""The kernels as ops that torch.compile takes whole. Eager calls do without: an op costs more CPU time than a launch."""
+"""The kernels as PyTorch ops: what torch.compile, export and vmap need of them, for 2 us of CPU time a call."""
 
 from __future__ import annotations
 
@@ -8,52 +8,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._ops import add_op_namespace_prefix
+from ..._ops import add_op_namespace_prefix, ops
 from . import gemm, glu
 
-_act_and_mul = torch.library.custom_op(
-    add_op_namespace_prefix("triton_act_and_mul"),
-    glu.act_and_mul,
-    mutates_args=(),
-    schema="(Tensor gate, Tensor up, int activation) -> Tensor",
+_DEVICES = ("cuda", "cpu")  # the interpreter's tensors are on the CPU
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+torch.library.define(
+    add_op_namespace_prefix("triton_act_and_mul"), "(Tensor gate, Tensor up, int activation) -> Tensor", tags=_TAGS
 )
-_act_and_mul_backward = torch.library.custom_op(
+torch.library.define(
     add_op_namespace_prefix("triton_act_and_mul_backward"),
-    glu.act_and_mul_backward,
-    mutates_args=(),
-    schema="(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
-_linear = torch.library.custom_op(
+torch.library.define(
     add_op_namespace_prefix("triton_linear"),
-    gemm.linear,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor",
+    tags=_TAGS,
 )
-_gated_linear = torch.library.custom_op(
+torch.library.define(
     add_op_namespace_prefix("triton_gated_linear"),
-    gemm.gated_linear,
-    mutates_args=(),
-    schema="(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation)"
-    " -> Tensor",
+    "(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation) -> Tensor",
+    tags=_TAGS,
 )
 
+torch.library.impl(add_op_namespace_prefix("triton_act_and_mul"), _DEVICES, glu.act_and_mul)
+torch.library.impl(add_op_namespace_prefix("triton_act_and_mul_backward"), _DEVICES, glu.act_and_mul_backward)
+torch.library.impl(add_op_namespace_prefix("triton_linear"), _DEVICES, gemm.linear)
+torch.library.impl(add_op_namespace_prefix("triton_gated_linear"), _DEVICES, gemm.gated_linear)
 
-@_act_and_mul.register_fake
+
+@torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul"))
 def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@_act_and_mul_backward.register_fake
+@torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul_backward"))
 def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-@_linear.register_fake
+@torch.library.register_fake(add_op_namespace_prefix("triton_linear"))
 def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@_gated_linear.register_fake
+@torch.library.register_fake(add_op_namespace_prefix("triton_gated_linear"))
 def _(
     x: Tensor,
     gate_weight: Tensor,
@@ -65,31 +66,10 @@ def _(
     return x.new_empty((*x.shape[:-1], gate_weight.shape[0]))
 
 
-def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    call = _act_and_mul if torch.compiler.is_compiling() else glu.act_and_mul
-    return call(gate, up, activation)
-
-
-def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    call = _act_and_mul_backward if torch.compiler.is_compiling() else glu.act_and_mul_backward
-    return call(grad, gate, up, activation)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
-    call = _linear if torch.compiler.is_compiling() else gemm.linear
-    return call(x, weight, bias, activation)
-
-
-def gated_linear(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    call = _gated_linear if torch.compiler.is_compiling() else gemm.gated_linear
-    return call(x, gate_weight, up_weight, gate_bias, up_bias, activation)
+act_and_mul = ops.triton_act_and_mul.default
+act_and_mul_backward = ops.triton_act_and_mul_backward.default
+linear = ops.triton_linear.default
+gated_linear = ops.triton_gated_linear.default
 
 
 def gated_mlp(
@@ -103,7 +83,7 @@ def gated_mlp(
     activation: int,
 ) -> Tensor:
     hidden = gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
-    return F.linear(hidden, down_weight, down_bias)  # no epilogue to fuse: PyTorch's own product is the best there is
+    return F.linear(hidden, down_weight, down_bias)  # nothing to fuse there: PyTorch's product is the better one
 
 
 def mlp(

@@ -1,0 +1,301 @@
+#include "amx_gemm.h"
+
+#include "../torch-ext/activation.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16")
+#endif
+
+namespace fused_mlp::amx {
+
+constexpr int kWidth = 16;
+
+#include "math.inl"
+
+namespace {
+
+// A tile is 16 rows of 64 bytes: 16 features x 32 weights, 16 pairs of inputs x 16 tokens, or 16 features x 16 tokens
+// of fp32 sums. Tiles always come in twos.
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileRows = 16;
+
+// The 2 x 2 tiles of sums of one panel and one pair of tiles of tokens.
+constexpr int64_t kSums = 4 * 256;
+
+// A slice of a panel's weights is copied into L1 (16 KiB) before it meets all the tokens: tiles are read from there
+// twice as fast as from L2, and the rows of a weight often share their L1 sets.
+constexpr int64_t kSlice = 256;
+constexpr int64_t kSliceSteps = kSlice / kDepth;
+
+// The tokens are read from L2 once per panel: of a long input only a chunk of the features at a time, for a group of
+// panels whose sums also stay in L2.
+constexpr int64_t kChunk = 1024;
+constexpr int64_t kGroupSums = 256 * kSums;  // 1 MiB
+
+int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Some compilers' tile intrinsics do not say that they read memory: what they are to read must be stored by then.
+void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
+void configure_tiles() {
+  alignas(64) static const struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  _tile_loadconfig(&config);
+}
+
+// Transposes 16 x 16 elements of 32 bits: four perfect shuffles of the whole.
+void transpose(__m512i (&rows)[16]) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int round = 0; round < 4; ++round) {
+    __m512i shuffled[16];
+    for (int i = 0; i < 8; ++i) {
+      shuffled[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + 8]);
+      shuffled[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + 8]);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = shuffled[i];
+  }
+}
+
+__mmask32 first(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+// The 32 rows of weights of a panel. Rows beyond the last feature repeat it; their sums are not used.
+struct Panel {
+  const uint16_t* rows[32];
+
+  Panel(const Layer& layer, int64_t index) {
+    const int64_t features = layer.panel_features();
+    for (int64_t r = 0; r < 32; ++r) {
+      const Projection& projection = r < features ? layer.gate : layer.up;
+      const int64_t feature = min(index * features + r % features, layer.out_features - 1);
+      rows[r] = projection.weight + feature * projection.row_stride;
+    }
+  }
+
+  // Copies columns [begin, begin + count) into pairs of tiles, padded with zeros.
+  void pack(int64_t begin, int64_t count, char* packed) const {
+    for (int64_t r = 0; r < 32; ++r) {
+      for (int64_t k = 0; k < count; k += kDepth) {
+        const __m512i weights = _mm512_maskz_loadu_epi16(first(count - k), rows[r] + begin + k);
+        _mm512_store_si512(packed + k / kDepth * (2 * kTileBytes) + r * 64, weights);
+      }
+    }
+  }
+};
+
+FUSED_MLP_INLINE Vec sum(const float* sums, const uint16_t* bias, int64_t feature) {
+  Vec x;
+  __builtin_memcpy(&x, sums, sizeof(x));
+  return bias == nullptr ? x : x + from_bf16(VecHalf{} + bias[feature]);
+}
+
+// What remains to be done with the sums of a panel: biases, activation, product and store. It is done in steps, so that
+// the vector units are at it while the tile unit is at the next panel. A step takes two neighbouring features of the 16
+// tokens of a tile.
+struct Epilogue {
+  const Layer* layer;
+  Destination to;
+  int64_t tokens;
+  const float* sums;
+  int64_t panel;
+  int64_t step, steps;
+  __m512i rows[16];  // a tile's results on the way to a tensor: pairs of features x tokens
+
+  void (*run)(Epilogue&, int64_t count);
+
+  void advance(int64_t count) {
+    if (step < steps) run(*this, min(count, steps - step));
+  }
+};
+
+template <Activation kActivation, bool kGated>
+void run_epilogue(Epilogue& epilogue, int64_t count) {
+  constexpr int64_t kPairs = kGated ? 8 : 16;  // of features
+  const Layer& layer = *epilogue.layer;
+  const int64_t begin = epilogue.panel * (2 * kPairs);
+  for (; count > 0; --count, ++epilogue.step) {
+    const int64_t p = epilogue.step % kPairs, tile = epilogue.step / kPairs;
+    VecBits halves[2] = {};
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t f = 2 * p + i;
+      if (begin + f >= layer.out_features) break;
+      const float* sums = epilogue.sums + tile / 2 * kSums + tile % 2 * 256 + f / kTileRows * 512 + f % kTileRows * 16;
+      Vec value = activate<kActivation>(sum(sums, layer.gate.bias, begin + f));
+      if constexpr (kGated) value *= sum(sums + 512, layer.up.bias, begin + f);
+      halves[i] = bf16_bits(value);
+    }
+    const __m512i both = (__m512i)(halves[0] >> 16 | (halves[1] & 0xffff0000u));
+    if (epilogue.to.row_stride == 0) {
+      const int64_t depth_tiles = round_up(layer.out_features, kDepth) / kDepth;
+      char* packed = reinterpret_cast<char*>(epilogue.to.data) +
+                     (tile / 2 * depth_tiles + begin / kDepth) * (2 * kTileBytes) + tile % 2 * kTileBytes;
+      _mm512_store_si512(packed + (begin % kDepth / 2 + p) * 64, both);
+      continue;
+    }
+    epilogue.rows[p] = both;
+    if (p < kPairs - 1 || begin >= layer.out_features) continue;
+    transpose(epilogue.rows);
+    const int64_t first_token = tile * kTileRows;
+    const __mmask32 features = first(min(2 * kPairs, layer.out_features - begin));
+    for (int64_t t = 0; t < min(kTileRows, epilogue.tokens - first_token); ++t) {
+      uint16_t* row = epilogue.to.data + (first_token + t) * epilogue.to.row_stride;
+      _mm512_mask_storeu_epi16(row + begin, features, epilogue.rows[t]);
+    }
+  }
+}
+
+// An epilogue with nothing to do yet.
+Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
+  Epilogue epilogue{};
+  epilogue.layer = &layer;
+  epilogue.to = to;
+  epilogue.tokens = tokens;
+  visit_activation(layer.activation, [&]<Activation kActivation>() {
+    epilogue.run = layer.gated ? run_epilogue<kActivation, true> : run_epilogue<kActivation, false>;
+  });
+  return epilogue;
+}
+
+// The slice of weights that comes next: fetched into L2 line by line, along the rows.
+struct Ahead {
+  const uint16_t* const* rows;
+  int64_t column;
+  int64_t line, end;
+
+  void fetch(int64_t count) {
+    for (int64_t stop = min(line + count, end); line < stop; ++line) {
+      _mm_prefetch(rows[line / kSliceSteps] + column + line % kSliceSteps * kDepth, _MM_HINT_T1);
+    }
+  }
+};
+
+// Adds the products of a packed slice of weights and of tokens to the sums. At every step it also advances the epilogue
+// of earlier sums and fetches weights into L2.
+void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
+              int64_t epilogue_steps, Ahead& ahead, int64_t ahead_lines) {
+  if (accumulate) {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    _tile_loadd(2, sums + 512, 64);
+    _tile_loadd(3, sums + 768, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(6, tokens, 64);
+    _tile_loadd(4, weights, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, tokens + kTileBytes, 64);
+    ahead.fetch(ahead_lines);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, weights + kTileBytes, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    tokens += 2 * kTileBytes;
+    weights += 2 * kTileBytes;
+    epilogue.advance(epilogue_steps);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+// Panels whose sums are under way at a time: those of a group, and at least two, for the epilogue of one during the
+// next.
+int64_t panels_in_group(const Layer& layer, int64_t pairs) {
+  return layer.in_features <= kChunk ? 1 : max(2, kGroupSums / (pairs * kSums));
+}
+
+}  // namespace
+
+int64_t scratch_size(const Layer& layer, int64_t tokens) {
+  const int64_t pairs = round_up(tokens, kTokens) / kTokens;
+  return max(2, panels_in_group(layer, pairs)) * pairs * kSums;
+}
+
+void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed) {
+  for (int64_t token = 0; token < round_up(tokens, kTokens); token += kTileRows) {
+    char* to = reinterpret_cast<char*>(packed + token / kTokens * packed_size(kTokens, features)) +
+               token % kTokens / kTileRows * kTileBytes;
+    for (int64_t k = 0; k < features; k += kDepth, to += 2 * kTileBytes) {
+      __m512i rows[16] = {};
+      for (int64_t r = 0; r < min(kTileRows, tokens - token); ++r) {
+        rows[r] = _mm512_maskz_loadu_epi16(first(features - k), x + (token + r) * row_stride + k);
+      }
+      transpose(rows);
+      for (int64_t r = 0; r < 16; ++r) _mm512_store_si512(to + r * 64, rows[r]);
+    }
+  }
+}
+
+void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t begin, int64_t end, float* scratch,
+             Destination destination) {
+  const int64_t pairs = round_up(tokens, kTokens) / kTokens;
+  const int64_t pair_bytes = packed_size(kTokens, layer.in_features) * 2;
+  const int64_t group = panels_in_group(layer, pairs);
+  const int64_t slots = max(2, group);
+  const int64_t ahead_lines = (32 + pairs - 1) / pairs;
+  const int64_t panel_steps = pairs * max(1, round_up(min(layer.in_features, kChunk), kDepth) / kDepth);
+  const int64_t epilogue_steps = (pairs * layer.panel_features() + panel_steps - 1) / panel_steps;
+  alignas(64) char weights[kSliceSteps * 2 * kTileBytes];
+  Epilogue epilogue = idle_epilogue(layer, tokens, destination);
+  configure_tiles();
+  for (int64_t group_begin = begin; group_begin < end; group_begin += group) {
+    const int64_t group_end = min(group_begin + group, end);
+    int64_t chunk = 0;
+    do {
+      const int64_t chunk_end = min(chunk + kChunk, layer.in_features);
+      for (int64_t p = group_begin; p < group_end; ++p) {
+        const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
+        float* sums = scratch + p % slots * pairs * kSums;
+        int64_t k = chunk;
+        do {
+          const int64_t count = min(kSlice, chunk_end - k);
+          panel.pack(k, count, weights);
+          finish_stores();
+          const bool last_of_chunk = k + count == chunk_end;
+          const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
+          Ahead ahead{(last_of_chunk ? next_panel : panel).rows, last_of_chunk ? chunk : k + count, 0, 32 * kSliceSteps};
+          for (int64_t pair = 0; pair < pairs; ++pair) {
+            multiply(weights, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
+                     k > 0, epilogue, epilogue_steps, ahead, ahead_lines);
+          }
+          k += count;
+        } while (k < chunk_end);
+        epilogue.advance(epilogue.steps);
+        if (k == layer.in_features) {
+          epilogue.sums = sums;
+          epilogue.panel = p;
+          epilogue.step = 0;
+          epilogue.steps = pairs * layer.panel_features();  // panel_features() / 2 pairs of features, two tiles
+        }
+      }
+      chunk = chunk_end;
+    } while (chunk < layer.in_features);
+  }
+  epilogue.advance(epilogue.steps);
+  _tile_release();
+}
+
+}  // namespace fused_mlp::amx
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

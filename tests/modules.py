@@ -1,0 +1,191 @@
+"""Modules of the tests: MLPs as models have them, and projections that a fused forward must not look behind."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class TanhGelu(nn.GELU):
+    def __init__(self):
+        super().__init__(approximate="tanh")
+
+
+class Gated(nn.Module):
+    """Llama's and Gemma's MLP."""
+
+    def __init__(self, act=nn.SiLU, bias=False, sizes=(32, 88, 32)):
+        super().__init__()
+        n_in, hidden, out = sizes
+        self.gate_proj = nn.Linear(n_in, hidden, bias=bias)
+        self.up_proj = nn.Linear(n_in, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, out, bias=bias)
+        self.act_fn = act()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PackedGated(nn.Module):
+    """Phi-3's MLP."""
+
+    def __init__(self, act=nn.SiLU, bias=False, sizes=(32, 88, 32)):
+        super().__init__()
+        n_in, hidden, out = sizes
+        self.gate_up_proj = nn.Linear(n_in, 2 * hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, out, bias=bias)
+        self.activation_fn = act()
+
+    def forward(self, hidden_states):
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class Plain(nn.Module):
+    """CLIP's MLP."""
+
+    def __init__(self, act=nn.GELU, bias=True, sizes=(32, 88, 32)):
+        super().__init__()
+        n_in, hidden, out = sizes
+        self.fc1 = nn.Linear(n_in, hidden, bias=bias)
+        self.fc2 = nn.Linear(hidden, out, bias=bias)
+        self.activation_fn = act()
+
+    def forward(self, hidden_states):
+        return self.fc2(self.activation_fn(self.fc1(hidden_states)))
+
+
+class Intermediate(nn.Module):
+    """The first half of BERT's MLP."""
+
+    def __init__(self, act=nn.GELU, bias=True, sizes=(32, 88)):
+        super().__init__()
+        self.dense = nn.Linear(*sizes, bias=bias)
+        self.intermediate_act_fn = act()
+
+    def forward(self, hidden_states):
+        return self.intermediate_act_fn(self.dense(hidden_states))
+
+
+PROJECTIONS = {
+    Gated: ("gate_proj", "up_proj", "down_proj"),
+    PackedGated: ("gate_up_proj", "down_proj"),
+    Plain: ("fc1", "fc2"),
+    Intermediate: ("dense",),
+}
+
+
+class Lora(nn.Module):
+    """An adapter as peft makes it: the base layer's weight and bias are its attributes too."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+    in_features = property(lambda self: self.base_layer.in_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+class Int8Linear(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        scale = base.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.register_buffer("weight", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = base.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+class ScaledLinear(nn.Linear):
+    """A subclass whose forward is not its parent's."""
+
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+class CountingTensor(torch.Tensor):
+    """A tensor that, like a quantised or a sharded one, has a product of its own."""
+
+    products = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            cls.products += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _lora(projection):
+    return Lora(projection)
+
+
+def _int8(projection):
+    return Int8Linear(projection)
+
+
+def _subclass(projection):
+    scaled = ScaledLinear(projection.in_features, projection.out_features, projection.bias is not None)
+    scaled.load_state_dict(projection.state_dict())
+    return scaled
+
+
+def _parametrized(projection):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(projection, "weight", Doubled())
+    return projection
+
+
+def _weight_norm(projection):
+    """The old kind, which computes the weight in a pre-hook."""
+    projection = nn.utils.weight_norm(projection)
+    with torch.no_grad():
+        projection.weight_g.mul_(2)
+    return projection
+
+
+def _hooked(projection):
+    projection.register_forward_hook(lambda module, inputs, output: output + 1)
+    return projection
+
+
+def _pre_hooked(projection):
+    projection.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    return projection
+
+
+def _own_forward(projection):
+    """As accelerate offloads: the instance's forward is replaced."""
+    original = projection.forward
+    projection.forward = lambda x: 2 * original(x)
+    return projection
+
+
+def _tensor_subclass(projection):
+    weight = projection.weight.detach().clone().as_subclass(CountingTensor)
+    projection.weight = nn.Parameter(weight)
+    return projection
+
+
+# What makes a projection more than its weight; each changes a plain nn.Linear or takes its place.
+WRAPPERS = {
+    "LoRA": _lora,
+    "int8": _int8,
+    "subclass": _subclass,
+    "parametrized": _parametrized,
+    "weight norm": _weight_norm,
+    "forward hook": _hooked,
+    "forward pre-hook": _pre_hooked,
+    "own forward": _own_forward,
+    "tensor subclass": _tensor_subclass,
+}

@@ -1,0 +1,178 @@
+"""backend() and explain(): what is forced, what is refused, and that the explanation is the truth."""
+
+import pytest
+import torch
+
+import machine
+from reference import FUNCTIONS, operands
+
+
+def implementation_of(fused_mlp, function, **options):
+    made = operands(function, device=machine.device_type(), **options)
+    return fused_mlp.explain(getattr(fused_mlp, function), **made).implementation
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_compiled_ops_come_first(fused_mlp, device, function):
+    made = operands(function, device=device)
+    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made)
+    assert explanation.implementation == device.type
+    assert explanation.operation == function
+    assert explanation.reason
+    assert str(explanation) == f"{function}: {device.type} ({explanation.reason})"
+
+
+def ops_called(function, operands):
+    """Names of the package's own ops that a call reaches, as the dispatcher sees them."""
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "fused_mlp" in op.namespace:
+                names.append(op._schema.name.split("::")[1])
+            return op(*args, **(kwargs or {}))
+
+    names = []
+    with Recorder():
+        function(**operands)
+    return names
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_one_op_for_a_whole_call(fused_mlp, device, function):
+    """Inference is one crossing into C++; "torch" is none."""
+    made = operands(function, device=device)
+    call = getattr(fused_mlp, function)
+    assert ops_called(call, made) == [function]
+    with fused_mlp.backend(device.type):
+        assert ops_called(call, made) == [function]
+    with fused_mlp.backend("torch"):
+        assert ops_called(call, made) == []
+
+
+@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp"])
+def test_under_autograd_the_pointwise_part_is_fused(fused_mlp, device, function):
+    made = operands(function, device=device)
+    made["x"].requires_grad_()
+    assert ops_called(getattr(fused_mlp, function), made) == ["act_and_mul"]
+    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made)
+    assert explanation.implementation == "torch"
+    assert "autograd" in explanation.reason
+    assert f"pointwise part: {device.type}" in explanation.reason
+    with torch.no_grad():
+        assert ops_called(getattr(fused_mlp, function), made) == [function]
+
+
+def test_nesting(fused_mlp, device):
+    assert implementation_of(fused_mlp, "mlp") == device.type
+    with fused_mlp.backend("torch"):
+        assert implementation_of(fused_mlp, "mlp") == "torch"
+        with fused_mlp.backend(device.type):
+            assert implementation_of(fused_mlp, "mlp") == device.type
+            with fused_mlp.backend("auto"):
+                assert implementation_of(fused_mlp, "mlp") == device.type
+        assert implementation_of(fused_mlp, "mlp") == "torch"
+    assert implementation_of(fused_mlp, "mlp") == device.type
+
+
+def test_an_exception_restores_what_was(fused_mlp, device):
+    with fused_mlp.backend("torch"):
+        with pytest.raises(KeyError), fused_mlp.backend(device.type):
+            raise KeyError
+        assert implementation_of(fused_mlp, "mlp") == "torch"
+    assert implementation_of(fused_mlp, "mlp") == device.type
+
+
+def test_as_a_decorator(fused_mlp, device):
+    @fused_mlp.backend("torch")
+    def forced():
+        return implementation_of(fused_mlp, "linear")
+
+    assert [forced(), forced(), implementation_of(fused_mlp, "linear")] == ["torch", "torch", device.type]
+
+
+@pytest.mark.parametrize("name", ["rocm", "", "CPU", None])
+def test_a_backend_that_does_not_exist(fused_mlp, name):
+    with pytest.raises(
+        ValueError, match=r"(?=.*backend)(?=.*cuda)(?=.*triton)(?=.*cpu)(?=.*torch)(?=.*auto)"
+    ) as raised:
+        with fused_mlp.backend(name):
+            pytest.fail("the block must not run")
+    assert repr(name) in str(raised.value)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_forced_backend_that_cannot(fused_mlp, device, function):
+    made = operands(function, device=device)
+    other = "cpu" if device.type == "cuda" else "cuda"
+    with fused_mlp.backend(other):
+        with pytest.raises(ValueError, match=rf"(?=.*'{other}')(?=.*{function})(?=.*{device.type} kernels)"):
+            getattr(fused_mlp, function)(**made)
+        with pytest.raises(ValueError, match=other):
+            fused_mlp.explain(getattr(fused_mlp, function), **made)
+    with fused_mlp.backend(device.type), pytest.raises(ValueError, match=r"float64"):
+        getattr(fused_mlp, function)(**{name: operand.double() for name, operand in made.items()})
+
+
+@pytest.mark.skipif(machine.device_type() == "cuda", reason="Triton runs here")
+def test_triton_without_a_gpu(fused_mlp, device):
+    with fused_mlp.backend("triton"), pytest.raises(ValueError, match="Triton kernels run on GPUs and x is on cpu"):
+        fused_mlp.gated_mlp(**operands("gated_mlp"))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_explain_computes_nothing_and_takes_what_the_function_takes(fused_mlp, device, function):
+    made = operands(function, device=device)
+    before = {name: operand.clone() for name, operand in made.items()}
+    call = getattr(fused_mlp, function)
+    assert set(ops_called(lambda **operands: fused_mlp.explain(call, **operands), made)) <= {"plan"}
+    assert fused_mlp.explain(call, *made.values()) == fused_mlp.explain(call, **made, activation="silu")
+    assert all(torch.equal(made[name], before[name]) for name in made)
+
+
+def test_explain_of_the_short_forms(fused_mlp, device):
+    gate, up = operands("act_and_mul", device=device).values()
+    for function in (fused_mlp.geglu, fused_mlp.swiglu):
+        assert fused_mlp.explain(function, gate, up).implementation == device.type
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_reasons(fused_mlp, device, function):
+    call = getattr(fused_mlp, function)
+    made = operands(function, device=device)
+
+    def explain(**changes):
+        return fused_mlp.explain(call, **made | changes)
+
+    wide = {name: operand.double() for name, operand in made.items()}
+    assert (explain(**wide).implementation, "float64" in explain(**wide).reason) == ("torch", True)
+    meta = {name: operand.to("meta") for name, operand in made.items()}
+    assert (explain(**meta).implementation, "meta" in explain(**meta).reason) == ("torch", True)
+    with fused_mlp.backend("torch"):
+        assert explain().reason == "forced by backend()"
+    if function != "act_and_mul":
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert (explain().implementation, "autocast" in explain().reason) == ("torch", True)
+        subclass = next(iter(made.values())).as_subclass(Subclass)
+        assert "Subclass" in explain(**{next(iter(made)): subclass}).reason
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_explain_of_something_else(fused_mlp, device):
+    for target in (torch.nn.functional.linear, "gated_mlp", torch.zeros(2), fused_mlp.fuse_mlps, None):
+        with pytest.raises(TypeError, match="target must be a module or a public function"):
+            fused_mlp.explain(target)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        fused_mlp.explain(fused_mlp.linear, torch.zeros(2, 3, device=device))
+    with pytest.raises(TypeError, match="must be a tensor"):
+        fused_mlp.explain(fused_mlp.linear, 3, 4)
+    with pytest.raises(TypeError, match="a module alone"):
+        fused_mlp.explain(torch.nn.Linear(2, 2), torch.zeros(2, 2))
+
+
+def test_explain_of_a_module_that_is_not_ours(fused_mlp):
+    explanation = fused_mlp.explain(torch.nn.Linear(2, 2))
+    assert (explanation.operation, explanation.implementation) == ("Linear", "original")

@@ -1,0 +1,329 @@
+"""The layers through kernels.kernelize, on classes as models have them: equal results, and nothing bypassed."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import kernels
+import pytest
+import torch
+from kernels import LayerRepository, LocalLayerRepository, Mode, kernelize, use_kernel_mapping
+from kernels.layer.layer import _validate_layer
+from torch import nn
+
+import machine
+import modules
+import project
+from modules import PROJECTIONS, WRAPPERS, Gated, Intermediate, PackedGated, Plain, TanhGelu
+
+MODES = [
+    Mode.INFERENCE,
+    Mode.TRAINING,
+    Mode.INFERENCE | Mode.TORCH_COMPILE,
+    Mode.TRAINING | Mode.TORCH_COMPILE,
+]
+
+
+class NoActivationGated(Gated):
+    """Its forward knows the activation, its attributes do not."""
+
+    def __init__(self, function):
+        super().__init__()
+        del self.act_fn
+        self.function = [function]
+
+    def forward(self, x):
+        return self.down_proj(self.function[0](self.gate_proj(x)) * self.up_proj(x))
+
+
+class PackedActAndMul(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = [act]
+
+    def forward(self, x):
+        gate, up = x.chunk(2, dim=-1)
+        return self.act[0](gate) * up
+
+
+# Layer, the module whose forward it replaces, the width of its input.
+CASES = {
+    "GatedMLP-silu": ("GatedMLP", lambda: Gated(nn.SiLU), 32),
+    "GatedMLP-gelu-bias": ("GatedMLP", lambda: Gated(nn.GELU, bias=True), 32),
+    "GatedMLP-relu-odd": ("GatedMLP", lambda: Gated(nn.ReLU, sizes=(17, 31, 7)), 17),
+    "GatedMLP-unknown": ("GatedMLP", lambda: Gated(nn.Mish), 32),
+    "GeGLUMLP": ("GeGLUMLP", lambda: Gated(TanhGelu), 32),
+    "GeGLUMLP-erf": ("GeGLUMLP", lambda: Gated(nn.GELU), 32),  # act_fn says it, not the layer's name
+    "GeGLUMLP-no-act_fn": ("GeGLUMLP", lambda: NoActivationGated(nn.GELU(approximate="tanh")), 32),
+    "SwiGLUMLP": ("SwiGLUMLP", lambda: Gated(nn.SiLU, bias=True), 32),
+    "SwiGLUMLP-no-act_fn": ("SwiGLUMLP", lambda: NoActivationGated(nn.SiLU()), 32),
+    "PackedGatedMLP": ("PackedGatedMLP", lambda: PackedGated(nn.SiLU), 32),
+    "PackedGatedMLP-bias": ("PackedGatedMLP", lambda: PackedGated(nn.GELU, bias=True), 32),
+    "PackedGatedMLP-unknown": ("PackedGatedMLP", lambda: PackedGated(nn.Mish), 32),
+    "MLP": ("MLP", lambda: Plain(nn.GELU), 32),
+    "MLP-no-bias": ("MLP", lambda: Plain(TanhGelu, bias=False), 32),
+    "MLP-unknown": ("MLP", lambda: Plain(nn.Mish), 32),
+    "Intermediate": ("Intermediate", lambda: Intermediate(nn.GELU), 32),
+    "Intermediate-unknown": ("Intermediate", lambda: Intermediate(nn.Mish), 32),
+    "Linear": ("Linear", lambda: nn.Linear(32, 48), 32),
+    "Linear-no-bias": ("Linear", lambda: nn.Linear(32, 48, bias=False), 32),
+    "GeluAndMul": ("GeluAndMul", lambda: PackedActAndMul(nn.GELU()), 64),
+    "GeluTanhAndMul": ("GeluTanhAndMul", lambda: PackedActAndMul(TanhGelu()), 64),
+    "SiluAndMul": ("SiluAndMul", lambda: PackedActAndMul(nn.SiLU()), 64),
+}
+cases = pytest.mark.parametrize(("layer", "make", "width"), CASES.values(), ids=CASES)
+
+
+def kernelized(module, layer, mode=Mode.INFERENCE, repository=None):
+    """A copy of the module, of a subclass of its own that kernelize knows under the layer's name."""
+    module = copy.deepcopy(module)
+    kind = type(module)
+    own = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    if kind is nn.Linear:  # exactly an nn.Linear is what a layer may read: the class itself is marked, for this call
+        own = kind
+    module.__class__ = own
+    kernels.replace_kernel_forward_from_hub(own, f"Test{layer}")
+    repository = repository or LayerRepository(project.repo_id(), layer_name=layer, revision=f"v{project.version()}")
+    try:
+        with use_kernel_mapping({f"Test{layer}": {machine.device_type(): repository}}, inherit_mapping=False):
+            return kernelize(module, mode=mode, device=machine.device_type(), use_fallback=False)
+    finally:
+        if own is nn.Linear:
+            del nn.Linear.kernel_layer_name, nn.Linear.kernel_condition
+
+
+def assert_equal(module, fused, x):
+    """The same results and gradients."""
+    outcomes = []
+    for candidate in (module, fused):
+        candidate.zero_grad()
+        leaf = x.clone().requires_grad_()
+        result = candidate(leaf)
+        result.square().sum().backward()
+        with torch.no_grad():
+            without = candidate(x)
+        gradients = [parameter.grad for parameter in candidate.parameters()]
+        outcomes.append((result.detach(), without, leaf.grad, gradients))
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: str(mode).replace("Mode.", ""))
+@cases
+def test_kernelize(fused_mlp, device, layer, make, width, mode):
+    module = make().to(device)
+    fused = kernelized(module, layer, mode)
+    assert fused.forward.__func__ is getattr(fused_mlp.layers, layer).forward
+    assert_equal(module, fused, torch.randn(3, 7, width, device=device))
+
+
+@cases
+def test_kernelized_and_compiled(fused_mlp, device, layer, make, width):
+    torch.compiler.reset()
+    module = make().to(device)
+    fused = kernelized(module, layer, Mode.TRAINING | Mode.TORCH_COMPILE)
+    assert_equal(
+        module, torch.compile(fused, fullgraph=True, backend="aot_eager"), torch.randn(3, width, device=device)
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bfloat16", "float16", "float64"]
+)
+@cases
+def test_dtypes(fused_mlp, device, layer, make, width, dtype):
+    module = make().to(device, dtype)
+    fused = kernelized(module, layer)
+    x = torch.randn(5, width, device=device).to(dtype)
+    with torch.no_grad():
+        got, expected = fused(x), module(x)
+        exact = copy.deepcopy(module).double()(x.double())
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    worst = torch.finfo(dtype).eps * exact.abs().max()
+    assert (got - exact).abs().max() <= (expected - exact).abs().max() + worst
+
+
+def test_a_local_repository(fused_mlp, device):
+    module = Gated(TanhGelu).to(device)
+    repository = LocalLayerRepository(machine.build_folder(), layer_name="GeGLUMLP")
+    assert_equal(module, kernelized(module, "GeGLUMLP", repository=repository), torch.randn(4, 32, device=device))
+
+
+@cases
+def test_the_hub_s_rules(fused_mlp, layer, make, width):
+    """Pure layers whose forward has the parameters of the one that it replaces."""
+    cls = getattr(fused_mlp.layers, layer)
+    _validate_layer(check_cls=type(make()), cls=cls, repo=None)
+    assert cls.has_backward
+    assert cls.can_torch_compile
+    assert [name for name, value in vars(cls).items() if inspect.isfunction(value)] == ["forward"]
+
+
+def test_every_layer_is_tested(fused_mlp):
+    layers = {name for name in fused_mlp.layers.__all__ if not name.endswith("Layout")}
+    assert layers == {layer for layer, *_ in CASES.values()}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("name", "act"), [("GeGLUMLP", TanhGelu), ("SwiGLUMLP", nn.SiLU)])
+def test_layouts(fused_mlp, device, name, act, bias):
+    """A layer that stands alone, from a config; its state dict is that of the models' MLPs."""
+    config = SimpleNamespace(hidden_size=32, intermediate_size=88, mlp_bias=bias)
+    layout = getattr(fused_mlp.layers, f"{name}Layout")(config).to(device)
+    module = Gated(act, bias=bias).to(device)
+    module.load_state_dict(layout.state_dict())
+    assert_equal(module, layout, torch.randn(2, 5, 32, device=device))
+    assert fused_mlp.explain(layout).implementation == "fused"
+
+
+def test_a_config_without_mlp_bias_means_no_bias(fused_mlp):
+    config = SimpleNamespace(hidden_size=4, intermediate_size=8)
+    assert fused_mlp.layers.GeGLUMLPLayout(config).gate_proj.bias is None
+
+
+WRAPPED = [(kind, name, index) for kind in PROJECTIONS for name in WRAPPERS for index in range(len(PROJECTIONS[kind]))]
+LAYER_OF = {Gated: "GatedMLP", PackedGated: "PackedGatedMLP", Plain: "MLP", Intermediate: "Intermediate"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("kind", "wrapper", "index"),
+    WRAPPED,
+    ids=[f"{kind.__name__}-{name}-{PROJECTIONS[kind][index]}" for kind, name, index in WRAPPED],
+)
+def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, kind, wrapper, index, when):
+    """Wrapped before or after kernelize: how far to fuse is decided by what the projection is at the call."""
+    plain = kind(bias=True).to(device)
+    name = PROJECTIONS[kind][index]
+
+    def wrap(module):
+        torch.manual_seed(0)
+        setattr(module, name, WRAPPERS[wrapper](getattr(module, name)).to(device))
+        return module
+
+    expected_module = wrap(copy.deepcopy(plain))
+    if when == "before":
+        fused = wrap(kernelized(plain, LAYER_OF[kind]))
+    else:
+        fused = kernelized(plain, LAYER_OF[kind])
+        fused(torch.randn(2, 32, device=device))
+        fused = wrap(fused)
+    x = torch.randn(3, 32, device=device)
+    with torch.no_grad():
+        expected = expected_module(x)
+        assert wrapper in ("int8", "tensor subclass") or not torch.allclose(plain(x), expected, atol=1e-3)
+        modules.CountingTensor.products = 0
+        torch.testing.assert_close(fused(x).as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+        assert bool(modules.CountingTensor.products) == (wrapper == "tensor subclass")
+    explanation = fused_mlp.explain(fused)
+    assert explanation.implementation == "partly fused"
+    assert name in explanation.reason
+    assert all(other not in explanation.reason for other in PROJECTIONS[kind] if other != name)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_hooks_on_parts_and_on_the_module_fire(fused_mlp, device, kind, register):
+    fused = kernelized(kind().to(device), LAYER_OF[kind])
+    fused(torch.randn(2, 32, device=device))
+    fired = []
+    for name, part in fused.named_modules():
+        getattr(part, register)(lambda *_, name=name: fired.append(name))
+    fused(torch.randn(2, 32, device=device, requires_grad=True)).sum().backward()
+    assert sorted(fired) == sorted(name for name, _ in fused.named_modules())
+
+
+def test_a_hook_that_is_removed_again(fused_mlp, device):
+    fused = kernelized(Gated().to(device), "GatedMLP")
+    handle = fused.up_proj.register_forward_hook(lambda *_: None)
+    assert fused_mlp.explain(fused).implementation == "partly fused"
+    handle.remove()
+    assert fused_mlp.explain(fused).implementation == "fused"
+
+
+def test_global_hooks_see_every_part(fused_mlp, device):
+    fused = kernelized(Gated().to(device), "GatedMLP")
+    called = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        fused(torch.randn(2, 32, device=device))
+    finally:
+        handle.remove()
+    assert {id(module) for module in called} == {id(module) for module in fused.modules()}
+
+
+def test_an_activation_that_is_replaced_later(fused_mlp, device):
+    fused = kernelized(Gated(nn.SiLU).to(device), "GatedMLP")
+    module = copy.deepcopy(fused)
+    module.forward = Gated.forward.__get__(module)
+    for act in (nn.GELU(), nn.Mish(), torch.tanh, nn.functional.silu):
+        for candidate in (fused, module):
+            del candidate.act_fn
+            candidate.act_fn = act
+        assert_equal(module, fused, torch.randn(3, 32, device=device))
+
+
+def test_a_hooked_activation_is_called(fused_mlp, device):
+    fused = kernelized(Gated(nn.SiLU).to(device), "GatedMLP")
+    x = torch.randn(3, 32, device=device)
+    plain = fused(x)
+    fused.act_fn.register_forward_hook(lambda module, inputs, output: 2 * output)
+    torch.testing.assert_close(fused(x), 2 * plain)
+
+
+def test_a_weight_that_is_replaced_or_tied(fused_mlp, device):
+    module = Gated().to(device)
+    fused = kernelized(module, "GatedMLP")
+    for candidate in (module, fused):
+        candidate.gate_proj.weight = candidate.up_proj.weight
+    assert_equal(module, fused, torch.randn(3, 32, device=device))
+    with torch.no_grad():
+        for candidate in (module, fused):
+            candidate.up_proj.weight.mul_(3)
+    assert_equal(module, fused, torch.randn(3, 32, device=device))
+
+
+def test_autocast(fused_mlp, device):
+    module = Gated(bias=True).to(device)
+    fused = kernelized(module, "GatedMLP")
+    x = torch.randn(8, 32, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got, expected = fused(x), module(x)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_transformers_own_mapping_names(fused_mlp, device):
+    """GemmaMLP, marked under the name that transformers uses, in a whole model."""
+    import transformers
+    from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+    config = transformers.GemmaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+    )
+    model = transformers.GemmaForCausalLM(config).eval().to(device)
+    ids = torch.randint(0, 64, (2, 9), device=device)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    had = {name: vars(GemmaMLP)[name] for name in ("kernel_layer_name", "kernel_condition") if name in vars(GemmaMLP)}
+    kernels.replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
+    try:
+        repository = LayerRepository(project.repo_id(), layer_name="GeGLUMLP", revision=f"v{project.version()}")
+        with use_kernel_mapping({"GeGLUMLP": {device.type: repository}}, inherit_mapping=False):
+            kernelize(model, mode=Mode.INFERENCE, device=device.type)
+    finally:
+        del GemmaMLP.kernel_layer_name, GemmaMLP.kernel_condition
+        for name, value in had.items():
+            setattr(GemmaMLP, name, value)
+    for layer in model.model.layers:
+        assert fused_mlp.explain(layer.mlp).implementation == "fused"
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,180 @@
+"""The package as it ships: what it exports, what it imports, and how it behaves in processes of users."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import machine
+import project
+import reference
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(command, cwd=ROOT, **environment):
+    """A process with nothing in its environment but what Python needs, and what is given."""
+    needed = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME")
+    environment = {name: os.environ[name] for name in needed if name in os.environ} | environment
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def local_kernels():
+    return f"{project.repo_id()}={machine.build_folder().resolve()}"
+
+
+@pytest.mark.kernels_ci
+def test_exports(fused_mlp):
+    assert set(fused_mlp.__all__) == {
+        "act_and_mul",
+        "backend",
+        "explain",
+        "fuse_mlps",
+        "gated_linear",
+        "gated_mlp",
+        "geglu",
+        "layers",
+        "linear",
+        "mlp",
+        "swiglu",
+    }
+    assert all(getattr(fused_mlp, name).__doc__ for name in fused_mlp.__all__)
+    named = {"GeGLUMLP", "SwiGLUMLP", "GatedMLP", "PackedGatedMLP", "MLP", "Linear"}
+    assert named | {"GeluAndMul", "GeluTanhAndMul", "SiluAndMul"} <= set(fused_mlp.layers.__all__)
+    assert all(getattr(fused_mlp.layers, name).__doc__ for name in fused_mlp.layers.__all__)
+
+
+def test_imports_and_syntax():
+    """Relative imports, the standard library, torch and triton; in the syntax of Python 3.9."""
+    files = sorted(project.package().rglob("*.py"))
+    assert files
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(), feature_version=(3, 9))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                top = name.split(".")[0]
+                assert top in {"torch", "triton"} or top in sys.stdlib_module_names, f"{file} imports {name}"
+
+
+SCRIPT = """
+import torch, transformers
+from kernels import LayerRepository, Mode, get_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+device = "cuda" if torch.cuda.is_available() else "cpu"
+fused_mlp = get_kernel("{repo_id}", version={version})
+x, gate, up, down = torch.randn(4, 8, device=device), *torch.randn(2, 16, 8, device=device), torch.randn(8, 16, device=device)
+print(torch.allclose(fused_mlp.gated_mlp(x, gate, up, down, activation="silu"), (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-4))
+config = dict(hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
+replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
+mlp = GemmaMLP(transformers.GemmaConfig(**config)).to(device); x = torch.randn(3, 32, device=device); before = mlp(x)
+with use_kernel_mapping({{"GeGLUMLP": {{device: LayerRepository("{repo_id}", layer_name="GeGLUMLP", revision="v{version}")}}}}):
+    mlp = kernelize(mlp, mode=Mode.INFERENCE, device=device)
+print(torch.allclose(mlp(x), before, atol=1e-4), fused_mlp.explain(mlp).implementation)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(device).eval(); ids = torch.arange(6, device=device)[None]
+before = model(ids).logits; report = fused_mlp.fuse_mlps(model)
+print(torch.allclose(model(ids).logits, before, atol=1e-4), len(report.fused), len(report.left))
+"""
+
+
+def test_from_elsewhere(tmp_path):
+    """A script in another directory, with nothing but LOCAL_KERNELS: functions, a layer, a whole model."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(repo_id=project.repo_id(), version=project.version()))
+    done = run([sys.executable, str(script)], cwd=tmp_path, LOCAL_KERNELS=local_kernels())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True", "True fused", "True 2 0"], done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.fixture(scope="module")
+def other_build(tmp_path_factory):
+    """A second build for the CPU, from sources that differ in a comment."""
+    copy = tmp_path_factory.mktemp("other")
+    for name in ("tools", "torch-ext", "cpu"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "build.toml", copy)
+    init = copy / "torch-ext" / project.python_name() / "__init__.py"
+    init.write_text(init.read_text() + "# another build\n")
+    done = subprocess.run(
+        [sys.executable, "tools/build.py", "--backend", "cpu"], cwd=copy, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy / "build"
+
+
+def test_two_builds_in_one_process(fused_mlp, other_build):
+    """Their ops, their state and their modules are apart."""
+    from kernels import get_local_kernel
+
+    other = get_local_kernel(other_build, backend="cpu")
+    assert other is not fused_mlp
+    assert other.__name__ != fused_mlp.__name__
+    made = reference.operands("gated_mlp")
+    expected = reference.eager("gated_mlp", made, "gelu_pytorch_tanh")
+    for kernel in (fused_mlp, other, fused_mlp):
+        torch.testing.assert_close(kernel.gated_mlp(**made), expected)
+    for name in (fused_mlp.__name__, other.__name__):
+        assert hasattr(getattr(torch.ops, name), "gated_mlp")
+    with other.backend("torch"):
+        assert other.explain(other.gated_mlp, **made).reason == "forced by backend()"
+        assert fused_mlp.explain(fused_mlp.gated_mlp, **made).reason != "forced by backend()"
+
+    module = torch.nn.Module()
+    module.fc1, module.act, module.fc2 = torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)
+    model = torch.nn.ModuleList(
+        [type("Mlp", (torch.nn.Module,), {"forward": lambda self, x: self.fc2(self.act(self.fc1(x)))})()]
+    )
+    for name, child in module.named_children():
+        setattr(model[0], name, child)
+    assert len(other.fuse_mlps(model).fused) == 1
+    assert fused_mlp.fuse_mlps(model).fused == []  # another's forward is not this package's to replace
+
+
+# Where the CPU has them; the tests of the functions run once more on each, in a process of its own.
+FLAGS = {"scalar": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+FLAGS["amx"] = FLAGS["avx512"] | {"amx_tile", "amx_bf16"}
+
+
+def cpu_flags():
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return set(found[1].split()) if found else set()
+
+
+@pytest.mark.parametrize("isa", FLAGS)
+def test_instruction_sets(isa):
+    if not FLAGS[isa] <= cpu_flags():
+        pytest.skip(f"this CPU has no {isa}")
+    chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or any_call"
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_functional.py", "-k", chosen],
+        LOCAL_KERNELS=local_kernels(),
+        FUSED_MLP_CPU_ISA=isa,
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"^[1-9]\d* passed", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("isa", ["sse2", ""])
+def test_an_instruction_set_that_does_not_exist(isa):
+    script = "import project, torch; from kernels import get_kernel\n"
+    script += (
+        "get_kernel(project.repo_id(), version=project.version(), backend='cpu').swiglu(torch.ones(2), torch.ones(2))"
+    )
+    done = run(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "tools",
+        LOCAL_KERNELS=local_kernels(),
+        FUSED_MLP_CPU_ISA=isa,
+    )
+    assert done.returncode != 0
+    assert f"FUSED_MLP_CPU_ISA must be scalar, avx2, avx512 or amx, not {isa}" in done.stderr

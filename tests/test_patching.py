@@ -1,0 +1,761 @@
+"""fuse_mlps on transformers' own models, and on look-alikes that it must leave alone."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from modules import PROJECTIONS, WRAPPERS, Gated, Intermediate, PackedGated, Plain, TanhGelu
+
+LLM = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GQA = LLM | {"num_key_value_heads": 2}
+HEAD = {"head_dim": 8}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 88, "num_layers": 2, "num_heads": 4}
+IMAGES = {name: LLM[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+IMAGES |= {"image_size": 16, "patch_size": 8}
+
+# Model, configuration, and what is fused: the class of its MLPs, their number, the pattern.
+MODELS = {
+    "Gemma": ("GemmaForCausalLM", "GemmaConfig", GQA | HEAD, ("GemmaMLP", 2, "gated")),
+    "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GQA | HEAD, ("Gemma2MLP", 2, "gated")),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", GQA | {"mlp_bias": True}, ("LlamaMLP", 2, "gated")),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GQA, ("Qwen2MLP", 2, "gated")),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", GQA | HEAD, ("MistralMLP", 2, "gated")),
+    "Phi3": ("Phi3ForCausalLM", "Phi3Config", GQA, ("Phi3MLP", 2, "packed gated")),
+    "GLM": ("GlmForCausalLM", "GlmConfig", GQA | HEAD, ("GlmMLP", 2, "packed gated")),
+    "Phi": ("PhiForCausalLM", "PhiConfig", LLM, ("PhiMLP", 2, "plain")),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LLM, ("GPTNeoXMLP", 2, "plain")),
+    "Starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", GQA, ("Starcoder2MLP", 2, "plain")),
+    "Nemotron": ("NemotronForCausalLM", "NemotronConfig", GQA | HEAD, ("NemotronMLP", 2, "plain")),
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+        ("GPT2MLP", 2, "plain"),
+    ),
+    "CLIP text": ("CLIPTextModel", "CLIPTextConfig", LLM, ("CLIPMLP", 2, "plain")),
+    "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGES, ("SiglipMLP", None, "plain")),
+    "ViT": ("ViTModel", "ViTConfig", IMAGES, (None, 2, None)),
+    "BERT": ("BertModel", "BertConfig", LLM, ("BertIntermediate", 2, "linear")),
+    "DistilBERT": (
+        "DistilBertModel",
+        "DistilBertConfig",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 88, "n_layers": 2, "n_heads": 4},
+        ("FFN", 2, "plain"),
+    ),
+    "T5": ("T5EncoderModel", "T5Config", T5, ("T5DenseActDense", 2, "plain")),
+    "T5 gated": (
+        "T5EncoderModel",
+        "T5Config",
+        T5 | {"feed_forward_proj": "gated-gelu"},
+        ("T5DenseGatedActDense", 2, "gated"),
+    ),
+}
+
+
+def build(name, device, dtype=torch.float32):
+    """A tiny model and its inputs."""
+    model_class, config_class, options, _ = MODELS[name]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options))
+    with torch.no_grad():  # many biases start as zeros
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    if "pixel" in model.main_input_name:
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16, device=device, dtype=dtype)}
+    else:
+        inputs = {"input_ids": torch.randint(3, 64, (2, 9), device=device)}
+    return model.to(device, dtype).eval(), inputs
+
+
+def outcome(model, inputs):
+    """The first output, and the gradients of all parameters."""
+    model.zero_grad()
+    output = model(**inputs)[0]
+    output.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return output.detach(), {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def paths(reports):
+    return {report.path for report in reports}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", MODELS)
+def test_models(fused_mlp, device, name):
+    """Outputs and gradients of the fused model, and the report."""
+    model, inputs = build(name, device)
+    before = outcome(model, inputs)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    report = fused_mlp.fuse_mlps(model)
+    torch.testing.assert_close(outcome(model, inputs), before, rtol=1e-3, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], before[0], rtol=1e-3, atol=1e-5)
+
+    class_name, count, pattern = MODELS[name][3]
+    assert len(report.fused) == (count or len(report.fused)) > 0
+    for fused in report.fused:
+        assert fused.class_name == type(model.get_submodule(fused.path)).__name__ == (class_name or fused.class_name)
+        assert fused.pattern == (pattern or fused.pattern)
+        assert fused.reason == "GEMMs and activation"
+        assert fused_mlp.explain(model.get_submodule(fused.path)).implementation == "fused"
+    assert all(left.reason for left in report.left)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_bfloat16(fused_mlp, device, name):
+    model, inputs = build(name, device, torch.bfloat16)
+    with torch.no_grad():
+        expected = model(**inputs)[0].float()
+        report = fused_mlp.fuse_mlps(model)
+        got = model(**inputs)[0].float()
+    assert report.fused
+    assert (got - expected).norm() <= 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Phi3", "GPT-2", "BERT"])
+def test_a_fused_model_compiles(fused_mlp, device, name):
+    torch.compiler.reset()
+    model, inputs = build(name, device)
+    expected = outcome(model, inputs)
+    fused_mlp.fuse_mlps(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    output = compiled(**inputs)[0]
+    output.square().mean().backward()
+    torch.testing.assert_close(output.detach(), expected[0], rtol=1e-3, atol=1e-5)
+    for path, parameter in model.named_parameters():
+        if path in expected[1]:
+            torch.testing.assert_close(parameter.grad, expected[1][path], rtol=1e-3, atol=1e-5)
+
+
+def test_generation(fused_mlp, device):
+    model, inputs = build("Llama", device)
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    fused_mlp.fuse_mlps(model)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_a_projection_that_stays_in_float32(fused_mlp, device):
+    """T5 keeps `wo` in float32 where the model is in 16 bits, and casts before it."""
+    model, inputs = build("T5 gated", device, torch.bfloat16)
+    for block in model.encoder.block:
+        block.layer[1].DenseReluDense.wo.float()
+    with torch.no_grad():
+        expected = model(**inputs)[0].float()
+        report = fused_mlp.fuse_mlps(model)
+        got = model(**inputs)[0].float()
+    assert len(report.left) == 2
+    assert all("bfloat16" in left.reason and "float32" in left.reason for left in report.left)
+    assert (got - expected).norm() <= 2e-2 * expected.norm()
+
+
+def test_gradient_checkpointing(fused_mlp, device):
+    model, inputs = build("Llama", device)
+    before = outcome(model.train(), inputs)
+    fused_mlp.fuse_mlps(model)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(outcome(model, inputs), before, rtol=1e-3, atol=1e-5)
+
+
+# Reports.
+
+
+def test_report(fused_mlp, device):
+    """BERT: its intermediates are fused, its pooler (dense and tanh) is left with a reason."""
+    model, _ = build("BERT", device)
+    report = fused_mlp.fuse_mlps(model)
+    assert paths(report.fused) == {f"encoder.layer.{i}.intermediate" for i in range(2)}
+    assert paths(report.left) == {"pooler"}
+    assert "Tanh" in report.left[0].reason
+    assert report.modules == [*report.fused, *report.left]
+    lines = str(report).splitlines()
+    assert lines[0] == "2 fused, 1 left"
+    assert lines[1].split() == ["class", "pattern", "fused", "reason", "modules"]
+    assert len(lines) == 4  # alike modules share a line
+    for word in ("BertIntermediate", "linear", "yes", "encoder.layer.0.intermediate ... encoder.layer.1.intermediate"):
+        assert word in lines[2]
+    for word in ("BertPooler", "no", report.left[0].reason, "pooler"):
+        assert word in lines[3]
+
+
+def test_a_model_without_mlps(fused_mlp):
+    report = fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 3)))
+    assert report.modules == []
+    assert str(report).startswith("0 fused, 0 left")
+
+
+def test_the_module_itself(fused_mlp, device):
+    module = Gated().to(device)
+    report = fused_mlp.fuse_mlps(module)
+    assert [(entry.path, entry.class_name) for entry in report.fused] == [("", "Gated")]
+
+
+def test_one_module_at_two_places(fused_mlp, device):
+    shared = Gated().to(device)
+    model = nn.Sequential(shared, shared)
+    x = torch.randn(3, 32, device=device)
+    expected = model(x)
+    assert len(fused_mlp.fuse_mlps(model).modules) == 1
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+def test_restore(fused_mlp, device, name):
+    model, inputs = build(name, device)
+    expected = outcome(model, inputs)
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    report = fused_mlp.fuse_mlps(model)
+    report.restore()
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
+    for entry in report.fused:
+        assert fused_mlp.explain(model.get_submodule(entry.path)).implementation == "original"
+    torch.testing.assert_close(outcome(model, inputs), expected, rtol=0, atol=0)
+    report.restore()  # nothing left to do
+    assert len(fused_mlp.fuse_mlps(model).fused) == len(report.fused)
+
+
+def test_fused_twice(fused_mlp, device):
+    model, inputs = build("Llama", device)
+    expected = outcome(model, inputs)
+    first = fused_mlp.fuse_mlps(model)
+    second = fused_mlp.fuse_mlps(model)
+    assert paths(second.left) == paths(first.fused)
+    assert {left.reason for left in second.left} == {"already fused"}
+    second.restore()  # what the first call did stays
+    assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "fused"
+    torch.testing.assert_close(outcome(model, inputs), expected, rtol=1e-3, atol=1e-5)
+    first.restore()
+    assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "original"
+
+
+@pytest.mark.parametrize("what", [None, "model", [Gated()], {"model": 1}, Gated], ids=lambda what: type(what).__name__)
+def test_what_is_no_module(fused_mlp, what):
+    with pytest.raises(TypeError, match=rf"(?=.*model)(?=.*Module)(?=.*{type(what).__name__})"):
+        fused_mlp.fuse_mlps(what)
+
+
+# Copies of fused modules.
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_deepcopy(fused_mlp, device, kind):
+    """The copy uses its own weights, not those of what it was copied from."""
+    module = kind().to(device)
+    fused_mlp.fuse_mlps(module)
+    x = torch.randn(3, 32, device=device)
+    expected = module(x)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(twin(x), expected)
+    assert fused_mlp.explain(twin).implementation == "fused"
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_pickle(fused_mlp, device, kind):
+    """What is saved loads anywhere, also without this package: with the original forward, to be fused again."""
+    module = kind().to(device)
+    fused_mlp.fuse_mlps(module)
+    x = torch.randn(3, 32, device=device)
+    assert fused_mlp.__name__.encode() not in pickle.dumps(module)
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    for twin in (pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
+        torch.testing.assert_close(twin(x), module(x))
+        assert fused_mlp.explain(twin).implementation == "original"
+        assert len(fused_mlp.fuse_mlps(twin).fused) == 1
+        torch.testing.assert_close(twin(x), module(x))
+
+
+def test_state_dicts_fit_both_ways(fused_mlp, device):
+    fused, plain = Gated(bias=True).to(device), Gated(bias=True).to(device)
+    fused_mlp.fuse_mlps(fused)
+    fused.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 32, device=device)
+    torch.testing.assert_close(fused(x), plain(x))
+    plain.load_state_dict(fused.state_dict())
+
+
+def test_moved_after_fusing(fused_mlp, device):
+    module = Gated()
+    fused_mlp.fuse_mlps(module)
+    module.to(device, torch.bfloat16)
+    plain = copy.deepcopy(module)
+    plain.forward = Gated.forward.__get__(plain)
+    x = torch.randn(8, 32, device=device, dtype=torch.bfloat16)
+    torch.testing.assert_close(module(x), plain(x), rtol=3e-2, atol=3e-2)
+
+
+# Look-alikes: the structure of an MLP, another function.
+
+
+class ExtraResidual(Gated):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Scaled(Gated):
+    def forward(self, x):
+        return 1.05 * super().forward(x)
+
+
+class Swapped(Gated):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Clamped(Gated):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+class ClampedHidden(Gated):
+    def forward(self, x):
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-20.0, 20.0))
+
+
+class UpPlusOne(Gated):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
+
+
+class ActivationTwice(Gated):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))
+
+
+class SwappedPacked(PackedGated):
+    def forward(self, hidden_states):
+        up, gate = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class Interleaved(PackedGated):
+    def forward(self, hidden_states):
+        both = self.gate_up_proj(hidden_states)
+        return self.down_proj(both[..., 1::2] * self.activation_fn(both[..., ::2]))
+
+
+class Normalised(Plain):
+    def forward(self, hidden_states):
+        return super().forward(F.layer_norm(hidden_states, hidden_states.shape[-1:]))
+
+
+class NoActivation(Plain):
+    def forward(self, hidden_states):
+        return self.fc2(self.fc1(hidden_states))
+
+
+class ActivationLast(Plain):
+    def forward(self, hidden_states):
+        return self.activation_fn(self.fc2(self.activation_fn(self.fc1(hidden_states))))
+
+
+class TupleResult(Plain):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states), None
+
+
+class AddsTheMean(Intermediate):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + hidden_states.mean(dim=-1, keepdim=True)
+
+
+LOOK_ALIKES = (
+    ExtraResidual,
+    Scaled,
+    Swapped,
+    Clamped,
+    ClampedHidden,
+    UpPlusOne,
+    ActivationTwice,
+    SwappedPacked,
+    Interleaved,
+    Normalised,
+    NoActivation,
+    ActivationLast,
+    TupleResult,
+    AddsTheMean,
+)
+
+
+def assert_left(fused_mlp, module, x, *words):
+    """fuse_mlps leaves the module alone, with a reason that has the words."""
+    before = copy.deepcopy(module)
+    report = fused_mlp.fuse_mlps(module)
+    assert (len(report.fused), len(report.left)) == (0, 1), str(report)
+    for word in words:
+        assert word in report.left[0].reason
+    got, expected = module(x), before(x)
+    assert type(got) is type(expected)
+    assert not isinstance(got, torch.Tensor) or torch.equal(got, expected)
+    assert "forward" not in vars(module)
+    assert fused_mlp.explain(module).implementation == "original"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", LOOK_ALIKES)
+def test_look_alikes(fused_mlp, device, kind, dtype):
+    module = kind(bias=True).to(device, dtype)
+    assert_left(fused_mlp, module, torch.randn(3, 32, device=device, dtype=dtype), "its own forward")
+
+
+@pytest.mark.parametrize("zeros", ["all", "weights", "last weight", "last projection"])
+@pytest.mark.parametrize("kind", LOOK_ALIKES)
+def test_look_alikes_with_zero_weights(fused_mlp, device, kind, zeros):
+    """As before training or before loading: zeros must not make two functions look the same."""
+    module = kind(bias=True).to(device)
+    last = list(module.children())[-2]
+    chosen = {
+        "all": list(module.parameters()),
+        "weights": [parameter for parameter in module.parameters() if parameter.dim() == 2],
+        "last weight": [last.weight],
+        "last projection": list(last.parameters()),
+    }
+    with torch.no_grad():
+        for parameter in chosen[zeros]:
+            parameter.zero_()
+    assert_left(fused_mlp, module, torch.randn(3, 32, device=device))
+
+
+class Configurable(Gated):
+    """Like Gemma 3n's MLP: what an instance computes depends on an attribute."""
+
+    def __init__(self, sparsity):
+        super().__init__()
+        self.activation_sparsity = sparsity
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        if self.activation_sparsity > 0:
+            gate = F.relu(gate - self.activation_sparsity * gate.std(dim=-1, keepdim=True))
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("sparsities", [(0.5, 0.0), (0.0, 0.5)], ids=str)
+def test_every_instance_is_judged_by_itself(fused_mlp, device, sparsities):
+    model = nn.Sequential(*(Configurable(sparsity) for sparsity in sparsities)).to(device)
+    x = torch.randn(3, 32, device=device)
+    expected = model(x)
+    report = fused_mlp.fuse_mlps(model)
+    torch.testing.assert_close(model(x), expected)
+    assert paths(report.fused) == {str(sparsities.index(0.0))}
+    assert paths(report.left) == {str(sparsities.index(0.5))}
+
+
+class FunctionalDropout(Plain):
+    """Its dropout is no module, and shows in training alone."""
+
+    def forward(self, hidden_states):
+        hidden = self.activation_fn(self.fc1(hidden_states))
+        return self.fc2(F.dropout(hidden, p=0.5, training=self.training))
+
+
+class NoisyInTraining(Gated):
+    def forward(self, x):
+        result = super().forward(x)
+        return 2 * result if self.training else result
+
+
+@pytest.mark.parametrize("kind", [FunctionalDropout, NoisyInTraining])
+def test_what_differs_in_training_alone(fused_mlp, device, kind):
+    module = kind().to(device).eval()
+    x = torch.randn(64, 32, device=device)
+    plain = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(module)
+    torch.testing.assert_close(module(x), plain(x))
+    results = []
+    for candidate in (module, plain):
+        candidate.train()
+        torch.manual_seed(0)
+        results.append(candidate(x))
+    torch.testing.assert_close(*results)
+
+
+# Structure that is refused without a comparison.
+
+
+class TwoArguments(Gated):
+    def forward(self, x, scale=1.0):
+        return scale * super().forward(x)
+
+
+class AnyArguments(Gated):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+class TwoActivations(Gated):
+    def __init__(self):
+        super().__init__()
+        self.activation = nn.GELU()
+
+
+class WithNorm(Gated):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(88)
+
+    def forward(self, x):
+        return self.down_proj(self.norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class WithParameter(Gated):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class WithBuffer(Gated):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(88))
+
+    def forward(self, x):
+        return self.down_proj(self.mask * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (TwoArguments, ["2 arguments"]),
+        (AnyArguments, ["argument"]),
+        (TwoActivations, ["2 activations", "act_fn", "activation"]),
+        (WithNorm, ["norm", "LayerNorm"]),
+        (WithParameter, ["scale"]),
+        (WithBuffer, ["mask"]),
+        (lambda: Gated(nn.Mish), ["Mish", "not known"]),
+        (lambda: Plain(nn.Tanh), ["Tanh", "not known"]),
+        (lambda: Gated(nn.LeakyReLU), ["LeakyReLU"]),
+    ],
+    ids=["arguments", "varargs", "activations", "part", "parameter", "buffer", "mish", "tanh", "leaky"],
+)
+def test_reasons(fused_mlp, device, make, words, verify):
+    module = make().to(device)
+    report = fused_mlp.fuse_mlps(module, verify=verify)
+    assert report.fused == []
+    for word in words:
+        assert word in report.left[0].reason
+
+
+def test_a_forward_of_its_own(fused_mlp, device):
+    module = Gated().to(device)
+    original = module.forward
+    module.forward = lambda x: 2 * original(x)
+    report = fused_mlp.fuse_mlps(module)
+    assert report.left[0].reason == "has a forward of its own"
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), 2 * original(x))
+
+
+def test_without_verification(fused_mlp, device):
+    """verify=False believes the structure."""
+    assert fused_mlp.fuse_mlps(Scaled().to(device), verify=False).fused
+    module, plain = Gated().to(device), Gated().to(device)
+    plain.load_state_dict(module.state_dict())
+    assert fused_mlp.fuse_mlps(module, verify=False).fused
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+def test_verification_leaves_no_trace(fused_mlp, device):
+    """Neither in the random state, nor in gradients, nor in hooks, nor in the mode."""
+    module = nn.Sequential(Gated(), Swapped(), Plain()).to(device).train()
+    fired = []
+    for part in module.modules():
+        part.register_forward_hook(lambda *_: fired.append(1))
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state()] if device.type == "cuda" else []
+    fused_mlp.fuse_mlps(module)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(torch.cuda.get_rng_state(), state) for state in before[1])
+    assert fired == []
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(part.training for part in module.modules())
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_zero_weights(fused_mlp, device, kind):
+    """A real MLP is recognised whatever its weights are, and uses the weights it has later."""
+    module, plain = kind().to(device), kind().to(device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert fused_mlp.fuse_mlps(module).fused
+    assert all(not parameter.any() for parameter in module.parameters())
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+@pytest.mark.parametrize("fill", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite(fused_mlp, device, fill):
+    """As memory that is yet to be loaded may hold: no look-alike passes for that."""
+    for kind in (Swapped, ExtraResidual):
+        module = kind().to(device)
+        with torch.no_grad():
+            module.down_proj.weight.fill_(fill)
+        assert fused_mlp.fuse_mlps(module).fused == []
+
+
+def test_on_the_meta_device(fused_mlp):
+    """Nothing can be computed there: the report says so, or verify=False takes the structure's word."""
+    with torch.device("meta"):
+        model = nn.Sequential(Gated(), Plain())
+    report = fused_mlp.fuse_mlps(model)
+    assert report.fused == []
+    assert all("meta" in left.reason for left in report.left)
+    assert len(fused_mlp.fuse_mlps(model, verify=False).fused) == 2
+    assert model(torch.empty(3, 32, device="meta")).shape == (3, 32)
+
+
+# Modules that change after they were fused.
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper", "index"),
+    [(kind, name, index) for kind in PROJECTIONS for name in WRAPPERS for index in range(len(PROJECTIONS[kind]))],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, kind, wrapper, index, when):
+    module = kind(bias=True).to(device)
+    name = PROJECTIONS[kind][index]
+
+    def wrap(module):
+        torch.manual_seed(0)
+        setattr(module, name, WRAPPERS[wrapper](getattr(module, name)).to(device))
+        return module
+
+    plain = wrap(copy.deepcopy(module))
+    if when == "before":
+        module = wrap(module)
+        report = fused_mlp.fuse_mlps(module)
+    else:
+        report = fused_mlp.fuse_mlps(module)
+        module = wrap(module)
+    x = torch.randn(3, 32, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x).as_subclass(torch.Tensor), plain(x).as_subclass(torch.Tensor))
+    assert len(report.modules) == 1
+    explanation = fused_mlp.explain(module)
+    if report.fused:
+        assert explanation.implementation == "partly fused"
+        assert name in explanation.reason
+        assert when == "after" or report.fused[0].reason == explanation.reason
+    else:
+        assert report.left[0].reason
+
+
+def test_hooks_added_later_fire(fused_mlp, device):
+    module = Gated().to(device)
+    fused_mlp.fuse_mlps(module)
+    module(torch.randn(2, 32, device=device))
+    fired = []
+    for name, part in module.named_modules():
+        part.register_forward_hook(lambda *_, name=name: fired.append(name))
+    module(torch.randn(2, 32, device=device))
+    assert sorted(fired) == ["", "act_fn", "down_proj", "gate_proj", "up_proj"]
+
+
+def test_an_activation_that_is_replaced_later(fused_mlp, device):
+    module = Gated(nn.SiLU).to(device)
+    fused_mlp.fuse_mlps(module)
+    x = torch.randn(2, 32, device=device)
+    for act in (TanhGelu(), nn.Mish(), nn.ReLU()):
+        module.act_fn = act
+        torch.testing.assert_close(module(x), Gated.forward(module, x))
+
+
+def test_by_keyword_and_with_too_many_arguments(fused_mlp, device):
+    module = Gated().to(device)
+    fused_mlp.fuse_mlps(module)
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x=x), module(x))
+    with pytest.raises(TypeError):
+        module(x, x)
+    with pytest.raises(TypeError):
+        module(y=x)
+
+
+class WithDropout(Gated):
+    def __init__(self, p):
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def test_dropout_is_kept_in_training(fused_mlp, device):
+    module = WithDropout(0.5).to(device)
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = torch.randn(2, 32, device=device)
+    results = []
+    for candidate in (module, plain):
+        torch.manual_seed(0)
+        results.append(candidate.train()(x))
+    assert torch.equal(*results)
+    assert not torch.allclose(module(x), module(x))
+    explanation = fused_mlp.explain(module)
+    assert explanation.implementation == "original"
+    assert "dropout" in explanation.reason
+    torch.testing.assert_close(module.eval()(x), plain.eval()(x))
+    assert fused_mlp.explain(module).implementation == "fused"
+
+
+def test_dropout_of_zero_costs_nothing(fused_mlp, device):
+    module = WithDropout(0.0).to(device).train()
+    fused_mlp.fuse_mlps(module)
+    assert fused_mlp.explain(module).implementation == "fused"
+
+
+def test_functions_as_activations(fused_mlp, device):
+    """act_fn = F.silu, as some models have it."""
+    for function in (F.silu, F.gelu, torch.relu, F.relu, torch.sigmoid):
+        module = Gated(lambda function=function: function).to(device)
+        x = torch.randn(2, 32, device=device)
+        expected = module(x)
+        assert fused_mlp.fuse_mlps(module).fused
+        torch.testing.assert_close(module(x), expected)
+
+
+def test_after_kernelize(fused_mlp, device):
+    """A forward that kernelize put there is somebody's own."""
+    module = Gated().to(device)
+    module.forward = fused_mlp.layers.GatedMLP.forward.__get__(module)
+    assert fused_mlp.fuse_mlps(module).fused == []
+    assert fused_mlp.explain(module).implementation == "fused"
+
+
+def test_sharing_of_parameters_survives(fused_mlp, device):
+    """Verification copies no parameter into the model."""
+    module = Gated().to(device)
+    before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    identities = {name: id(parameter) for name, parameter in module.named_parameters()}
+    fused_mlp.fuse_mlps(module)
+    assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before
+    assert {name: id(parameter) for name, parameter in module.named_parameters()} == identities

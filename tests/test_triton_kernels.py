@@ -1,0 +1,383 @@
+"""The Triton kernels, on a GPU or, in a process started with TRITON_INTERPRET=1, interpreted on the CPU."""
+
+import importlib
+import json
+import os
+import re
+
+import pytest
+import torch
+
+import machine
+import reference
+from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else reference.DTYPES
+PRODUCTS = tuple(name for name in FUNCTIONS if name != "act_and_mul")
+
+if not INTERPRETED and machine.device_type() == "cpu":
+    pytest.skip("no GPU: test_triton.py has Triton interpret the kernels in here", allow_module_level=True)
+
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+functions = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu" if INTERPRETED else machine.device_type())
+
+
+@pytest.fixture
+def forced(fused_mlp):
+    """The package, with the Triton backend forced and autograd off."""
+    with fused_mlp.backend("triton"), torch.no_grad():
+        yield fused_mlp
+
+
+@pytest.fixture
+def backend(fused_mlp):
+    """Modules of the Triton backend by name, the backend itself by none."""
+    name = f"{fused_mlp.__name__}.backends.triton"
+    return lambda module="": importlib.import_module(f"{name}.{module}" if module else name)
+
+
+def check(forced, function, made, activation="gelu_pytorch_tanh"):
+    result = getattr(forced, function)(**made, activation=activation)
+    eager = reference.eager(function, {name: operand.contiguous() for name, operand in made.items()}, activation)
+    exact = reference.exact(function, made, activation)
+    assert_no_worse_than_eager(result, eager, exact, function, ROUNDINGS[function])
+    assert result.is_contiguous()
+
+
+# Results
+
+
+@dtypes
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
+@functions
+def test_activations_and_dtypes(forced, device, function, activation, dtype):
+    check(forced, function, operands(function, (3, 37), (67, 48, 5), dtype=dtype, device=device), activation)
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 13, 5), (131, 61, 3), (64, 96, 40), (48, 257, 8)], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 5), (259,)], ids=str)
+@pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
+def test_shapes(forced, device, function, lead, sizes, dtype):
+    check(forced, function, operands(function, lead, sizes, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("biases", [False, True, ("gate_bias", "fc1_bias"), ("up_bias", "fc2_bias")], ids=str)
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_biases(forced, device, function, biases):
+    check(forced, function, operands(function, (70,), (64, 80, 24), device=device, biases=biases))
+
+
+@pytest.mark.parametrize(
+    ("lead", "sizes"), [((0,), (8, 8, 8)), ((2, 0, 3), (8, 8, 8)), ((5,), (0, 6, 3)), ((5,), (6, 0, 3))], ids=str
+)
+@functions
+def test_empty(forced, device, function, lead, sizes):
+    check(forced, function, operands(function, lead, sizes, device=device))
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients(fused_mlp, device, activation, dtype):
+    gate, up, grad = (torch.randn(33, 130, device=device).to(dtype) for _ in range(3))
+    formula = FORMULAS[activation]
+    exact = (
+        grad.double() * up.double() * formula.derivative(gate.double()),
+        grad.double() * formula.exact(gate.double()),
+    )
+
+    def gradients(function):
+        leaves = [operand.clone().requires_grad_() for operand in (gate, up)]
+        return torch.autograd.grad(function(*leaves), leaves, grad)
+
+    with fused_mlp.backend("triton"):
+        results = gradients(lambda gate, up: fused_mlp.act_and_mul(gate, up, activation))
+    eagers = gradients(lambda gate, up: formula.eager(gate) * up)
+    for name, result, eager, reference_ in zip(("gate", "up"), results, eagers, exact, strict=True):
+        assert_no_worse_than_eager(result, eager, reference_, f"gradient of {name}")
+
+
+# Memory layouts
+
+
+def packed(tensor):
+    """The same values as a chunk of a wider tensor, as a packed projection gives them."""
+    return torch.cat([torch.full_like(tensor, torch.nan), tensor], dim=-1).chunk(2, dim=-1)[1]
+
+
+def transposed(tensor):
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def misaligned(tensor):
+    return torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def every_other(tensor):
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", [(64, 96, 40), (37, 50, 3)], ids=str)
+@pytest.mark.parametrize("layout", [packed, transposed, misaligned, every_other])
+@pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
+def test_strides(forced, device, function, layout, sizes, dtype):
+    """Each operand alone in that layout (the other elements of its memory are NaN), and all of them."""
+    made = operands(function, (2, 35), sizes, dtype=dtype, device=device)
+    for name in made:
+        check(forced, function, made | {name: layout(made[name])})
+    check(forced, function, {name: layout(operand) for name, operand in made.items()})
+
+
+@functions
+def test_expanded(forced, device, function):
+    """Rows that share their memory."""
+    made = operands(function, (1,), (64, 48, 8), device=device)
+    first = next(iter(made))
+    check(
+        forced,
+        function,
+        made | {first: made[first].expand(70, -1)}
+        if function != "act_and_mul"
+        else {name: operand.expand(70, -1) for name, operand in made.items()},
+    )
+
+
+@pytest.mark.parametrize("layout", [packed, transposed, every_other])
+def test_gradients_of_strided_operands(fused_mlp, backend, device, layout):
+    gate, up, grad = (torch.randn(9, 64, device=device) for _ in range(3))
+    code = 2
+    expected = backend().act_and_mul_backward(grad, gate, up, code)
+    for strided in ((layout(grad), gate, up), (grad, layout(gate), up), tuple(map(layout, (grad, gate, up)))):
+        for result, one in zip(backend().act_and_mul_backward(*strided, code), expected, strict=True):
+            assert torch.equal(result, one)
+
+
+def test_offsets_past_2_to_the_31(forced, backend, device):
+    """Rows 2^29 elements apart. Their memory holds little else than what is never touched."""
+    rows, cols, stride = 5, 48, 2**29 + 16
+    memory = torch.empty((rows - 1) * stride + 2 * cols, dtype=torch.float16, device=device)
+    far = memory.as_strided((rows, 2 * cols), (stride, 1))
+    near = torch.randn(rows, 2 * cols, device=device).half()
+    far.copy_(near)
+    weight = torch.randn(33, cols, device=device).half()
+    (gate, up), (far_gate, far_up) = near.chunk(2, dim=-1), far.chunk(2, dim=-1)
+    assert torch.equal(forced.act_and_mul(far_gate, far_up), forced.act_and_mul(gate, up))
+    gradients = backend().act_and_mul_backward(far_up, far_gate, far_up, 2)
+    for result, expected in zip(gradients, backend().act_and_mul_backward(up, gate, up, 2), strict=True):
+        assert torch.equal(result, expected)
+    assert torch.equal(forced.linear(far_gate, weight), forced.linear(gate, weight))
+    assert torch.equal(forced.gated_linear(weight, far_gate, far_up), forced.gated_linear(weight, gate, up))
+
+
+@on_a_gpu
+def test_results_past_2_to_the_31(forced, device):
+    free, _ = torch.cuda.mem_get_info()
+    if free < 20 * 2**30:
+        pytest.skip(f"needs 20 GiB of GPU memory, {free / 2**30:.0f} are free")
+    rows, hidden = 2**17 + 3, 2**14 + 16
+    x, weight = (torch.randn(size, 16, device=device).bfloat16() for size in (rows, hidden))
+    gate = forced.linear(x, weight)
+    assert gate.numel() > 2**31
+    product = forced.act_and_mul(gate, gate)
+    for part in (slice(0, 200), slice(rows - 200, rows)):
+        assert torch.equal(gate[part], forced.linear(x[part].contiguous(), weight))
+        assert torch.equal(product[part], forced.act_and_mul(gate[part], gate[part]))
+
+
+# Numbers
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_arguments(forced, backend, device, activation, dtype):
+    """Nothing overflows on the way to a result that does not."""
+    most = torch.finfo(dtype).max
+    sizes = [0.0, 1.0, 9.0, 20.0, 90.0, 1e3, 6e4, most]
+    gate = torch.tensor(sizes + [-size for size in sizes], device=device, dtype=dtype)
+    one = torch.ones_like(gate)
+    formula, code = FORMULAS[activation], forced.activations.get_activation(activation).code
+    dgate, dup = backend().act_and_mul_backward(one, gate, one, code)
+    tolerance = 4 * torch.finfo(dtype).eps
+    exact, derivative = (function(gate.double()).to(dtype) for function in (formula.exact, formula.derivative))
+    torch.testing.assert_close(forced.act_and_mul(gate, one, activation), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dup, exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dgate, derivative, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_infinity(forced, device, activation):
+    gate = torch.tensor([torch.nan, 1.0, torch.inf, -1.0], device=device)
+    result = forced.act_and_mul(gate, torch.ones_like(gate), activation)
+    torch.testing.assert_close(result, FORMULAS[activation].exact(gate.double()).float(), equal_nan=True)
+    identity = torch.eye(4, device=device)
+    result = forced.linear(gate.nan_to_num(posinf=0.0) * torch.ones(2, 4, device=device), identity, gate, activation)
+    assert torch.equal(result.isnan(), gate.isnan().expand(2, 4))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_tf32_where_pytorch_was_told_to(forced, device, function, monkeypatch):
+    made = operands(function, (300,), (512, 256, 128), device=device)
+    exact = reference.exact(function, made, "silu")
+    error, _ = reference.errors(getattr(forced, function)(**made, activation="silu"), exact)
+    assert error < 1e-6
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    error, _ = reference.errors(getattr(forced, function)(**made, activation="silu"), exact)
+    assert 1e-5 < error < 1e-3
+
+
+# Ways to be called
+
+
+@functions
+def test_compiled(forced, device, function):
+    torch.compiler.reset()
+    made = operands(function, device=device)
+    call = getattr(forced, function)
+    compiled = torch.compile(lambda operands: call(**operands), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(made), call(**made))
+
+
+@pytest.mark.parametrize("op", ["act_and_mul", "act_and_mul_backward", "linear", "gated_linear"])
+def test_opcheck(forced, device, op):
+    made = [*operands(op.removesuffix("_backward"), (3, 5), (16, 24, 8), device=device).values(), 2]
+    if op == "act_and_mul_backward":
+        made.insert(0, torch.randn_like(made[0]))
+    ops = importlib.import_module(f"{forced.__name__}._ops").ops
+    # Not test_autograd_registration: functional.py, not the ops, provides autograd.
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(ops, f"triton_{op}").default, tuple(made), test_utils=tests)
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+def test_vmap(forced, device):
+    gate, up = torch.randn(2, 3, 4, 5, device=device)
+    assert torch.equal(torch.vmap(forced.act_and_mul)(gate, up), forced.act_and_mul(gate, up))
+
+
+@on_a_gpu
+@functions
+def test_cuda_graph(forced, device, function):
+    made = operands(function, (64,), (128, 256, 64), dtype=torch.bfloat16, device=device)
+    first = next(iter(made.values()))
+    call = getattr(forced, function)
+    call(**made)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(**made)
+    first.copy_(torch.randn_like(first))
+    graph.replay()
+    assert torch.equal(result, call(**made))
+
+
+# Launch parameters
+
+
+@pytest.fixture
+def tuned(backend, monkeypatch, tmp_path):
+    """Writes a file of tuned parameters and has the backend read such files alone."""
+    configs = backend("configs")
+    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
+
+    def write(name, content):
+        (tmp_path / name).write_text(json.dumps(content))
+        forget()
+
+    def forget():
+        configs.launch_config.cache_clear()
+        configs._tuned_configs.cache_clear()
+
+    forget()
+    yield write
+    forget()
+
+
+def test_nearest_tuned_rows(backend, tuned):
+    configs = backend("configs")
+    gpu = configs.Gpu("NVIDIA H100 80GB HBM3", 90, 227 * 1024, 132)
+    tuned("linear,N=96,K=64,device_name=NVIDIA_H100_80GB_HBM3.json", {"16": {"BLOCK_M": 16}, "1024": {"BLOCK_M": 128}})
+
+    def block_m(M, op="linear", N=96, gpu=gpu, element_size=2, wide=True):
+        return configs.launch_config(op, M, N, 64, element_size, wide, gpu)["BLOCK_M"]
+
+    assert [block_m(M) for M in (1, 16, 127, 129, 1024, 10**6)] == [16, 16, 16, 128, 128, 128]
+    for other in ({"op": "gated_linear"}, {"N": 97}, {"gpu": gpu._replace(name="NVIDIA H200")}, {"element_size": 4}):
+        arguments = {"op": "linear", "N": 96, "gpu": gpu, "element_size": 2} | other
+        expected = configs.default_config(M=64, wide=True, **arguments)
+        assert configs.launch_config(M=64, K=64, wide=True, **arguments) == expected
+    assert block_m(1024, wide=False) == configs.default_config("linear", 1024, 96, 2, False, gpu)["BLOCK_M"]
+
+
+def test_tuned_parameters_are_used(forced, backend, tuned, device, monkeypatch):
+    configs, gemm = backend("configs"), backend("gemm")
+    gpu = configs.INTERPRETER if INTERPRETED else configs.gpu(torch.cuda.current_device())
+    config = configs.default_config("gated_linear", 70, 96, 2, True, gpu) | {"BLOCK_M": 32, "BLOCK_N": 16}
+    tuned(configs.file_name("gated_linear", 96, 64, gpu.name), {"64": config})
+    used = []
+    launch = gemm.launch
+    monkeypatch.setattr(gemm, "launch", lambda *arguments: used.append(arguments[-1]) or launch(*arguments))
+    check(forced, "gated_linear", operands("gated_linear", (70,), (64, 96, 8), dtype=torch.float16, device=device))
+    assert used == [config]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("op", ["linear", "gated_linear"])
+def test_default_parameters_fit_any_gpu(backend, op, wide):
+    configs = backend("configs")
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227), (120, 99)):
+        gpu = configs.Gpu("", capability, shared_memory * 1024, 100)
+        for M in (1, 17, 64, 100, 5000):
+            for N in (1, 100, 3072, 100_000):
+                for element_size in (2, 4):
+                    config = configs.default_config(op, M, N, element_size, wide, gpu)
+                    weights = 2 if op == "gated_linear" else 1
+                    stage = (config["BLOCK_M"] + weights * config["BLOCK_N"]) * config["BLOCK_K"] * element_size
+                    assert config["num_stages"] >= 2
+                    assert config["num_stages"] * stage < gpu.shared_memory
+                    assert config["BLOCK_K"] >= 16
+
+
+def test_shipped_parameters(backend):
+    configs = backend("configs")
+    for path in sorted(configs.DIRECTORY.glob("*")):
+        assert re.fullmatch(r"(gated_)?linear,N=\d+,K=\d+,device_name=\S+\.json", path.name)
+        for M, config in json.loads(path.read_text()).items():
+            default = configs.default_config("linear", int(M), 100, 2, True, configs.INTERPRETER)
+            assert config.keys() == default.keys(), path.name
+
+
+@on_a_gpu
+def test_shipped_parameters_compute(forced, backend, device):
+    configs = backend("configs")
+    shipped = list(
+        configs.DIRECTORY.glob(f"*,{configs.file_name('', 0, 0, torch.cuda.get_device_name()).split(',')[-1]}")
+    )
+    if not shipped:
+        pytest.skip(f"no parameters are shipped for {torch.cuda.get_device_name()}")
+    for path in shipped:
+        op, N, K, _ = re.fullmatch(r"(\w+),N=(\d+),K=(\d+),device_name=(\S+)\.json", path.name).groups()
+        for M in json.loads(path.read_text()):
+            made = operands(op, (int(M),), (int(K), int(N), 1), dtype=torch.bfloat16, device=device)
+            check(forced, op, made)
+
+
+# Refusals
+
+
+def test_refuses_other_dtypes(forced, device):
+    with pytest.raises(ValueError, match="no Triton kernel"):
+        forced.linear(*(torch.randn(4, 3, device=device).double() for _ in range(2)))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
+def test_refuses_bfloat16_in_the_interpreter(forced):
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+        forced.act_and_mul(*torch.randn(2, 4, 3).bfloat16())
