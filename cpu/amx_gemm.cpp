@@ -30,9 +30,10 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kSums = 4 * 256;
 
 // A slice of a panel's weights is copied into L1 (16 KiB) before it meets all the tokens: tiles are read from there
-// twice as fast as from L2, and the rows of a weight often share their L1 sets.
-constexpr int64_t kSlice = 256;
-constexpr int64_t kSliceSteps = kSlice / kDepth;
+// twice as fast as from L2, and the rows of a weight often share their L1 sets. With few tokens to meet, shorter slices
+// let the next one arrive while this one is in use.
+constexpr int64_t kLongSlice = 256, kShortSlice = 128;
+constexpr int64_t kPairsOfLongSlice = 4;
 
 // The tokens are read from L2 once per panel: of a long input only a chunk of the features at a time, for a group of
 // panels whose sums also stay in L2.
@@ -167,23 +168,16 @@ Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
   return epilogue;
 }
 
-// The slice of weights that comes next: fetched into L2 line by line, along the rows.
+// Weights that will be wanted soon: the same column of some rows.
 struct Ahead {
   const uint16_t* const* rows;
-  int64_t column;
-  int64_t line, end;
-
-  void fetch(int64_t count) {
-    for (int64_t stop = min(line + count, end); line < stop; ++line) {
-      _mm_prefetch(rows[line / kSliceSteps] + column + line % kSliceSteps * kDepth, _MM_HINT_T1);
-    }
-  }
+  int64_t count, column;
 };
 
 // Adds the products of a packed slice of weights and of tokens to the sums. At every step it also advances the epilogue
 // of earlier sums and fetches weights into L2.
 void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
-              int64_t epilogue_steps, Ahead& ahead, int64_t ahead_lines) {
+              int64_t epilogue_steps, Ahead ahead) {
   if (accumulate) {
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + 256, 64);
@@ -200,7 +194,7 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
     _tile_loadd(4, weights, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, tokens + kTileBytes, 64);
-    ahead.fetch(ahead_lines);
+    for (int64_t r = 0; r < ahead.count; ++r) _mm_prefetch(ahead.rows[r] + ahead.column + step * kDepth, _MM_HINT_T1);
     _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, weights + kTileBytes, 64);
     _tile_dpbf16ps(2, 5, 6);
@@ -249,10 +243,11 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
   const int64_t pair_bytes = packed_size(kTokens, layer.in_features) * 2;
   const int64_t group = panels_in_group(layer, pairs);
   const int64_t slots = max(2, group);
-  const int64_t ahead_lines = (32 + pairs - 1) / pairs;
+  const int64_t ahead_rows = (32 + pairs - 1) / pairs;
   const int64_t panel_steps = pairs * max(1, round_up(min(layer.in_features, kChunk), kDepth) / kDepth);
   const int64_t epilogue_steps = (pairs * layer.panel_features() + panel_steps - 1) / panel_steps;
-  alignas(64) char weights[kSliceSteps * 2 * kTileBytes];
+  const int64_t slice = pairs < kPairsOfLongSlice ? kShortSlice : kLongSlice;
+  alignas(64) char weights[kLongSlice / kDepth * 2 * kTileBytes];
   Epilogue epilogue = idle_epilogue(layer, tokens, destination);
   configure_tiles();
   for (int64_t group_begin = begin; group_begin < end; group_begin += group) {
@@ -265,15 +260,17 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
         float* sums = scratch + p % slots * pairs * kSums;
         int64_t k = chunk;
         do {
-          const int64_t count = min(kSlice, chunk_end - k);
+          const int64_t count = min(slice, chunk_end - k);
           panel.pack(k, count, weights);
           finish_stores();
           const bool last_of_chunk = k + count == chunk_end;
           const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
-          Ahead ahead{(last_of_chunk ? next_panel : panel).rows, last_of_chunk ? chunk : k + count, 0, 32 * kSliceSteps};
           for (int64_t pair = 0; pair < pairs; ++pair) {
+            const int64_t row = min(pair * ahead_rows, 32);
+            const Ahead ahead{(last_of_chunk ? next_panel : panel).rows + row, min(ahead_rows, 32 - row),
+                              last_of_chunk ? chunk : k + count};
             multiply(weights, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
-                     k > 0, epilogue, epilogue_steps, ahead, ahead_lines);
+                     k > 0, epilogue, epilogue_steps, ahead);
           }
           k += count;
         } while (k < chunk_end);

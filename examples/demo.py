@@ -179,7 +179,9 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), trust_remote_code=True)
+    fused_mlp = kernels.get_kernel(
+        project.repo_id(), version=project.version(), backend=device.type, trust_remote_code=True
+    )
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{project.repo_id()} v{project.version()} from {Path(fused_mlp.__file__).parent.name}, on {where}")
     faults = [

@@ -175,7 +175,7 @@ def assert_no_worse_than_eager(
     rounding = torch.finfo(dtype or result.dtype).eps
     norm, maximum = errors(result, reference)
     eager_norm, eager_maximum = errors(eager, reference)
-    chance = 2 * rounding * reference.unique().numel() ** -0.5
+    chance = 3 * rounding * reference.unique().numel() ** -0.5
     allowed_norm = math.hypot(eager_norm, roundings * FLOAT32_ROUNDING) + chance
     allowed_maximum = math.hypot(eager_maximum, roundings * FLOAT32_ROUNDING) + chance + rounding / 2
     # `not <=` rather than `>`: a NaN must fail.

@@ -93,11 +93,8 @@ def test_as_a_decorator(fused_mlp, device):
 
 @pytest.mark.parametrize("name", ["rocm", "", "CPU", None])
 def test_a_backend_that_does_not_exist(fused_mlp, name):
-    with pytest.raises(
-        ValueError, match=r"(?=.*backend)(?=.*cuda)(?=.*triton)(?=.*cpu)(?=.*torch)(?=.*auto)"
-    ) as raised:
-        with fused_mlp.backend(name):
-            pytest.fail("the block must not run")
+    with pytest.raises(ValueError, match="backend must be one of cuda, triton, cpu, torch or auto") as raised:
+        fused_mlp.backend(name).__enter__()
     assert repr(name) in str(raised.value)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import machine
+import modules
 import project
 import reference
 
@@ -66,21 +67,31 @@ def test_imports_and_syntax():
 
 SCRIPT = """
 import torch, transformers
+import torch.nn.functional as F
 from kernels import LayerRepository, Mode, get_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from transformers.models.gemma.modeling_gemma import GemmaMLP
-device = "cuda" if torch.cuda.is_available() else "cpu"
+
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+device = torch.get_default_device().type
 fused_mlp = get_kernel("{repo_id}", version={version})
-x, gate, up, down = torch.randn(4, 8, device=device), *torch.randn(2, 16, 8, device=device), torch.randn(8, 16, device=device)
-print(torch.allclose(fused_mlp.gated_mlp(x, gate, up, down, activation="silu"), (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-4))
-config = dict(hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
+
+x, gate, up, down = torch.randn(4, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
+expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+print(torch.allclose(fused_mlp.gated_mlp(x, gate, up, down, activation="silu"), expected, atol=1e-4))
+
 replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
-mlp = GemmaMLP(transformers.GemmaConfig(**config)).to(device); x = torch.randn(3, 32, device=device); before = mlp(x)
-with use_kernel_mapping({{"GeGLUMLP": {{device: LayerRepository("{repo_id}", layer_name="GeGLUMLP", revision="v{version}")}}}}):
+mlp, x = GemmaMLP(transformers.GemmaConfig(hidden_size=32, intermediate_size=88)), torch.randn(3, 32)
+expected = mlp(x)
+layer = LayerRepository("{repo_id}", layer_name="GeGLUMLP", revision="v{version}")
+with use_kernel_mapping({{"GeGLUMLP": {{device: layer}}}}):
     mlp = kernelize(mlp, mode=Mode.INFERENCE, device=device)
-print(torch.allclose(mlp(x), before, atol=1e-4), fused_mlp.explain(mlp).implementation)
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(device).eval(); ids = torch.arange(6, device=device)[None]
-before = model(ids).logits; report = fused_mlp.fuse_mlps(model)
-print(torch.allclose(model(ids).logits, before, atol=1e-4), len(report.fused), len(report.left))
+print(torch.allclose(mlp(x), expected, atol=1e-4), fused_mlp.explain(mlp).implementation)
+
+config = dict(vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4)
+model, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval(), torch.arange(6)[None]
+expected = model(ids).logits
+report = fused_mlp.fuse_mlps(model)
+print(torch.allclose(model(ids).logits, expected, atol=1e-4), len(report.fused), len(report.left))
 """
 
 
@@ -127,13 +138,7 @@ def test_two_builds_in_one_process(fused_mlp, other_build):
         assert other.explain(other.gated_mlp, **made).reason == "forced by backend()"
         assert fused_mlp.explain(fused_mlp.gated_mlp, **made).reason != "forced by backend()"
 
-    module = torch.nn.Module()
-    module.fc1, module.act, module.fc2 = torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)
-    model = torch.nn.ModuleList(
-        [type("Mlp", (torch.nn.Module,), {"forward": lambda self, x: self.fc2(self.act(self.fc1(x)))})()]
-    )
-    for name, child in module.named_children():
-        setattr(model[0], name, child)
+    model = modules.Plain()
     assert len(other.fuse_mlps(model).fused) == 1
     assert fused_mlp.fuse_mlps(model).fused == []  # another's forward is not this package's to replace
 

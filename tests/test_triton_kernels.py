@@ -140,14 +140,8 @@ def test_strides(forced, device, function, layout, sizes, dtype):
 def test_expanded(forced, device, function):
     """Rows that share their memory."""
     made = operands(function, (1,), (64, 48, 8), device=device)
-    first = next(iter(made))
-    check(
-        forced,
-        function,
-        made | {first: made[first].expand(70, -1)}
-        if function != "act_and_mul"
-        else {name: operand.expand(70, -1) for name, operand in made.items()},
-    )
+    rows = {name: operand.expand(70, -1) for name, operand in made.items() if name in ("x", "gate", "up")}
+    check(forced, function, made | rows)
 
 
 @pytest.mark.parametrize("layout", [packed, transposed, every_other])
@@ -175,21 +169,6 @@ def test_offsets_past_2_to_the_31(forced, backend, device):
         assert torch.equal(result, expected)
     assert torch.equal(forced.linear(far_gate, weight), forced.linear(gate, weight))
     assert torch.equal(forced.gated_linear(weight, far_gate, far_up), forced.gated_linear(weight, gate, up))
-
-
-@on_a_gpu
-def test_results_past_2_to_the_31(forced, device):
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 * 2**30:
-        pytest.skip(f"needs 20 GiB of GPU memory, {free / 2**30:.0f} are free")
-    rows, hidden = 2**17 + 3, 2**14 + 16
-    x, weight = (torch.randn(size, 16, device=device).bfloat16() for size in (rows, hidden))
-    gate = forced.linear(x, weight)
-    assert gate.numel() > 2**31
-    product = forced.act_and_mul(gate, gate)
-    for part in (slice(0, 200), slice(rows - 200, rows)):
-        assert torch.equal(gate[part], forced.linear(x[part].contiguous(), weight))
-        assert torch.equal(product[part], forced.act_and_mul(gate[part], gate[part]))
 
 
 # Numbers
@@ -261,21 +240,6 @@ def test_opcheck(forced, device, op):
 def test_vmap(forced, device):
     gate, up = torch.randn(2, 3, 4, 5, device=device)
     assert torch.equal(torch.vmap(forced.act_and_mul)(gate, up), forced.act_and_mul(gate, up))
-
-
-@on_a_gpu
-@functions
-def test_cuda_graph(forced, device, function):
-    made = operands(function, (64,), (128, 256, 64), dtype=torch.bfloat16, device=device)
-    first = next(iter(made.values()))
-    call = getattr(forced, function)
-    call(**made)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call(**made)
-    first.copy_(torch.randn_like(first))
-    graph.replay()
-    assert torch.equal(result, call(**made))
 
 
 # Launch parameters
@@ -357,16 +321,12 @@ def test_shipped_parameters(backend):
 @on_a_gpu
 def test_shipped_parameters_compute(forced, backend, device):
     configs = backend("configs")
-    shipped = list(
-        configs.DIRECTORY.glob(f"*,{configs.file_name('', 0, 0, torch.cuda.get_device_name()).split(',')[-1]}")
-    )
-    if not shipped:
-        pytest.skip(f"no parameters are shipped for {torch.cuda.get_device_name()}")
-    for path in shipped:
-        op, N, K, _ = re.fullmatch(r"(\w+),N=(\d+),K=(\d+),device_name=(\S+)\.json", path.name).groups()
-        for M in json.loads(path.read_text()):
-            made = operands(op, (int(M),), (int(K), int(N), 1), dtype=torch.bfloat16, device=device)
-            check(forced, op, made)
+    gpu = configs.gpu(torch.cuda.current_device())
+    for path in configs.DIRECTORY.glob("*"):
+        op, N, K = re.match(r"(\w+),N=(\d+),K=(\d+),", path.name).groups()
+        if path.name == configs.file_name(op, int(N), int(K), gpu.name):
+            for M in json.loads(path.read_text()):
+                check(forced, op, operands(op, (int(M),), (int(K), int(N), 1), dtype=torch.bfloat16, device=device))
 
 
 # Refusals

@@ -53,8 +53,8 @@ __device__ __forceinline__ void activate(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) values[i] = ActivationFn<A, true>::value(values[i]);
 }
 
-// Calls visit.template operator()<A>() for a run-time activation: one uniform branch, with all of an epilogue's code for
-// one activation in one piece behind it (instruction fetches bound an epilogue that jumps about).
+// Calls visit.template operator()<A>() for a run-time activation: one uniform branch, with all of an epilogue's code
+// for one activation in one piece behind it (instruction fetches bound an epilogue that jumps about).
 template <typename Visitor>
 __device__ __forceinline__ void with_activation(Activation activation, Visitor&& visit) {
   switch (activation) {

@@ -35,10 +35,10 @@ struct GemmProblem {
 struct GemmPlan {
   enum class Kernel { kTiled, kStreamed };
   Kernel kernel;
-  int block_n;    // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
+  int block_n;     // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
   bool ping_pong;  // the warpgroups of a CTA take a tile each in turn, not half a tile each
-  int multicast;  // CTAs of a cluster that share their weight tiles
-  int split_k;    // CTAs of a cluster that share one output tile, each with a part of k
+  int multicast;   // CTAs of a cluster that share their weight tiles
+  int split_k;     // CTAs of a cluster that share one output tile, each with a part of k
   const char* reason;
 };
 

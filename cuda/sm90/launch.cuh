@@ -1,7 +1,6 @@
 // From a problem and a plan to a launch: tensor maps, grid, cluster. Instantiated once per dtype.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 
 #include "gemm.h"
@@ -78,12 +77,12 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
 }
 
 template <typename Gemm>
-cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stream) {
   StreamedGemmArgs args;
-  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kTokens, Gemm::kBoxK) &&
-                      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK) &&
-                      (!Gemm::kGated ||
-                       encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK));
+  const bool mapped =
+      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kTokens, Gemm::kBoxK) &&
+      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK) &&
+      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK));
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = epilogue_args(p);
   args.out = p.out.data;
@@ -95,13 +94,10 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
 
   const auto kernel = streamed_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_bytes(Gemm::max_stages(1)), devices_done);
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
   if (error != cudaSuccess) return error;
-  const int ctas = ceil_div(p.n, Gemm::kRows) * split_k;
-  const int ctas_per_multiprocessor = std::min(ceil_div(ctas, multiprocessors), Gemm::kMaxCtasPerMultiprocessor);
-  args.stages = std::clamp(ceil_div(args.k_blocks, split_k), Gemm::kMinStages, Gemm::max_stages(ctas_per_multiprocessor));
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, Gemm::shared_bytes(args.stages), split_k, p.follows_gemm,
-                       stream);
+  return launch_kernel(kernel, args, ceil_div(p.n, Gemm::kRows) * split_k, Gemm::kThreads, Gemm::kSharedBytes, split_k,
+                       p.follows_gemm, stream);
 }
 
 template <typename Element, bool kGated>
@@ -109,13 +105,13 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
   if (plan.kernel == GemmPlan::Kernel::kStreamed) {
     switch (plan.block_n) {
       case 8:
-        return launch_streamed<StreamedGemm<Element, kGated, 8>>(p, plan.split_k, multiprocessors, stream);
+        return launch_streamed<StreamedGemm<Element, kGated, 8>>(p, plan.split_k, stream);
       case 16:
-        return launch_streamed<StreamedGemm<Element, kGated, 16>>(p, plan.split_k, multiprocessors, stream);
+        return launch_streamed<StreamedGemm<Element, kGated, 16>>(p, plan.split_k, stream);
       case 32:
-        return launch_streamed<StreamedGemm<Element, kGated, 32>>(p, plan.split_k, multiprocessors, stream);
+        return launch_streamed<StreamedGemm<Element, kGated, 32>>(p, plan.split_k, stream);
       case 64:
-        return launch_streamed<StreamedGemm<Element, kGated, 64>>(p, plan.split_k, multiprocessors, stream);
+        return launch_streamed<StreamedGemm<Element, kGated, 64>>(p, plan.split_k, stream);
     }
     return cudaErrorInvalidValue;
   }
@@ -130,13 +126,11 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
   FUSED_MLP_TILED(192, true, 2, 1)
   FUSED_MLP_TILED(128, true, 2, 1)
   FUSED_MLP_TILED(128, false, 1, 1)
-  FUSED_MLP_TILED(128, false, 1, 2)
-  FUSED_MLP_TILED(128, false, 2, 2)
   if constexpr (kGated) {
     FUSED_MLP_TILED(224, false, 2, 1)
   } else {
     FUSED_MLP_TILED(192, false, 2, 1)
-    FUSED_MLP_TILED(256, false, 2, 4)
+    FUSED_MLP_TILED(128, false, 1, 2)
     FUSED_MLP_TILED(128, false, 1, 4)
   }
 #undef FUSED_MLP_TILED

@@ -86,13 +86,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive_at_rank(uint32_t barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank))
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -122,16 +120,18 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column, int row) {
+__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column,
+                                         int row) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared),
       "l"(map), "r"(barrier), "r"(column), "r"(row)
       : "memory");
 }
 
 // The box lands at the same offset, and signals the same mbarrier, in every CTA of `mask`.
-__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column,
-                                                   int row, uint16_t mask) {
+__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint32_t barrier, uint32_t shared,
+                                                   int column, int row, uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
@@ -140,8 +140,8 @@ __device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint3
 }
 
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(shared), "r"(column), "r"(row)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
+               "r"(column), "r"(row)
                : "memory");
 }
 

@@ -21,7 +21,6 @@ struct StreamedGemmArgs {
   int m;
   int n;
   int k_blocks;
-  int stages;
   bool follows_gemm;
 };
 
@@ -32,28 +31,25 @@ struct StreamedGemm {
   static constexpr int kTokens = kTokens_;
   static constexpr int kRows = 64;
   static constexpr int kBoxK = 64;
-  static constexpr int kParts = kGated ? 2 : 1;                 // gate and up
-  static constexpr int kBoxesK = kGated ? 1 : 2;                // boxes of kBoxK a stage
+  static constexpr int kParts = kGated ? 2 : 1;   // gate and up
+  static constexpr int kBoxesK = kGated ? 1 : 2;  // boxes of kBoxK a stage
   static constexpr int kBlockK = kBoxesK * kBoxK;
-  static constexpr int kThreads = 128 + 32;                     // a consumer warpgroup, a producer warp
+  static constexpr int kThreads = 128 + 32;  // a consumer warpgroup, a producer warp
   static constexpr int kMaxCluster = 8;
 
   static constexpr int kWeightBytes = kRows * kBoxK * sizeof(Element);  // of a box
   static constexpr int kTokenBytes = kTokens * kBoxK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kBoxesK * kWeightBytes + kBoxesK * kTokenBytes;
   static constexpr int kAlignment = 1024;
-  static constexpr int kMaxCtasPerMultiprocessor = 3;
+  static constexpr int kCtasPerMultiprocessor = 3;
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
-  static constexpr int kMinStages = (kPartialBytes + kStageBytes - 1) / kStageBytes;  // the sums replace the ring
-
-  static constexpr int shared_bytes(int stages) { return stages * (kStageBytes + 16) + kAlignment; }
-  // The stages that fit where so many CTAs share a multiprocessor; each costs another 1024 bytes.
-  static constexpr int max_stages(int ctas) {
-    return (228 * 1024 / ctas - 1024 - kAlignment) / (kStageBytes + 16);
-  }
-  static_assert(kMinStages <= max_stages(kMaxCtasPerMultiprocessor));
+  // A CTA's third of a multiprocessor, of which 1024 bytes are the system's.
+  static constexpr int kSharedLimit = 228 * 1024 / kCtasPerMultiprocessor - 1024;
+  static constexpr int kStages = (kSharedLimit - kAlignment) / (kStageBytes + 16);
+  static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kAlignment;
+  static_assert(kPartialBytes <= kStages * kStageBytes, "the sums take the place of the ring");
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -62,10 +58,9 @@ struct StreamedGemm {
 template <typename Gemm>
 struct StreamedGemmShared {
   uint32_t ring;
-  int stages;
 
-  __device__ __forceinline__ StreamedGemmShared(const void* raw, int stages)
-      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)), stages(stages) {}
+  __device__ __forceinline__ explicit StreamedGemmShared(const void* raw)
+      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
   __device__ __forceinline__ uint32_t weight(int stage, int part, int box) const {
     return ring + stage * Gemm::kStageBytes + (part * Gemm::kBoxesK + box) * Gemm::kWeightBytes;
   }
@@ -73,9 +68,9 @@ struct StreamedGemmShared {
     return weight(stage, Gemm::kParts, 0) + box * Gemm::kTokenBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const {
-    return ring + stages * Gemm::kStageBytes + stage * 8;
+    return ring + Gemm::kStages * Gemm::kStageBytes + stage * 8;
   }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stages + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
   // The sums, in the place of the ring.
   __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
     return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
@@ -101,7 +96,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   };
 
   // The first round reads only weights until the kernel that writes A is done.
-  const int first_round = min(k.y, k.x + shared.stages);
+  const int first_round = min(k.y, k.x + Gemm::kStages);
   for (int block = k.x; block < first_round; ++block) {
     mbarrier_arrive_expect(shared.full(block - k.x), Gemm::kStageBytes);
     load_weights(block - k.x, block);
@@ -109,7 +104,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   if (args.follows_gemm) wait_for_previous_kernel();
   for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
 
-  RingPosition at(shared.stages);
+  RingPosition at(Gemm::kStages);
   for (int block = first_round; block < k.y; ++block, at.advance()) {
     mbarrier_wait(shared.empty(at.stage), at.parity);
     mbarrier_arrive_expect(shared.full(at.stage), Gemm::kStageBytes);
@@ -125,7 +120,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
-  RingPosition at(shared.stages);
+  RingPosition at(Gemm::kStages);
   for (int block = k.x; block < k.y; ++block, at.advance()) {
     mbarrier_wait(shared.full(at.stage), at.parity);
 #pragma unroll
@@ -220,11 +215,11 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kMaxCtasPerMultiprocessor)
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
-  const StreamedGemmShared<Gemm> shared(raw_shared, args.stages);
+  const StreamedGemmShared<Gemm> shared(raw_shared);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
   const int row = blockIdx.x / ranks * Gemm::kRows;
@@ -234,7 +229,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kMaxCtasPerMultiprocesso
     prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
     prefetch_tensor_map(&args.a);
-    for (int stage = 0; stage < args.stages; ++stage) {
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
       mbarrier_init(shared.empty(stage), 4);  // the consumers' warps
     }

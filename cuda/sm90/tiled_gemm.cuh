@@ -6,8 +6,6 @@
 // second: accumulators i and i + kBlockN / 4 of a thread are then gate and up of one output element.
 #pragma once
 
-#include <type_traits>
-
 #include "epilogue.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
@@ -41,9 +39,9 @@ struct TiledGemm {
   static constexpr int kCluster = kMulticast * kSplitK;
   static_assert(!kPingPong || kSplitK == 1);
 
-  static constexpr int kParts = kGated ? 2 : 1;                // gate and up
-  static constexpr int kTileN = kBlockN / kParts;              // columns of the output
-  static constexpr int kShareN = kTileN / kSplitK;             // of which one CTA finishes these
+  static constexpr int kParts = kGated ? 2 : 1;     // gate and up
+  static constexpr int kTileN = kBlockN / kParts;   // columns of the output
+  static constexpr int kShareN = kTileN / kSplitK;  // of which one CTA finishes these
   static constexpr int kBoxesB = kParts * kSplitK > kMulticast ? kParts * kSplitK : kMulticast;
   static constexpr int kBoxRowsB = kBlockN / kBoxesB;
   static constexpr int kConsumers = 2;
@@ -69,7 +67,8 @@ struct TiledGemm {
   static constexpr int kSharedLimit = 227 * 1024;
   static constexpr int kAlignment = 1024;
   static constexpr int kFixedBytes = kConsumers * kStoreBuffers * kStoreBytes + kBarrierBytes + kAlignment;
-  static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes < 8 ? (kSharedLimit - kFixedBytes) / kStageBytes : 8;
+  static constexpr int kStages =
+      (kSharedLimit - kFixedBytes) / kStageBytes < 8 ? (kSharedLimit - kFixedBytes) / kStageBytes : 8;
   static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes;
   static_assert(kStoreBytes % kAlignment == 0 && kStageBytes % kAlignment == 0);
 };
@@ -115,7 +114,9 @@ struct ClusterPlace {
   int k;
 
   __device__ __forceinline__ explicit ClusterPlace(int rank) : m(rank % Gemm::kMulticast), k(rank / Gemm::kMulticast) {}
-  __device__ __forceinline__ int rank_of(int other_m, int other_k) const { return other_k * Gemm::kMulticast + other_m; }
+  __device__ __forceinline__ int rank_of(int other_m, int other_k) const {
+    return other_k * Gemm::kMulticast + other_m;
+  }
   __device__ __forceinline__ int row(int tile_m) const { return (tile_m * Gemm::kMulticast + m) * Gemm::kBlockM; }
   // The CTA's k blocks: [x, y).
   __device__ __forceinline__ int2 k_range(int k_blocks) const {
@@ -125,8 +126,8 @@ struct ClusterPlace {
 
 // A CTA that splits k with others gets the columns that it will finish first, then those of the next ranks in turn.
 template <typename Gemm>
-__device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column, int tile_n,
-                                             ClusterPlace<Gemm> place) {
+__device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column,
+                                             int tile_n, ClusterPlace<Gemm> place) {
   constexpr int kBoxesOfPart = Gemm::kBoxesB / Gemm::kParts;
 #pragma unroll
   for (int box = 0; box < Gemm::kBoxesB; ++box) {
@@ -179,8 +180,8 @@ using Accumulator = float[Gemm::kMmas][Gemm::kAccumulators];
 // on_last_block() once all the blocks have arrived.
 template <typename Gemm, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, ClusterPlace<Gemm> place,
-                                         RingPosition& at, Accumulator<Gemm>& accumulator, int k_blocks,
-                                         int first_row, OnLastBlock&& on_last_block) {
+                                         RingPosition& at, Accumulator<Gemm>& accumulator, int k_blocks, int first_row,
+                                         OnLastBlock&& on_last_block) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kBlockN>;
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto fence = [&] {
@@ -215,8 +216,8 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Cl
   release(shared, place, previous);
 }
 
-// Where a cluster splits k: every CTA gets the sums of the columns it finishes, added in a fixed order, through its ring
-// (free by now: a cluster computes one tile).
+// Where a cluster splits k: every CTA gets the sums of the columns it finishes, added in a fixed order, through its
+// ring (free by now: a cluster computes one tile).
 template <typename Gemm>
 __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared, ClusterPlace<Gemm> place,
                                                       float (&accumulator)[Gemm::kAccumulators]) {
@@ -237,8 +238,8 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
 #pragma unroll
       for (int i = 0; i < kShare; i += 4) {
         const int at = part * kPart + distance * kShare + i;
-        store_cluster_float4(base + offset(distance, part, i),
-                             make_float4(accumulator[at], accumulator[at + 1], accumulator[at + 2], accumulator[at + 3]));
+        store_cluster_float4(base + offset(distance, part, i), make_float4(accumulator[at], accumulator[at + 1],
+                                                                           accumulator[at + 2], accumulator[at + 3]));
       }
     }
   }
@@ -279,7 +280,8 @@ __device__ __forceinline__ void add_bias(float (&value)[kCount], const float (&a
   if (bias == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    const float2 pair = to_float2(load_bias_pair<typename Gemm::Element>(bias, column + i * 2 + threadIdx.x % 4 * 2, n));
+    const float2 pair =
+        to_float2(load_bias_pair<typename Gemm::Element>(bias, column + i * 2 + threadIdx.x % 4 * 2, n));
     value[i] += pair.x;
     value[i + 1] += pair.y;
     value[i + 2] += pair.x;
@@ -290,7 +292,7 @@ __device__ __forceinline__ void add_bias(float (&value)[kCount], const float (&a
 // Finishes the step-th kStepN columns of 64 rows and sends them to (row, column) of the output.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_step(const TiledGemmArgs& args, const float (&accumulator)[Gemm::kAccumulators],
-                                           uint32_t store, uint32_t first_store, int step, int row, int column,
+                                           uint32_t store, uint32_t thread_store, int step, int row, int column,
                                            int consumer) {
   using Element = typename Gemm::Element;
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread
@@ -313,7 +315,7 @@ __device__ __forceinline__ void store_step(const TiledGemmArgs& args, const floa
 #pragma unroll
   for (int j = 0; j < kCount; j += 8) {  // 16 columns
     const int box = j * 2 / Gemm::kBoxN;
-    store_matrix_x4((first_store ^ j * 2 % Gemm::kBoxN * 2) + box * kBoxBytes,
+    store_matrix_x4((thread_store ^ j * 2 % Gemm::kBoxN * 2) + box * kBoxBytes,
                     round_pair<Element>(value[j], value[j + 1]), round_pair<Element>(value[j + 2], value[j + 3]),
                     round_pair<Element>(value[j + 4], value[j + 5]), round_pair<Element>(value[j + 6], value[j + 7]));
   }
@@ -328,21 +330,20 @@ __device__ __forceinline__ void store_step(const TiledGemmArgs& args, const floa
   }
 }
 
-// Stores the tile's rows, 64 at a time, leaving the accumulators undefined. The loop over them is not unrolled: the code
-// of one activation must fit the instruction cache, or the epilogue waits for instructions more than it computes.
+// Stores the tile's rows, 64 at a time, leaving the accumulators undefined. The loop over them is not unrolled: the
+// code of one activation must fit the instruction cache, or the epilogue waits for instructions more than it computes.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator, uint32_t store,
-                                           uint32_t first_store, int row, int column, int consumer) {
+                                           int& buffer, int row, int column, int consumer) {
   static_assert(Gemm::kMmas <= 2);
 #pragma unroll 1
   for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
-      // An odd number of steps leaves the buffers swapped for the second half.
-      const int buffer = Gemm::kSteps % 2 == 0 || Gemm::kStoreBuffers == 1 ? step % Gemm::kStoreBuffers : (step + mma) % 2;
-      store_step<Gemm, A>(args, accumulator[0], store + buffer * Gemm::kStoreBytes,
-                          first_store + buffer * Gemm::kStoreBytes, step, row + mma * 64,
+      const uint32_t destination = store + buffer * Gemm::kStoreBytes;
+      store_step<Gemm, A>(args, accumulator[0], destination, destination + store_offset<Gemm>(), step, row + mma * 64,
                           column + step * Gemm::kStepN, consumer);
+      buffer = (buffer + 1) % Gemm::kStoreBuffers;
     }
     if constexpr (Gemm::kMmas == 2) {
 #pragma unroll
@@ -360,16 +361,15 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   const int2 k = place.k_range(args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kCluster;
-  const uint32_t store = shared.store(consumer);
-  const uint32_t first_store = store + store_offset<Gemm>();
+  int buffer = 0;  // the next store's
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kCluster;
   if (Gemm::kPingPong && consumer == 1) {
     at.skip(k_blocks);
     index += clusters;
   }
-  // In ping-pong a warpgroup waits until the other has seen its whole tile arrive: an mbarrier tells rounds apart only by
-  // their parity, so nobody may wait for a round before the one before it is complete.
+  // In ping-pong a warpgroup waits until the other has seen its whole tile arrive: an mbarrier tells rounds apart only
+  // by their parity, so nobody may wait for a round before the one before it is complete.
   constexpr int kTurnBarrier = 1 + Gemm::kConsumers;
   if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   Accumulator<Gemm> accumulator;
@@ -377,14 +377,15 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     const int2 tile = tiles[index];
     if (Gemm::kPingPong) named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
     multiply<Gemm>(shared, place, at, accumulator, k_blocks, first_row, [&] {
-      if (Gemm::kPingPong && index + clusters < tiles.count()) named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
+      if (Gemm::kPingPong && index + clusters < tiles.count())
+        named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
     });
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
     const int row = place.row(tile.x) + first_row;
     const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
     with_activation(args.epilogue.activation, [&]<Activation A>() {
-      store_tile<Gemm, A>(args, accumulator, store, first_store, row, column, consumer);
+      store_tile<Gemm, A>(args, accumulator, shared.store(consumer), buffer, row, column, consumer);
     });
   }
   if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();

@@ -1,4 +1,5 @@
-// wgmma: a warpgroup multiplies a 64 x 16 tile A by a (16 x N) tile B, both in shared memory, K-major, 128-byte swizzled.
+// wgmma: a warpgroup multiplies a 64 x 16 tile A by a (16 x N) tile B, both in shared memory, K-major, 128-byte
+// swizzled.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,13 +45,22 @@ struct Wgmma;
 #define WGMMA_REGISTERS_4 "%0, %1, %2, %3"
 #define WGMMA_REGISTERS_8 WGMMA_REGISTERS_4 ", %4, %5, %6, %7"
 #define WGMMA_REGISTERS_16 WGMMA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_REGISTERS_32 WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_REGISTERS_64 WGMMA_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define WGMMA_REGISTERS_32 \
+  WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_REGISTERS_64                                                           \
+  WGMMA_REGISTERS_32                                                                 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_REGISTERS_96 WGMMA_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define WGMMA_REGISTERS_96                                                           \
+  WGMMA_REGISTERS_64                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_REGISTERS_112 WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define WGMMA_REGISTERS_128 WGMMA_REGISTERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_REGISTERS_112 \
+  WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_REGISTERS_128                                                                          \
+  WGMMA_REGISTERS_112                                                                                \
+      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+      "%127"
 
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
@@ -62,19 +72,19 @@ struct Wgmma;
 #define WGMMA_OUT_128(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_64(d, i + 64)
 
 // R = N / 2 accumulators a thread; A, B and P number the operands that follow them.
-#define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P)                                                                   \
-  template <>                                                                                                        \
-  struct Wgmma<ELEMENT, N> {                                                                                         \
-    static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {        \
-      asm volatile(                                                                                                  \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                          \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##R "}, %" #A ", %" #B \
-          ", p, 1, 1, 0, 0;\n}"                                                                                      \
-          : WGMMA_OUT_##R(d, 0)                                                                                      \
-          : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                      \
-    }                                                                                                                \
+#define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P)                                                            \
+  template <>                                                                                                 \
+  struct Wgmma<ELEMENT, N> {                                                                                  \
+    static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                                    \
+                   ", 0;\n"                                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##R   \
+                   "}, %" #A ", %" #B ", p, 1, 1, 0, 0;\n}"                                                   \
+                   : WGMMA_OUT_##R(d, 0)                                                                      \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                      \
+    }                                                                                                         \
   };
-#define WGMMA_DEFINE_BOTH(N, R, A, B, P)                 \
+#define WGMMA_DEFINE_BOTH(N, R, A, B, P)             \
   WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P) \
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P)
 

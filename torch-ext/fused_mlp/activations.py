@@ -40,18 +40,17 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_derivative(x: Tensor) -> Tensor:
-    s = torch.sigmoid(_TANH_SLOPE * x * (1.0 + _TANH_CUBIC * x * x))
-    return s + x * s * (1.0 - s) * _TANH_SLOPE * (1.0 + 3.0 * _TANH_CUBIC * x * x)
+    z = _TANH_SLOPE * x * (1.0 + _TANH_CUBIC * x * x)
+    return torch.sigmoid(z) + x * _sigmoid_derivative(z) * _TANH_SLOPE * (1.0 + 3.0 * _TANH_CUBIC * x * x)
 
 
 def _sigmoid_weighted_derivative(x: Tensor, slope: float) -> Tensor:
-    s = torch.sigmoid(slope * x)
-    return s + slope * x * s * (1.0 - s)
+    z = slope * x
+    return torch.sigmoid(z) + z * _sigmoid_derivative(z)
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1.0 - s)
+    return torch.sigmoid(x) * torch.sigmoid(-x)  # 1 - sigmoid(x) would cancel
 
 
 def _identity(x: Tensor) -> Tensor:

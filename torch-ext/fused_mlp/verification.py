@@ -12,7 +12,7 @@ from . import obstacles
 
 Forward = Callable[[nn.Module, Dict[str, Any], Tensor], Tensor]
 
-# Largest relative error, row by row, that two right ways to compute an MLP show in a dtype (float32: TensorFloat-32's).
+# Largest relative error of a row that two right ways to compute an MLP show in a dtype (float32: TensorFloat-32's).
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 # Rows of growing size: a clamp or a threshold in a look-alike shows at one of them.
