@@ -4,6 +4,7 @@
     python benchmarks/peers.py --shapes 64,768,3072 --providers eager ours
     python benchmarks/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
     python benchmarks/peers.py --workload linear                 one linear layer with bias and GELU
+    python benchmarks/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
 
 Writes <out>.json (figures and the machine's facts) and <out>.svg (speed-up over eager), and prints a table. Peers that
 are not installed (liger-kernel, quack-kernels) are left out, and said so.
@@ -58,6 +59,10 @@ SWEEP_DH = [
 
 def eager_mlp(x, gate, up, down):
     return F.linear(F.gelu(F.linear(x, gate), approximate="tanh") * F.linear(x, up), down)
+
+
+def eager_act_and_mul(gate, up):
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def eager_linear(x, weight, bias):
@@ -132,11 +137,49 @@ def linear_providers(shape, dtype, fused_mlp, wanted):
     return {name: make() for name, make in makers.items() if name in wanted}
 
 
+def pointwise_providers(shape, dtype, fused_mlp, wanted):
+    """Callables that compute gelu_tanh(gate) * up, or its gradients, by name.
+
+    `copy` and `copy-backward` move as many bytes as the forward (two reads, a write) and the backward (three and two).
+    """
+    gate, up, grad = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(3))
+    half = gate.numel() // 2
+    source = torch.randn(5 * half, dtype=dtype, device="cuda")
+    target = torch.empty_like(source)
+    gate_leaf, up_leaf = gate.clone().requires_grad_(), up.clone().requires_grad_()
+
+    def backward(function):
+        with torch.enable_grad():
+            out = function(gate_leaf, up_leaf)
+        return lambda: torch.autograd.grad(out, (gate_leaf, up_leaf), grad, retain_graph=True)
+
+    def triton():
+        with fused_mlp.backend("triton"):
+            return fused_mlp.act_and_mul(gate, up)
+
+    makers = {
+        "eager": lambda: lambda: eager_act_and_mul(gate, up),
+        "compile": lambda: compiled(eager_act_and_mul, gate, up),
+        "copy": lambda: lambda: target[: 3 * half].copy_(source[: 3 * half]),
+        "ours": lambda: lambda: fused_mlp.act_and_mul(gate, up),
+        "ours-triton": lambda: triton,
+        "eager-backward": lambda: backward(eager_act_and_mul),
+        "copy-backward": lambda: lambda: target.copy_(source),
+        "ours-backward": lambda: backward(fused_mlp.act_and_mul),
+    }
+    return {name: make() for name, make in makers.items() if name in wanted}
+
+
 WORKLOADS = {
     "mlp": (
         mlp_providers,
         TABLE,
         ["eager", "compile", "compile-max", "liger", "quack", "gemms", "gate-up-gemm", "ours-gated", "ours", "ours-triton"],
+    ),
+    "pointwise": (
+        pointwise_providers,
+        [(8192, 3072), (1024, 4096), (8192, 14336)],
+        ["eager", "compile", "copy", "ours", "ours-triton", "eager-backward", "copy-backward", "ours-backward"],
     ),
     "linear": (linear_providers, LINEAR_TABLE, ["eager", "compile", "addmm-activation", "gemm", "ours", "ours-erf"]),
 }
@@ -183,7 +226,7 @@ def plot(results, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="mlp")
-    parser.add_argument("--shapes", nargs="+", help="M,D,H (mlp) or M,K,N (linear)")
+    parser.add_argument("--shapes", nargs="+", help="M,D,H (mlp), M,K,N (linear) or M,H (pointwise)")
     parser.add_argument("--sweep", action="store_true", help="every M and (D, H) of the sweep")
     parser.add_argument("--providers", nargs="+")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
@@ -203,7 +246,7 @@ def main():
         shapes = [(m, d, h) for d, h in SWEEP_DH for m in SWEEP_M]
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), trust_remote_code=True)
     results = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for shape in tqdm(shapes, disable=None):
             torch._dynamo.reset()
             providers = make_providers(shape, getattr(torch, arguments.dtype), fused_mlp, wanted)

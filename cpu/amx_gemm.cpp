@@ -35,13 +35,14 @@ constexpr int64_t kSums = 4 * 256;
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
 constexpr int64_t kPairsOfLongSlice = 4;
 
-// The tokens are read from L2 once per panel: of a long input only a chunk of the features at a time, for a group of
-// panels whose sums also stay in L2.
-constexpr int64_t kChunk = 1024;
+// Every panel reads the tokens from L2: of a long input only a chunk of the features at a time, for a group of panels
+// whose sums, too, stay in L2 from chunk to chunk.
+constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int64_t kGroupSums = 256 * kSums;  // 1 MiB
 
 int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Some compilers' tile intrinsics do not say that they read memory: what they are to read must be stored by then.
 void finish_stores() { __asm__ volatile("" ::: "memory"); }
@@ -209,17 +210,28 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
   _tile_stored(3, sums + 768, 64);
 }
 
-// Panels whose sums are under way at a time: those of a group, and at least two, for the epilogue of one during the
-// next.
-int64_t panels_in_group(const Layer& layer, int64_t pairs) {
-  return layer.in_features <= kChunk ? 1 : max(2, kGroupSums / (pairs * kSums));
-}
+// How a product is cut up.
+struct Blocking {
+  int64_t pairs;  // of tiles of tokens
+  int64_t slice, chunk;
+  int64_t group;
+  int64_t slots;  // panels whose sums are kept: a group, and at least two, for the epilogue of one during the next
+
+  Blocking(const Layer& layer, int64_t tokens) {
+    pairs = round_up(tokens, kTokens) / kTokens;
+    slice = pairs < kPairsOfLongSlice ? kShortSlice : kLongSlice;
+    const int64_t chunks = max(1, ceil_div(layer.in_features, kChunkBytes / (pairs * kTokens * 2)));
+    chunk = max(slice, round_up(ceil_div(layer.in_features, chunks), slice));
+    group = chunks == 1 ? 1 : max(2, kGroupSums / (pairs * kSums));
+    slots = max(2, group);
+  }
+};
 
 }  // namespace
 
 int64_t scratch_size(const Layer& layer, int64_t tokens) {
-  const int64_t pairs = round_up(tokens, kTokens) / kTokens;
-  return max(2, panels_in_group(layer, pairs)) * pairs * kSums;
+  const Blocking blocking(layer, tokens);
+  return blocking.slots * blocking.pairs * kSums;
 }
 
 void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed) {
@@ -239,14 +251,11 @@ void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t 
 
 void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t begin, int64_t end, float* scratch,
              Destination destination) {
-  const int64_t pairs = round_up(tokens, kTokens) / kTokens;
+  const auto [pairs, slice, chunk_size, group, slots] = Blocking(layer, tokens);
   const int64_t pair_bytes = packed_size(kTokens, layer.in_features) * 2;
-  const int64_t group = panels_in_group(layer, pairs);
-  const int64_t slots = max(2, group);
-  const int64_t ahead_rows = (32 + pairs - 1) / pairs;
-  const int64_t panel_steps = pairs * max(1, round_up(min(layer.in_features, kChunk), kDepth) / kDepth);
-  const int64_t epilogue_steps = (pairs * layer.panel_features() + panel_steps - 1) / panel_steps;
-  const int64_t slice = pairs < kPairsOfLongSlice ? kShortSlice : kLongSlice;
+  const int64_t ahead_rows = ceil_div(32, pairs);
+  const int64_t panel_steps = pairs * max(1, ceil_div(min(layer.in_features, chunk_size), kDepth));
+  const int64_t epilogue_steps = ceil_div(pairs * layer.panel_features(), panel_steps);
   alignas(64) char weights[kLongSlice / kDepth * 2 * kTileBytes];
   Epilogue epilogue = idle_epilogue(layer, tokens, destination);
   configure_tiles();
@@ -254,7 +263,7 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
     const int64_t group_end = min(group_begin + group, end);
     int64_t chunk = 0;
     do {
-      const int64_t chunk_end = min(chunk + kChunk, layer.in_features);
+      const int64_t chunk_end = min(chunk + chunk_size, layer.in_features);
       for (int64_t p = group_begin; p < group_end; ++p) {
         const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
         float* sums = scratch + p % slots * pairs * kSums;

@@ -4,10 +4,11 @@
 
 namespace fused_mlp {
 
-// Formulas and derivatives in fp32, one specialisation per activation.
+// Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
+// sigmoid(2u), which does not cancel at u << 0.
 //
-// `Fast` takes the hardware's approximations (relative error about 1e-6): far inside the rounding of fp16 and bf16
-// results, not of fp32 ones. tanh never appears: 0.5 (1 + tanh u) = sigmoid(2u), which does not cancel at u << 0.
+// `Fast` is for fp16 and bf16 results: the hardware's approximations (relative error about 1e-6), and for the erf form of
+// gelu a short fit, whose error is below theirs too.
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 1 / (1 + 2^-x), from two instructions of the special function unit.

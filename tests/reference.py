@@ -159,11 +159,12 @@ def assert_no_worse_than_eager(
     what: str = "result",
     roundings: int = 1,
     dtype: torch.dtype | None = None,
+    chance: float = 3.0,
 ) -> None:
     """The contract on accuracy: the error against float64 is at most eager's own.
 
     Two right ways to compute the same do not round alike, so this much more is let pass: an independent error of so
-    many `roundings` of float32, in which everything is computed; what chance does to n roundings to `dtype` (the
+    many `roundings` of float32, in which everything is computed; what `chance` does to n roundings to `dtype` (the
     result's, or a coarser one on the way to it), n being the number of different elements; and half a unit in the last
     place of the largest element.
     """
@@ -175,9 +176,9 @@ def assert_no_worse_than_eager(
     rounding = torch.finfo(dtype or result.dtype).eps
     norm, maximum = errors(result, reference)
     eager_norm, eager_maximum = errors(eager, reference)
-    chance = 3 * rounding * reference.unique().numel() ** -0.5
-    allowed_norm = math.hypot(eager_norm, roundings * FLOAT32_ROUNDING) + chance
-    allowed_maximum = math.hypot(eager_maximum, roundings * FLOAT32_ROUNDING) + chance + rounding / 2
+    by_chance = chance * rounding * reference.unique().numel() ** -0.5
+    allowed_norm = math.hypot(eager_norm, roundings * FLOAT32_ROUNDING) + by_chance
+    allowed_maximum = math.hypot(eager_maximum, roundings * FLOAT32_ROUNDING) + by_chance + rounding / 2
     # `not <=` rather than `>`: a NaN must fail.
     assert norm <= allowed_norm, f"{what}: norm of the error {norm:.3e}, eager's {eager_norm:.3e}"
     assert maximum <= allowed_maximum, f"{what}: largest error {maximum:.3e}, eager's {eager_maximum:.3e}"

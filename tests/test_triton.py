@@ -11,6 +11,7 @@ import machine
 import project
 
 
+@pytest.mark.skipif(machine.device_type() == "cuda", reason="test_triton_kernels.py runs on the GPU here")
 def test_kernels_in_the_interpreter():
     """Triton asks whether it is to interpret when the kernels are defined: that takes a process of its own."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -84,6 +84,14 @@ def test_empty(forced, device, function, lead, sizes):
 
 
 @dtypes
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_no_columns_of_an_aligned_matrix(forced, device, function, dtype):
+    made = operands(function, (70,), (64, 48, 8), dtype=dtype, device=device)
+    first = [name for name in made if name in ("x", "weight", "gate_weight", "up_weight", "fc1_weight")]
+    check(forced, function, made | {name: made[name][:, :0] for name in first})
+
+
+@dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients(fused_mlp, device, activation, dtype):
     gate, up, grad = (torch.randn(33, 130, device=device).to(dtype) for _ in range(3))
@@ -136,10 +144,11 @@ def test_strides(forced, device, function, layout, sizes, dtype):
     check(forced, function, {name: layout(operand) for name, operand in made.items()})
 
 
+@dtypes
 @functions
-def test_expanded(forced, device, function):
+def test_expanded(forced, device, function, dtype):
     """Rows that share their memory."""
-    made = operands(function, (1,), (64, 48, 8), device=device)
+    made = operands(function, (1,), (64, 48, 8), dtype=dtype, device=device)
     rows = {name: operand.expand(70, -1) for name, operand in made.items() if name in ("x", "gate", "up")}
     check(forced, function, made | rows)
 

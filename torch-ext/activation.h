@@ -2,6 +2,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define FUSED_MLP_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FUSED_MLP_HOST_DEVICE inline
+#endif
+
 namespace fused_mlp {
 
 // The numbering is that of torch-ext/fused_mlp/activations.py, which passes these codes to the ops.
@@ -19,7 +25,7 @@ enum class Activation : int64_t {
 // Calls visit.template operator()<A>() for the activation with the given code: the one place where a run-time
 // code becomes a compile-time constant. Returns false for a code that names no activation.
 template <typename Visitor>
-bool visit_activation(int64_t code, Visitor&& visit) {
+FUSED_MLP_HOST_DEVICE bool visit_activation(int64_t code, Visitor&& visit) {
   switch (static_cast<Activation>(code)) {
     case Activation::kLinear:
       visit.template operator()<Activation::kLinear>();

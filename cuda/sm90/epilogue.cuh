@@ -14,7 +14,7 @@ namespace fused_mlp::sm90 {
 struct EpilogueArgs {
   const void* bias;     // of the weight (the gate's where there are two), or null
   const void* up_bias;  // or null
-  Activation activation;
+  int64_t activation;
 };
 
 __device__ __forceinline__ float2 to_float2(__nv_bfloat162 v) { return __bfloat1622float2(v); }
@@ -51,30 +51,6 @@ template <Activation A, int kCount>
 __device__ __forceinline__ void activate(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = ActivationFn<A, true>::value(values[i]);
-}
-
-// Calls visit.template operator()<A>() for a run-time activation: one uniform branch, with all of an epilogue's code
-// for one activation in one piece behind it (instruction fetches bound an epilogue that jumps about).
-template <typename Visitor>
-__device__ __forceinline__ void with_activation(Activation activation, Visitor&& visit) {
-  switch (activation) {
-    case Activation::kLinear:
-      return visit.template operator()<Activation::kLinear>();
-    case Activation::kGelu:
-      return visit.template operator()<Activation::kGelu>();
-    case Activation::kGeluTanh:
-      return visit.template operator()<Activation::kGeluTanh>();
-    case Activation::kQuickGelu:
-      return visit.template operator()<Activation::kQuickGelu>();
-    case Activation::kSilu:
-      return visit.template operator()<Activation::kSilu>();
-    case Activation::kRelu:
-      return visit.template operator()<Activation::kRelu>();
-    case Activation::kRelu2:
-      return visit.template operator()<Activation::kRelu2>();
-    case Activation::kSigmoid:
-      return visit.template operator()<Activation::kSigmoid>();
-  }
 }
 
 }  // namespace fused_mlp::sm90

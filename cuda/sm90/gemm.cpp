@@ -74,7 +74,7 @@ constexpr TiledChoice kPlainChoices[] = {
 };
 
 double estimated_microseconds(const GemmProblem& p, const TiledChoice& c, int multiprocessors) {
-  constexpr double kActivation = 0.012;  // of a column of a plain tile, where the products do not hide it
+  constexpr double kActivation = 0.020;  // of a column of a plain tile, where the products do not hide it
   constexpr double kBytesPerMicrosecond = 2.8e6;
   const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.

@@ -46,7 +46,7 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
 }
 
 inline EpilogueArgs epilogue_args(const GemmProblem& p) {
-  return {p.bias, p.up_bias, static_cast<Activation>(p.activation)};
+  return {p.bias, p.up_bias, p.activation};
 }
 
 template <typename Gemm>

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <memory>
+
 namespace fused_mlp::sm90 {
 namespace {
 
@@ -17,24 +19,63 @@ Encode find_encode() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
 }
 
+// All that a map depends on. It is a function of these alone, so one that was encoded stays right.
+struct Key {
+  const void* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int box_rows = 0;
+  int box_cols = 0;
+  DType dtype{};
+
+  bool operator==(const Key&) const = default;
+
+  size_t slot(size_t count) const {
+    const uint64_t mixed = (reinterpret_cast<uintptr_t>(data) >> 4) * 31 + static_cast<uint64_t>(rows) * 7 + box_rows;
+    return mixed * 0x9E3779B97F4A7C15u >> 32 & (count - 1);
+  }
+};
+
+bool encode(CUtensorMap* map, const Key& key) {
+  static const Encode driver_encode = find_encode();
+  if (driver_encode == nullptr) return false;
+  constexpr int kElementBytes = 2;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(key.cols), static_cast<cuuint64_t>(key.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(key.row_stride) * kElementBytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(key.box_cols), static_cast<cuuint32_t>(key.box_rows)};
+  const cuuint32_t element_strides[2] = {1, 1};
+  const CUtensorMapSwizzle swizzle = key.box_cols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : key.box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                          : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUtensorMapDataType type =
+      key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return driver_encode(map, type, 2, const_cast<void*>(key.data), sizes, strides, box, element_strides,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 }  // namespace
 
 bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int64_t rows, int64_t cols, int box_rows,
                        int box_cols) {
-  static const Encode encode = find_encode();
-  if (encode == nullptr) return false;
-  constexpr int kElementBytes = 2;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.row_stride) * kElementBytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t element_strides[2] = {1, 1};
-  const CUtensorMapSwizzle swizzle = box_cols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
-  const CUtensorMapDataType type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(map, type, 2, matrix.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  // The driver takes about a microsecond for a map, and a model asks for the same few hundred again and again.
+  struct Entry {
+    Key key;
+    CUtensorMap map;
+  };
+  constexpr size_t kEntries = 512;
+  thread_local std::unique_ptr<Entry[]> cache;
+  if (cache == nullptr) cache = std::make_unique<Entry[]>(kEntries);
+  const Key key{matrix.data, matrix.row_stride, rows, cols, box_rows, box_cols, dtype};
+  Entry& entry = cache[key.slot(kEntries)];
+  if (entry.key != key) {
+    entry.key = {};
+    if (!encode(&entry.map, key)) return false;
+    entry.key = key;
+  }
+  *map = entry.map;
+  return true;
 }
 
 }  // namespace fused_mlp::sm90

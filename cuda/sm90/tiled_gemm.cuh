@@ -384,7 +384,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
     const int row = place.row(tile.x) + first_row;
     const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
-    with_activation(args.epilogue.activation, [&]<Activation A>() {
+    visit_activation(args.epilogue.activation, [&]<Activation A>() {
       store_tile<Gemm, A>(args, accumulator, shared.store(consumer), buffer, row, column, consumer);
     });
   }
