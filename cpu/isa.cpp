@@ -46,7 +46,7 @@ Isa choose() {
   for (int i = 0; i < 4; ++i) {
     if (std::strcmp(cap, kNames[i]) != 0) continue;
     STD_TORCH_CHECK(i <= static_cast<int>(best), "FUSED_MLP_CPU_ISA is ", cap, ", but this CPU has no more than ",
-                    kNames[static_cast<int>(best)]);
+                    name(best));
     return static_cast<Isa>(i);
   }
   STD_TORCH_CHECK(false, "FUSED_MLP_CPU_ISA must be scalar, avx2, avx512 or amx, not ", cap);
@@ -58,5 +58,7 @@ Isa isa() {
   static const Isa chosen = choose();
   return chosen;
 }
+
+const char* name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 }  // namespace fused_mlp

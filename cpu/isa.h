@@ -9,4 +9,7 @@ enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
 // (scalar, avx2, avx512 or amx), which is read once. Raises an error if that names anything else or more than there is.
 Isa isa();
 
+// Its name in that variable.
+const char* name(Isa isa);
+
 }  // namespace fused_mlp

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "../torch-ext/activation.h"
@@ -40,6 +40,8 @@ DType dtype_of(const Tensor& tensor, const char* name) {
   return dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
 }
 
+int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 void check_activation(int64_t activation) {
   STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}),
                   "activation must be a code of activation.h, not ", activation);
@@ -69,7 +71,7 @@ template <typename Kernel, typename... Operands>
 void run_pointwise(const Kernel& kernel, PointwiseShape shape, int64_t activation, Operands... operands) {
   if (shape.rows == 0 || shape.cols == 0) return;
   constexpr int64_t kGrain = 16384;  // elements worth a thread
-  const int64_t bytes = shape.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t bytes = element_bytes(shape.dtype);
   const auto from = [bytes](const Matrix& m, int64_t element) {
     return Matrix{static_cast<char*>(m.data) + element * bytes, m.row_stride};
   };
@@ -118,7 +120,7 @@ void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const
   to<Tensor>(stack[0]);
 }
 
-// A projection, or the product of two, with the activation: act(x weight^T + bias) [* (x up_weight^T + up_bias)].
+// act(x weight^T + bias), times (x up_weight^T + up_bias) for a gated one.
 struct HiddenLayer {
   const Tensor& weight;
   const OptionalTensor& bias;
@@ -126,91 +128,97 @@ struct HiddenLayer {
   const OptionalTensor* up_bias;
   int64_t activation;
 
+  bool gated() const { return up_weight != nullptr; }
   int64_t features() const { return weight.size(0); }
-
-  // `up` is scratch of out's sizes, for a gated layer.
-  void compute(const Tensor& out, const Tensor& x, const OptionalTensor& up) const {
-    linear_into(out, x, weight, bias);
-    const PointwiseShape shape{dtype_of(x, "x"), out.size(0), out.size(1)};
-    const Matrix result = dense_matrix(out, shape.cols);
-    if (up) {
-      linear_into(*up, x, *up_weight, *up_bias);
-      run_pointwise(pointwise().act_and_mul, shape, activation, result, dense_matrix(*up, shape.cols), result);
-    } else if (static_cast<Activation>(activation) != Activation::kLinear) {
-      run_pointwise(pointwise().act, shape, activation, result, result);
-    }
-  }
 };
 
-// Rows in a block: the hidden values of a block and the scratch beside it are to stay in the L2 caches, but a GEMM also
-// wants rows enough to be worth the pass over the weights.
-int64_t block_rows(const HiddenLayer& layer, DType dtype) {
-  const char* env = std::getenv("BLK");
-  (void)layer; (void)dtype;
-  return env ? std::atoi(env) : 512;
+struct OutputLayer {
+  const Tensor& weight;
+  const OptionalTensor& bias;
+
+  int64_t features() const { return weight.size(0); }
+};
+
+// Runs both layers, or without `output` the hidden one, with torch's GEMMs on blocks of x [rows, in].
+void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+  const DType dtype = dtype_of(x, "x");
+  const int64_t rows = x.size(0), features = hidden.features();
+  // A GEMM wants 512 rows to be worth its pass over the weights. Beyond that, the hidden values of a block are not to
+  // fall out of the caches, nor their buffers to be so large that every call has them mapped anew.
+  constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
+  const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
+  const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
+  const OptionalTensor hidden_block = output ? OptionalTensor(new_matrix(x, block, features)) : std::nullopt;
+  const OptionalTensor up_block = hidden.gated() ? OptionalTensor(new_matrix(x, block, features)) : std::nullopt;
+  for (int64_t begin = 0; begin < rows; begin += block) {
+    const int64_t count = std::min(block, rows - begin);
+    const Tensor x_rows = rows_of(x, begin, count), out_rows = rows_of(out, begin, count);
+    const Tensor hidden_rows = output ? rows_of(*hidden_block, 0, count) : out_rows;
+    const PointwiseShape shape{dtype, count, features};
+    const Matrix values = dense_matrix(hidden_rows, features);
+    linear_into(hidden_rows, x_rows, hidden.weight, hidden.bias);
+    if (hidden.gated()) {
+      const Tensor up_rows = rows_of(*up_block, 0, count);
+      linear_into(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
+      run_pointwise(pointwise().act_and_mul, shape, hidden.activation, values, dense_matrix(up_rows, features), values);
+    } else if (static_cast<Activation>(hidden.activation) != Activation::kLinear) {
+      run_pointwise(pointwise().act, shape, hidden.activation, values, values);
+    }
+    if (output) linear_into(out_rows, hidden_rows, output->weight, output->bias);
+  }
 }
 
-// Calls body(first row, number of rows) for consecutive blocks of at most `block` rows.
-template <typename Body>
-void for_each_block(int64_t rows, int64_t block, const Body& body) {
-  for (int64_t begin = 0; begin < rows; begin += block) body(begin, std::min(block, rows - begin));
+bool rows_are_adjacent(const Tensor& weight, const OptionalTensor& bias) {
+  return (weight.size(1) <= 1 || weight.stride(1) == 1) && (!bias || bias->size(0) <= 1 || bias->stride(0) == 1);
 }
 
-// A projection as the AMX kernels read it; false where the weight's rows are not of adjacent elements.
-bool as_projection(const Tensor& weight, const OptionalTensor& bias, amx::Projection& projection) {
-  if (weight.size(1) > 1 && weight.stride(1) != 1) return false;
-  if (bias && bias->size(0) > 1 && bias->stride(0) != 1) return false;
-  projection = {static_cast<const uint16_t*>(weight.const_data_ptr()), weight.stride(0),
-                bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
-  return true;
+// Why the AMX kernels do not take these operands, or nullptr if they do.
+const char* tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
+  if (dtype_of(x, "x") != DType::kBFloat16) return "not bfloat16";
+  if (isa() != Isa::kAmx) return "no AMX";
+  const bool adjacent = rows_are_adjacent(hidden.weight, hidden.bias) &&
+                        (!hidden.gated() || rows_are_adjacent(*hidden.up_weight, *hidden.up_bias)) &&
+                        (output == nullptr || rows_are_adjacent(output->weight, output->bias));
+  return adjacent ? nullptr : "a weight or bias with gaps between its elements";
 }
 
-bool try_amx(const Tensor& x, const HiddenLayer& layer, const Tensor* weight, const OptionalTensor* bias, const Tensor& out) {
-  if (isa() != Isa::kAmx || dtype_of(x, "x") != DType::kBFloat16 || out.numel() == 0) return false;
-  amx::Layer hidden{{}, {}, layer.up_weight != nullptr, x.size(x.dim() - 1), layer.features(), layer.activation};
-  if (!as_projection(layer.weight, layer.bias, hidden.gate)) return false;
-  if (layer.up_weight && !as_projection(*layer.up_weight, *layer.up_bias, hidden.up)) return false;
-  amx::Layer down{{}, {}, false, layer.features(), out.size(1), 0};
-  if (weight && !as_projection(*weight, *bias, down.gate)) return false;
+#if defined(__x86_64__)
+amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
+  return {static_cast<const uint16_t*>(weight.const_data_ptr()), weight.stride(0),
+          bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
+}
+
+// What run_blocks() does, on AMX tiles.
+void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+  amx::Layer first{projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(),
+                   hidden.activation};
+  if (hidden.gated()) first.up = projection(*hidden.up_weight, *hidden.up_bias);
+  amx::Layer second{};
+  if (output) {
+    second = {projection(output->weight, output->bias), {}, false, hidden.features(), output->features(),
+              static_cast<int64_t>(Activation::kLinear)};
+  }
   const TensorRows rows(x);
-  amx::run(rows.tensor, rows.row_stride, rows.rows, hidden, weight ? &down : nullptr, out);
-  return true;
+  amx::run(rows.tensor, rows.row_stride, rows.rows, first, output ? &second : nullptr, out);
 }
+#endif
 
-// The hidden layer's output, [..., features].
-Tensor hidden(const Tensor& x, const HiddenLayer& layer) {
-  check_activation(layer.activation);
-  const int64_t block = block_rows(layer, dtype_of(x, "x"));
+// Both layers for x [..., in], or without `output` the hidden one.
+Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
+  const DType dtype = dtype_of(x, "x");
+  check_activation(hidden.activation);
   const NoGrad no_grad;
   const Tensor flat = flatten_rows(x);
-  const int64_t rows = flat.size(0);
-  const Tensor out = new_matrix(x, rows, layer.features());
-  if (try_amx(x, layer, nullptr, nullptr, out)) return restore_leading_dims(out, x);
-  std::optional<Tensor> up;
-  if (layer.up_weight) up = new_matrix(x, std::min(block, rows), layer.features());
-  for_each_block(rows, block, [&](int64_t begin, int64_t count) {
-    layer.compute(rows_of(out, begin, count), rows_of(flat, begin, count), up ? rows_of(*up, 0, count) : up);
-  });
-  return restore_leading_dims(out, x);
-}
-
-// hidden(x) weight^T + bias
-Tensor two_layers(const Tensor& x, const HiddenLayer& layer, const Tensor& weight, const OptionalTensor& bias) {
-  check_activation(layer.activation);
-  const int64_t block = block_rows(layer, dtype_of(x, "x"));
-  const NoGrad no_grad;
-  const Tensor flat = flatten_rows(x);
-  const int64_t rows = flat.size(0);
-  const Tensor out = new_matrix(x, rows, weight.size(0));
-  if (try_amx(x, layer, &weight, &bias, out)) return restore_leading_dims(out, x);
-  const Tensor hidden = new_matrix(x, std::min(block, rows), layer.features());
-  std::optional<Tensor> up;
-  if (layer.up_weight) up = new_matrix(x, std::min(block, rows), layer.features());
-  for_each_block(rows, block, [&](int64_t begin, int64_t count) {
-    const Tensor hidden_rows = rows_of(hidden, 0, count);
-    layer.compute(hidden_rows, rows_of(flat, begin, count), up ? rows_of(*up, 0, count) : up);
-    linear_into(rows_of(out, begin, count), hidden_rows, weight, bias);
-  });
+  const Tensor out = new_matrix(x, flat.size(0), output ? output->features() : hidden.features());
+  if (out.numel() == 0) return restore_leading_dims(out, x);
+#if defined(__x86_64__)
+  if (tiles_refusal(x, hidden, output) == nullptr) {
+    run_tiles(flat, hidden, output, out);
+    return restore_leading_dims(out, x);
+  }
+#endif
+  // oneDNN's bf16 GEMM may read beyond the end of a row of x, where strided rows may have a NaN between them.
+  run_blocks(dtype == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat, hidden, output, out);
   return restore_leading_dims(out, x);
 }
 
@@ -240,29 +248,32 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
-  return hidden(x, {weight, bias, nullptr, nullptr, activation});
+  return run(x, {weight, bias, nullptr, nullptr, activation}, nullptr);
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
-  return hidden(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation});
+  return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, nullptr);
 }
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
                  const OptionalTensor& up_bias, int64_t activation) {
-  const char* const names[] = {"scalar", "AVX2", "AVX-512", "AMX"};
-  return std::string("blocks of rows, ") + names[static_cast<int>(isa())] + " code";
+  const char* refusal = tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
+  if (refusal == nullptr) return "fused GEMM on AMX tiles";
+  return std::string("torch's GEMM on blocks of rows and ") + name(isa()) + " pointwise kernels: " + refusal;
 }
 
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,
                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                  int64_t activation) {
-  return two_layers(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, down_weight, down_bias);
+  const OutputLayer down{down_weight, down_bias};
+  return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, &down);
 }
 
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation) {
-  return two_layers(x, {fc1_weight, fc1_bias, nullptr, nullptr, activation}, fc2_weight, fc2_bias);
+  const OutputLayer fc2{fc2_weight, fc2_bias};
+  return run(x, {fc1_weight, fc1_bias, nullptr, nullptr, activation}, &fc2);
 }
 
 }  // namespace fused_mlp

@@ -5,7 +5,7 @@
 namespace fused_mlp {
 
 // Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
-// sigmoid(2u), which does not cancel at u << 0.
+// sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken, but sigmoid(-x).
 //
 // `Fast` is for fp16 and bf16 results: the hardware's approximations (relative error about 1e-6), and for the erf form of
 // gelu a short fit, whose error is below theirs too.
@@ -81,7 +81,7 @@ struct ActivationFn<Activation::kGeluTanh, Fast> {
   static __device__ __forceinline__ float value(float x) { return x * weight(x); }
   static __device__ __forceinline__ float derivative(float x) {
     const float s = weight(x);
-    return s + x * s * (1.0f - s) * kTwoSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
+    return s + x * s * weight(-x) * kTwoSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
   }
 };
 
@@ -91,7 +91,7 @@ struct ActivationFn<Activation::kQuickGelu, Fast> {
   static __device__ __forceinline__ float value(float x) { return x * sigmoid<Fast>(kSlope * x); }
   static __device__ __forceinline__ float derivative(float x) {
     const float s = sigmoid<Fast>(kSlope * x);
-    return s + kSlope * x * s * (1.0f - s);
+    return s + kSlope * x * s * sigmoid<Fast>(-kSlope * x);
   }
 };
 
@@ -100,7 +100,7 @@ struct ActivationFn<Activation::kSilu, Fast> {
   static __device__ __forceinline__ float value(float x) { return x * sigmoid<Fast>(x); }
   static __device__ __forceinline__ float derivative(float x) {
     const float s = sigmoid<Fast>(x);
-    return s + x * s * (1.0f - s);
+    return s + x * s * sigmoid<Fast>(-x);
   }
 };
 
@@ -121,8 +121,7 @@ template <bool Fast>
 struct ActivationFn<Activation::kSigmoid, Fast> {
   static __device__ __forceinline__ float value(float x) { return sigmoid<Fast>(x); }
   static __device__ __forceinline__ float derivative(float x) {
-    const float s = sigmoid<Fast>(x);
-    return s * (1.0f - s);
+    return sigmoid<Fast>(x) * sigmoid<Fast>(-x);
   }
 };
 

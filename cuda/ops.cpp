@@ -104,6 +104,7 @@ struct FusedGemm {
   FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm) : device(x.tensor.get_device_index()) {
     refused = describe(x, layer, follows_gemm);
     if (refused == nullptr) refused = sm90::refusal(problem);
+    if (refused == nullptr) refused = sm90::slower_than_torch(problem);
   }
 
   sm90::GemmPlan plan() const {

@@ -23,6 +23,7 @@ from typing import NamedTuple
 sys.path[0] = str(Path(__file__).resolve().parent.parent / "tools")
 
 import kernels
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -52,7 +53,8 @@ class Resources(NamedTuple):
 
 def backend(module: str):
     os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-    package = kernels.get_kernel(project.repo_id(), version=project.version(), check_arch=False)
+    variant = "cuda" if torch.cuda.is_available() else "cpu"  # both hold the same Triton kernels
+    package = kernels.get_kernel(project.repo_id(), version=project.version(), backend=variant, check_arch=False)
     return importlib.import_module(f"{package.__name__}.backends.triton.{module}")
 
 

@@ -33,14 +33,24 @@ cudaError_t launch_for_dtype(const GemmProblem& problem, const GemmPlan& plan, i
 
 constexpr int64_t kMaxStreamedRows = 64;
 
-// Fills the chip once: more parts of k only add reductions.
+// The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly once
+// the CTAs outnumber what saturates the memory, and every part more has to be added up. Within 1% of the best on average
+// over nine models' shapes and m = 1 to 64 on an H100, 11% at worst.
 GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
+  constexpr double kSaturating = 1.5;  // CTAs a multiprocessor
+  constexpr double kReduction = 2.0;   // of a part, in blocks
   const int block_n = p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
   const int64_t tiles = ceil_div(p.n, 64);
   const int64_t k_blocks = ceil_div(p.k, p.gated() ? 64 : 128);
-  int split_k = 1;
-  while (split_k < 8 && tiles * split_k * 2 <= multiprocessors && split_k * 2 <= k_blocks) split_k *= 2;
-  return {GemmPlan::Kernel::kStreamed, block_n, false, 1, split_k, "few rows: the weights stream once"};
+  const auto cost = [&](int split_k) {
+    const double crowding = std::max(1.0, tiles * split_k / (kSaturating * multiprocessors));
+    return ceil_div(k_blocks, split_k) * crowding + kReduction * (split_k - 1);
+  };
+  int best = 1;
+  for (int split_k = 2; split_k <= 8 && split_k <= k_blocks; split_k *= 2) {
+    if (cost(split_k) < cost(best)) best = split_k;
+  }
+  return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, "few rows: the weights stream once"};
 }
 
 // A tiled kernel and its time on an H100, in microseconds: a start, and for every round of tiles (as many as the chip
@@ -120,6 +130,14 @@ const char* refusal(const GemmProblem& p) {
   }
   if (!aligned(p.bias, 4) || !aligned(p.up_bias, 4)) return "a bias not aligned to 4 bytes";
   return nullptr;
+}
+
+const char* slower_than_torch(const GemmProblem& p) {
+  if (p.gated()) return nullptr;
+  if (p.activation == static_cast<int64_t>(Activation::kLinear)) {
+    return p.m > kMaxStreamedRows ? "as measured, cuBLAS is faster for a plain product of more than 64 rows" : nullptr;
+  }
+  return p.m > 16 && p.m <= 256 ? "as measured, cuBLAS and a kernel behind it are faster for 17 to 256 rows" : nullptr;
 }
 
 GemmPlan plan(const GemmProblem& p, int multiprocessors) {

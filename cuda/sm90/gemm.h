@@ -45,6 +45,9 @@ struct GemmPlan {
 // Null where gemm() takes the problem, else the reason, in a few words, why it does not.
 const char* refusal(const GemmProblem& problem);
 
+// Null where gemm() is at least as fast as torch's GEMM with a pointwise kernel behind it, else where that is faster.
+const char* slower_than_torch(const GemmProblem& problem);
+
 GemmPlan plan(const GemmProblem& problem, int multiprocessors);
 
 // Launches on the current device. The problem must be one that refusal() does not refuse.

@@ -12,7 +12,7 @@ from . import obstacles
 
 Forward = Callable[[nn.Module, Dict[str, Any], Tensor], Tensor]
 
-# Largest relative error of a row that two right ways to compute an MLP show in a dtype (float32: TensorFloat-32's).
+# Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 # Rows of growing size: a clamp or a threshold in a look-alike shows at one of them.
@@ -20,7 +20,7 @@ _ROW_SCALES = (0.1, 1.0, 1.0, 10.0, 100.0)
 
 
 def disagreement(module: nn.Module, plan: Dict[str, Any], fused: Forward) -> Optional[str]:
-    """How ``fused(module, plan, x)`` differs from the module's own forward on a random ``x``, or None if it does not."""
+    """How ``fused(module, plan, x)`` differs from the module's own forward on a random ``x``; None if it does not."""
     like = _floating_parameter(module)
     in_features = _in_features(getattr(module, plan["projections"][0]))
     if in_features is None or like is None:

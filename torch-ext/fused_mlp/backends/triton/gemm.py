@@ -147,8 +147,10 @@ def launch(
     activation: int,
     config: Config,
 ) -> None:
-    """Computes into contiguous ``out`` from x [M, K] with adjacent columns and weights [N, K] of any strides; aligned as
-    `_vectorizes` says where ``config`` asks for tensor descriptors."""
+    """Computes into contiguous ``out`` from x [M, K] with adjacent columns and weights [N, K] of any strides.
+
+    Where ``config`` asks for tensor descriptors, the operands must vectorize.
+    """
     (M, K), N = x.shape, weight.shape[0]
     matrices = (x, weight) if up_weight is None else (x, weight, up_weight)
     descriptors = config["DESCRIPTORS"] and all(_fits_descriptor(matrix) for matrix in matrices)
@@ -193,5 +195,5 @@ def _vectorizes(matrix: Tensor) -> bool:
 
 
 def _fits_descriptor(matrix: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address a matrix that vectorizes."""
-    return matrix.stride(1) == 1 and matrix.stride(0) > 0 and matrix.numel() > 0
+    """Whether the tensor memory accelerator can address a matrix that vectorizes: its coordinates are 32-bit."""
+    return matrix.stride(1) == 1 and matrix.stride(0) > 0 and 0 < matrix.shape[0] < 2**31 and matrix.shape[1] > 0

@@ -1,0 +1,128 @@
+"""Small calls that reach every kernel. As a script (`make sanitize`), puts them under NVIDIA's compute-sanitizer.
+
+Memcheck finds accesses outside of allocations, racecheck hazards in shared memory, synccheck misuse of barriers.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import machine
+import project
+from builder import toolchain
+from reference import ACTIVATIONS, DTYPES, operands
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+
+# Rows, in, out. All dimensions have tails, and together they reach every kernel: test_gemm.py checks it.
+GATED = [
+    *((rows, k, 200) for rows in (5, 13, 31, 63) for k in (40, 1032)),  # streamed, k in one part and in eight
+    (65, 40, 72),
+    (65, 2056, 72),
+    (300, 520, 3080),
+    (777, 520, 1544),
+    (300, 520, 4104),
+]
+PLAIN = [
+    *((rows, k, 200) for rows in (5, 13, 31, 63) for k in (40, 1032)),
+    (65, 72, 72),
+    (65, 1032, 72),
+    (129, 2056, 2056),
+    (777, 2056, 2056),
+    (300, 264, 6152),
+    (777, 72, 2056),
+    (777, 4104, 3080),
+    (520, 72, 520),
+]
+WHOLE = [(5, (264, 520, 136)), (65, (264, 520, 136)), (300, (264, 520, 136))]
+
+
+def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """Function, operands and activation of each call of a fused layer."""
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for function, shapes in (("gated_linear", GATED), ("linear", PLAIN)):
+            for rows, n_in, n_out in shapes:
+                for activation in ("linear", ACTIVATIONS[1 + count % (len(ACTIVATIONS) - 1)]):
+                    yield (
+                        function,
+                        operands(function, (rows,), (n_in, n_out, 0), dtype=dtype, device="cuda"),
+                        activation,
+                    )
+                    count += 1
+        for function in ("gated_mlp", "mlp"):
+            for rows, sizes in WHOLE:
+                yield function, operands(function, (rows,), sizes, dtype=dtype, device="cuda"), "silu"
+
+
+def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+    """Gate, up and activation: dense and packed, with and without a tail."""
+    for dtype in DTYPES:
+        for activation in ACTIVATIONS:
+            for rows, cols in ((3, 328), (5, 77)):
+                packed = torch.randn(rows, 2 * cols, device="cuda").to(dtype)
+                yield *packed.chunk(2, dim=-1), activation
+            yield *(torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2)), activation
+
+
+def run() -> None:
+    from kernels import get_kernel
+
+    fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
+    calls = 0
+    with fused_mlp.backend("cuda"):
+        for function, made, activation in gemms():
+            getattr(fused_mlp, function)(**made, activation=activation)
+            calls += 1
+        for gate, up, activation in pointwise():
+            leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]
+            result = fused_mlp.act_and_mul(*leaves, activation)
+            torch.autograd.grad(result, leaves, torch.ones_like(result))
+            calls += 1
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+
+
+def start(sanitizer: str, tool: str) -> subprocess.Popen:
+    command = [
+        sanitizer,
+        f"--tool={tool}",
+        "--error-exitcode=1",
+        "--report-api-errors=no",
+        "--kernel-name=kns=fused_mlp",
+    ]
+    # An allocation of its own for every tensor: what lies outside of one is then outside of allocated memory.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command += [sys.executable, __file__, "run"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def main() -> None:
+    if machine.device_type() != "cuda":
+        sys.exit("sanitize needs a GPU and a torch with CUDA")
+    nvcc = toolchain.nvcc()
+    folders = [os.environ.get("PATH", ""), *([str(Path(nvcc.path).parent)] if nvcc else [])]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+    if sanitizer is None:
+        sys.exit("sanitize needs compute-sanitizer (of the CUDA toolkit) on the PATH")
+    begin = time.monotonic()
+    failed = []
+    for tool, process in {tool: start(sanitizer, tool) for tool in TOOLS}.items():
+        output, _ = process.communicate()
+        print(f"{tool}: {'clean' if process.returncode == 0 else 'FAILED'} after {time.monotonic() - begin:.0f} s")
+        print("\n".join(f"    {line}" for line in output.splitlines()[-1 if process.returncode == 0 else -60 :]))
+        if process.returncode != 0:
+            failed.append(tool)
+    if failed:
+        sys.exit(f"{', '.join(failed)} found errors")
+
+
+if __name__ == "__main__":
+    run() if sys.argv[1:] == ["run"] else main()

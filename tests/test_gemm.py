@@ -1,0 +1,326 @@
+"""The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
+
+import random
+import re
+
+import pytest
+import torch
+
+import machine
+import reference
+import sanitizer_cases
+from reference import FORMULAS, assert_no_worse_than_eager, operands, shapes
+
+NEEDED = (9, 0)
+pytestmark = pytest.mark.skipif(
+    machine.device_type() != "cuda" or torch.cuda.get_device_capability() != NEEDED,
+    reason="the fused GEMMs need a GPU of compute capability 9.0 and a torch with CUDA",
+)
+
+FUNCTIONS = ("linear", "gated_linear", "gated_mlp", "mlp")
+functions = pytest.mark.parametrize("function", FUNCTIONS)
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+FUSED = "fused sm_90a GEMM"
+GIB = 2**30
+
+
+def gemms_of(function: str) -> int:
+    return 2 if function.endswith("mlp") else 1
+
+
+def fused_gemms(fused_mlp, function, made, activation) -> int:
+    """How many of a call's GEMMs are fused, as explain says."""
+    return fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation).reason.count(FUSED)
+
+
+def poison(function, made, dtype) -> int:
+    """Leaves NaNs where the call's intermediate and result will be allocated, and returns the result's address.
+
+    The allocator hands out the same blocks when the same sizes are asked for again in the same order.
+    """
+    lead = made["x"].shape[:-1]
+    weights = [operand for name, operand in made.items() if name.endswith("weight") and name != "up_weight"]
+    blocks = [torch.full((*lead, w.shape[0]), torch.nan, dtype=dtype, device="cuda") for w in weights]
+    return blocks[-1].data_ptr()
+
+
+# Random shapes
+
+
+def relaid(tensor, rng):
+    """The tensor, or the same values as a view: rows padded (by a multiple of 16 bytes or not) or off their alignment."""
+    before, after = rng.choice([(0, 0), (0, 0), (0, 8), (8, 16), (0, 3), (1, 7)])
+    if before == after == 0:
+        return tensor
+    cols = tensor.shape[-1]
+    padded = tensor.new_full((*tensor.shape[:-1], before + cols + after), torch.nan)  # whoever reads it shows it
+    view = padded[..., before : before + cols]
+    return view.copy_(tensor)
+
+
+def feature_count(rng):
+    return 8 * rng.randint(1, 200) if rng.random() < 0.9 else rng.randint(1, 800)
+
+
+@half_dtypes
+@functions
+def test_random_shapes(fused_mlp, device, function, dtype):
+    """A thousand over all parameters: against float64, no worse than eager, in memory that held NaNs."""
+    rng = random.Random(torch.initial_seed())
+    activations = [name for name in FORMULAS if name is not None]
+    fused = 0
+    for index in range(125):
+        rows = round(4096 ** rng.random())
+        lead = rng.choice([(rows,), (1, rows), (2, (rows + 1) // 2)])
+        sizes = tuple(feature_count(rng) for _ in range(3))
+        names = [name for name in shapes(function, lead, sizes) if name.endswith("bias")]
+        biases = rng.choice([True, False, tuple(name for name in names if rng.random() < 0.5)])
+        made = operands(function, lead, sizes, dtype=dtype, device=device, biases=biases)
+        made = {name: relaid(operand, rng) for name, operand in made.items()}
+        activation = rng.choice(activations)
+        what = f"{index}: {function}, {lead} x {sizes}, {activation}, " + ", ".join(
+            f"{name} {operand.stride()} from {operand.storage_offset()}" for name, operand in made.items()
+        )
+        whole = fused_gemms(fused_mlp, function, made, activation) == gemms_of(function)
+        fused += whole
+        address = poison(function, made, dtype)
+        result = getattr(fused_mlp, function)(**made, activation=activation)
+        if whole:
+            assert result.data_ptr() == address, f"{what}: the result does not lie where the NaNs were"
+        expected = reference.eager(function, made, activation)
+        assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), what, roundings=8)
+    assert fused >= 20, f"{fused} of 125 calls were fused: this tests something else"
+
+
+# Exact repetition
+
+
+@half_dtypes
+@pytest.mark.parametrize(
+    ("function", "rows", "sizes"),
+    [
+        ("linear", 1, (4096, 512, 0)),  # few rows, k split over eight
+        ("linear", 65, (4104, 264, 0)),  # few tiles, k split
+        ("linear", 1500, (2056, 264, 0)),
+        ("gated_linear", 33, (1032, 200, 0)),
+        ("gated_linear", 300, (520, 4104, 0)),
+        ("gated_mlp", 7, (1032, 2056, 1032)),
+        ("gated_mlp", 777, (768, 3072, 768)),
+        ("mlp", 200, (1032, 2056, 264)),
+    ],
+)
+def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
+    made = operands(function, (rows,), sizes, dtype=dtype, device=device)
+    first = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
+    assert first.isfinite().all()
+    different = torch.zeros((), dtype=torch.bool, device=device)
+    for _ in range(100):
+        poison(function, made, dtype)
+        again = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
+        different |= (again.view(torch.int16) != first.view(torch.int16)).any()
+    assert not different
+
+
+# Sizes past 2^31
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "n_in", "n_out"),
+    [
+        ("linear", 40_000, 64, 65_536),
+        ("gated_linear", 40_000, 64, 65_536),
+        ("linear", 33, 8, 2**26 + 8),
+        ("gated_linear", 33, 8, 2**26 + 8),
+        ("linear", 3, 4104, 2**19 + 8),
+        ("linear", 300, 4104, 2**19 + 8),
+    ],
+    ids=["out-tiled", "out-tiled-gated", "out-streamed", "out-streamed-gated", "weight-streamed", "weight-tiled"],
+)
+def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_out):
+    """The result or a weight is that large. Nothing is left unwritten; some elements of all regions are compared."""
+    free = torch.cuda.mem_get_info()[0]
+    if free < 24 * GIB:
+        pytest.skip(f"needs 24 GiB of free GPU memory, there are {free / GIB:.0f}")
+    assert max(rows, n_in) * n_out > 2**31
+    weights = [name for name in shapes(function, (rows,), (n_in, n_out, 0)) if name.endswith("weight")]
+    made = {"x": torch.randn(rows, n_in, device=device).bfloat16()}
+    for name in weights:
+        made[name] = torch.empty(n_out, n_in, dtype=torch.bfloat16, device=device).normal_(std=n_in**-0.5)
+    address = poison(function, made, torch.bfloat16)
+    result = getattr(fused_mlp, function)(**made, activation="silu")
+    if fused_gemms(fused_mlp, function, made, "silu"):
+        assert result.data_ptr() == address
+    assert not any(part.isnan().any() for part in result.flatten().split(2**29))
+
+    def sample(size):
+        ends = torch.tensor([0, 1, size - 2, size - 1], device=device)
+        return torch.cat([ends, torch.randint(size, (1000,), device=device)])
+
+    some_rows, some_columns = sample(rows), sample(n_out)
+    small = {"x": made["x"][some_rows]} | {name: made[name][some_columns] for name in weights}
+    assert_no_worse_than_eager(
+        result[some_rows][:, some_columns],
+        reference.eager(function, small, "silu"),
+        reference.exact(function, small, "silu"),
+        roundings=8,
+    )
+
+
+# Graphs and streams
+
+ROWS = pytest.mark.parametrize("rows", [1, 40, 300, 2048])
+
+
+@ROWS
+@functions
+def test_graph_replays_on_new_inputs(fused_mlp, device, function, rows):
+    made = operands(function, (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device)
+    getattr(fused_mlp, function)(**made, activation="silu")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = getattr(fused_mlp, function)(**made, activation="silu")
+    for _ in range(3):
+        fresh = operands(function, (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device)
+        for name, operand in made.items():
+            operand.copy_(fresh[name])
+        result.fill_(torch.nan)
+        graph.replay()
+        expected = reference.eager(function, made, "silu")
+        assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+
+
+@ROWS
+def test_order_on_a_stream(fused_mlp, device, rows):
+    """Calls that feed each other, on a stream that starts late: a kernel that starts before its input is there shows."""
+    layers = [operands("gated_mlp", (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device) for _ in range(8)]
+    start = layers[0].pop("x")
+    for layer in layers[1:]:
+        del layer["x"]
+
+    def chain(x, wait):
+        for layer in layers:
+            x = fused_mlp.gated_mlp(x, **layer, activation="silu")
+            wait()
+        return x
+
+    expected = chain(start, torch.cuda.synchronize)
+    assert expected.isfinite().all()
+    late = torch.full_like(start, torch.nan)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(start)
+        result = chain(late, lambda: None)
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+# Which kernels run
+
+
+def kernels_of(run) -> list[str]:
+    """The names of the GPU's kernels (copies and fills among them), in any order."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@functions
+def test_one_kernel_for_each_gemm(fused_mlp, device, function):
+    """Where all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
+    checked = 0
+    for rows, sizes in (
+        (1, (4096, 14336, 4096)),
+        (16, (768, 3072, 768)),
+        (2048, (4096, 8192, 4096)),
+        (8192, (768, 3072, 768)),
+    ):
+        made = operands(function, (rows,), sizes, dtype=torch.bfloat16, device=device)
+        if fused_gemms(fused_mlp, function, made, "gelu_pytorch_tanh") < gemms_of(function):
+            continue
+        checked += 1
+        names = kernels_of(lambda: getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh"))  # noqa: B023
+        assert len(names) == gemms_of(function), names
+        assert all("fused_mlp::sm90" in name for name in names), names
+    assert checked, "explain calls none of the shapes fused"
+
+
+def gemm_kernels(names) -> set[tuple[str, ...]]:
+    """Kind and template arguments of the fused GEMMs among kernel names, mangled or demangled."""
+    found = set()
+    for name in names:
+        mangled = re.search(r"(tiled|streamed)_gemm_kernelI.*?GemmI\d+(__nv_bfloat16|__half)((?:L[bi]\d+E)+)E", name)
+        plain = re.search(r"(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>", name)
+        if mangled:
+            found.add((mangled[1], mangled[2], *re.findall(r"\d+", mangled[3])))
+        elif plain:
+            numbers = plain[3].replace("true", "1").replace("false", "0").replace("(int)", "").replace("(bool)", "")
+            found.add((plain[1], plain[2], *numbers.split(", ")))
+    return found
+
+
+def test_sanitizer_cases_reach_every_kernel(fused_mlp):
+    (extension,) = (machine.build_folder()).glob("*-cu*/*.so")
+    symbols = re.findall(rb"_ZN9fused_mlp4sm90\d+\w+_gemm_kernel\w+", extension.read_bytes())
+    built = gemm_kernels(symbol.decode() for symbol in symbols)
+    assert built, "no GEMM kernels in the extension"
+
+    def run():
+        for function, made, activation in sanitizer_cases.gemms():
+            getattr(fused_mlp, function)(**made, activation=activation)
+
+    missed = built - gemm_kernels(kernels_of(run))
+    assert not missed, f"no case of sanitizer_cases.py runs {sorted(missed)}"
+
+
+# Fallbacks
+
+
+def misaligned(tensor):
+    padded = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 8)
+    padded[..., 1 : 1 + tensor.shape[-1]] = tensor
+    return padded[..., 1:][..., : tensor.shape[-1]]
+
+
+FALLBACKS = {
+    "misaligned-x": ("x", misaligned, "not aligned to 16 bytes"),
+    "misaligned-weight": ("weight", misaligned, "not aligned to 16 bytes"),
+    "odd-row-stride": ("x", lambda t: torch.cat([t, t[..., :3]], -1)[..., :-3], "not aligned to 16 bytes"),
+    "repeated-row": ("x", lambda t: t[:1].expand_as(t), "rows that overlap"),
+    "column-major-weight": ("weight", lambda t: t.t().contiguous().t(), "not row-major"),
+    "strided-bias": ("bias", lambda t: torch.stack([t, t], -1)[:, 0], "a strided bias"),
+    "odd-features": ("x", lambda t: t, "not a multiple of 8"),
+    "float32": ("x", lambda t: t, "float32"),
+    "no-rows": ("x", lambda t: t[:0], "an empty operand"),
+}
+
+
+@pytest.mark.parametrize(("operand", "change", "reason"), FALLBACKS.values(), ids=FALLBACKS)
+@pytest.mark.parametrize("function", ["linear", "gated_linear"])
+def test_fallback_is_right_and_explained(fused_mlp, device, function, operand, change, reason):
+    dtype = torch.float32 if reason == "float32" else torch.bfloat16
+    sizes = (72, 203, 0) if "multiple" in reason else (72, 200, 0)
+    made = operands(function, (30,), sizes, dtype=dtype, device=device)
+    for name in made:
+        if name.endswith(operand):
+            made[name] = change(made[name])
+    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation="silu")
+    assert explanation.implementation == "cuda"
+    assert FUSED not in explanation.reason
+    assert reason in explanation.reason
+    result = getattr(fused_mlp, function)(**made, activation="silu")
+    expected = reference.eager(function, made, "silu")
+    assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+
+
+def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
+    """The down projection alone has a width that the fused GEMM does not take."""
+    made = operands("gated_mlp", (30,), (72, 200, 51), dtype=torch.bfloat16, device=device)
+    explanation = fused_mlp.explain(fused_mlp.gated_mlp, **made, activation="silu")
+    first, second = explanation.reason.split("; down: ")
+    assert FUSED in first and FUSED not in second and "not a multiple of 8" in second
