@@ -48,7 +48,9 @@ def cpu_microseconds(run: Callable[[], object], iterations: int) -> float:
     return spent / iterations * 1e6
 
 
-def compare(providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0) -> dict[str, dict]:
+def compare(
+    providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0
+) -> dict[str, dict]:
     """Medians over `rounds` turns of every provider: kernel_us, kernels, wall_us, cpu_us."""
     iterations = {}
     for name, run in providers.items():

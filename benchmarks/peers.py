@@ -17,8 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
@@ -174,7 +173,18 @@ WORKLOADS = {
     "mlp": (
         mlp_providers,
         TABLE,
-        ["eager", "compile", "compile-max", "liger", "quack", "gemms", "gate-up-gemm", "ours-gated", "ours", "ours-triton"],
+        [
+            "eager",
+            "compile",
+            "compile-max",
+            "liger",
+            "quack",
+            "gemms",
+            "gate-up-gemm",
+            "ours-gated",
+            "ours",
+            "ours-triton",
+        ],
     ),
     "pointwise": (
         pointwise_providers,
@@ -195,10 +205,9 @@ def print_table(results):
         for i, (name, f) in enumerate(result["providers"].items()):
             ratios = [f"{f[key] / eager[key]:.2f}" if eager else "" for key in ("kernel_us", "wall_us")]
             shape = " x ".join(map(str, result["shape"])) if i == 0 else ""
-            table.add_row(
-                shape, name, f"{f['kernels']:.0f}", f"{f['kernel_us']:.1f}", ratios[0], f"{f['wall_us']:.1f}", ratios[1],
-                f"{f['cpu_us']:.1f}",
-            )  # fmt: skip
+            times = [f"{f[key]:.1f}" for key in ("kernel_us", "wall_us", "cpu_us")]
+            kernels_launched = f"{f['kernels']:.0f}"
+            table.add_row(shape, name, kernels_launched, times[0], ratios[0], times[1], ratios[1], times[2])
     Console().print(table)
 
 

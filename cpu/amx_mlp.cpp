@@ -19,13 +19,13 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden, const Layer* down,
-         const Tensor& out) {
+void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden, const Layer* down, const Tensor& out) {
   const int64_t threads = torch::stable::get_num_threads();
   // Given blocks enough, each thread takes whole blocks through both layers. Otherwise the threads share the features.
   const bool share_tokens = ceil_div(tokens, kBlockTokens) >= threads;
   const int64_t blocks_wanted = ceil_div(tokens, kBlockTokens);
-  const int64_t block = round_up(ceil_div(tokens, share_tokens ? round_up(blocks_wanted, threads) : blocks_wanted), kTokens);
+  const int64_t block =
+      round_up(ceil_div(tokens, share_tokens ? round_up(blocks_wanted, threads) : blocks_wanted), kTokens);
   const int64_t blocks = ceil_div(tokens, block);
   const int64_t slots = share_tokens ? threads : blocks;
 
@@ -51,8 +51,8 @@ void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden,
     const int64_t panels = hidden.panels();
     const Destination to = down == nullptr ? Destination{out_data + b * block * out_features, out_features}
                                            : Destination{packed_hidden + slot * hidden_size, 0};
-    project(hidden, packed_in + slot * in_size, block_tokens(b), panels * share / shares,
-            panels * (share + 1) / shares, sums + thread * sums_size, to);
+    project(hidden, packed_in + slot * in_size, block_tokens(b), panels * share / shares, panels * (share + 1) / shares,
+            sums + thread * sums_size, to);
   };
   const auto second_layer = [&](int64_t b, int64_t slot, int64_t thread, int64_t share, int64_t shares) {
     if (down == nullptr) return;

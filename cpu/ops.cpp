@@ -43,8 +43,8 @@ DType dtype_of(const Tensor& tensor, const char* name) {
 int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 void check_activation(int64_t activation) {
-  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}),
-                  "activation must be a code of activation.h, not ", activation);
+  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}), "activation must be a code of activation.h, not ",
+                  activation);
 }
 
 // torch's ops called from within ours must not record gradients: `out=` variants refuse to.
@@ -190,8 +190,8 @@ amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
 
 // What run_blocks() does, on AMX tiles.
 void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
-  amx::Layer first{projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(),
-                   hidden.activation};
+  amx::Layer first{
+      projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(), hidden.activation};
   if (hidden.gated()) first.up = projection(*hidden.up_weight, *hidden.up_bias);
   amx::Layer second{};
   if (output) {
@@ -258,7 +258,8 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
                  const OptionalTensor& up_bias, int64_t activation) {
-  const char* refusal = tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
+  const char* refusal =
+      tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
   if (refusal == nullptr) return "fused GEMM on AMX tiles";
   return std::string("torch's GEMM on blocks of rows and ") + name(isa()) + " pointwise kernels: " + refusal;
 }

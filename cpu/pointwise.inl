@@ -60,9 +60,9 @@ void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T* x_row = row<T>(x, r);
     T* out_row = row<T>(out, r);
-    for_each_vector(shape.cols, FUSED_MLP_VECTOR_BODY {
-      store(out_row + c, count, activate<kActivation>(load(x_row + c, count)));
-    });
+    for_each_vector(
+        shape.cols,
+        FUSED_MLP_VECTOR_BODY { store(out_row + c, count, activate<kActivation>(load(x_row + c, count))); });
   }
 }
 
@@ -71,23 +71,26 @@ void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matri
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T* out_row = row<T>(out, r);
-    for_each_vector(shape.cols, FUSED_MLP_VECTOR_BODY {
-      store(out_row + c, count, activate<kActivation>(load(gate_row + c, count)) * load(up_row + c, count));
-    });
+    for_each_vector(
+        shape.cols, FUSED_MLP_VECTOR_BODY {
+          store(out_row + c, count, activate<kActivation>(load(gate_row + c, count)) * load(up_row + c, count));
+        });
   }
 }
 
 template <typename T, Activation kActivation>
-void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix gate, Matrix up, Matrix dgate, Matrix dup) {
+void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix gate, Matrix up, Matrix dgate,
+                               Matrix dup) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *grad_row = row<T>(grad, r), *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T *dgate_row = row<T>(dgate, r), *dup_row = row<T>(dup, r);
-    for_each_vector(shape.cols, FUSED_MLP_VECTOR_BODY {
-      const Vec incoming = load(grad_row + c, count);
-      const Slope act = slope<kActivation>(load(gate_row + c, count));
-      store(dgate_row + c, count, incoming * load(up_row + c, count) * act.derivative);
-      store(dup_row + c, count, incoming * act.value);
-    });
+    for_each_vector(
+        shape.cols, FUSED_MLP_VECTOR_BODY {
+          const Vec incoming = load(grad_row + c, count);
+          const Slope act = slope<kActivation>(load(gate_row + c, count));
+          store(dgate_row + c, count, incoming * load(up_row + c, count) * act.derivative);
+          store(dup_row + c, count, incoming * act.value);
+        });
   }
 }
 
@@ -104,7 +107,8 @@ void visit(DType dtype, int64_t activation, const Visitor& visitor) {
 }
 
 static void act(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out) {
-  visit(shape.dtype, activation, [&]<typename T, Activation kActivation>() { act_rows<T, kActivation>(shape, x, out); });
+  visit(shape.dtype, activation,
+        [&]<typename T, Activation kActivation>() { act_rows<T, kActivation>(shape, x, out); });
 }
 
 static void act_and_mul(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out) {

@@ -7,8 +7,8 @@ namespace fused_mlp {
 // Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
 // sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken, but sigmoid(-x).
 //
-// `Fast` is for fp16 and bf16 results: the hardware's approximations (relative error about 1e-6), and for the erf form of
-// gelu a short fit, whose error is below theirs too.
+// `Fast` is for fp16 and bf16 results: the hardware's approximations (relative error about 1e-6), and for the erf form
+// of gelu a short fit, whose error is below theirs too.
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 1 / (1 + 2^-x), from two instructions of the special function unit.
@@ -120,9 +120,7 @@ struct ActivationFn<Activation::kRelu2, Fast> {
 template <bool Fast>
 struct ActivationFn<Activation::kSigmoid, Fast> {
   static __device__ __forceinline__ float value(float x) { return sigmoid<Fast>(x); }
-  static __device__ __forceinline__ float derivative(float x) {
-    return sigmoid<Fast>(x) * sigmoid<Fast>(-x);
-  }
+  static __device__ __forceinline__ float derivative(float x) { return sigmoid<Fast>(x) * sigmoid<Fast>(-x); }
 };
 
 }  // namespace fused_mlp

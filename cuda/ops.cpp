@@ -1,5 +1,5 @@
-// The CUDA backend's ops: each layer in one fused kernel where the GPU and the shape have one, else through torch's GEMMs
-// with a pointwise kernel behind them.
+// The CUDA backend's ops: each layer in one fused kernel where the GPU and the shape have one, else through torch's
+// GEMMs with a pointwise kernel behind them.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
@@ -107,9 +107,7 @@ struct FusedGemm {
     if (refused == nullptr) refused = sm90::slower_than_torch(problem);
   }
 
-  sm90::GemmPlan plan() const {
-    return sm90::plan(problem, device_attribute(cudaDevAttrMultiProcessorCount, device));
-  }
+  sm90::GemmPlan plan() const { return sm90::plan(problem, device_attribute(cudaDevAttrMultiProcessorCount, device)); }
 
  private:
   int32_t device;
@@ -207,8 +205,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
   const FusedGemm gemm(TensorRows(x), layer, false);
   if (gemm.refused != nullptr) return std::string("torch's GEMM and a pointwise kernel: ") + gemm.refused;
-  return std::string("fused sm_90a GEMM: ") + 
-         sm90::plan(gemm.problem, device_attribute(cudaDevAttrMultiProcessorCount, x.get_device_index())).reason;
+  return std::string("fused sm_90a GEMM: ") + gemm.plan().reason;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {

@@ -1,5 +1,3 @@
-#include "pointwise.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -8,6 +6,7 @@
 #include <type_traits>
 
 #include "activations.cuh"
+#include "pointwise.h"
 
 namespace fused_mlp {
 namespace {

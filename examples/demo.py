@@ -45,8 +45,8 @@ SENTENCES = [
     "Él escribió la carta a mano.",
     "1, 1, 2, 3, 5, 8, 13, 21",
     "?",
-    "A sentence that is a good deal longer than the others, with several clauses, so that the batch is padded unevenly, "
-    "which is what real batches look like, and which the attention mask has to get right.",
+    "A sentence that is a good deal longer than the others, with several clauses, so that the batch is padded "
+    "unevenly, which is what real batches look like, and which the attention mask has to get right.",
 ]
 
 
@@ -155,7 +155,12 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
     original_error = (answers["original"] - reference).norm()
     for name, variant in variants.items():
         error = answers[name] - reference
-        row = [name, f"{times[name] * 1e3:.2f} ms", f"{times['original'] / times[name]:.2f}x", f"{error.abs().max():.1e}"]
+        row = [
+            name,
+            f"{times[name] * 1e3:.2f} ms",
+            f"{times['original'] / times[name]:.2f}x",
+            f"{error.abs().max():.1e}",
+        ]
         table.add_row(*row, *([str(gpu_kernels(variant, inputs))] if device.type == "cuda" else []))
         if name not in ("original", "torch.compile"):
             if error.norm() > 1.1 * original_error:

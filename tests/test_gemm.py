@@ -48,7 +48,7 @@ def poison(function, made, dtype) -> int:
 
 
 def relaid(tensor, rng):
-    """The tensor, or the same values as a view: rows padded (by a multiple of 16 bytes or not) or off their alignment."""
+    """The tensor, or its values as a view: rows padded (by a multiple of 16 bytes or not) or off their alignment."""
     before, after = rng.choice([(0, 0), (0, 0), (0, 8), (8, 16), (0, 3), (1, 7)])
     if before == after == 0:
         return tensor
@@ -192,7 +192,7 @@ def test_graph_replays_on_new_inputs(fused_mlp, device, function, rows):
 
 @ROWS
 def test_order_on_a_stream(fused_mlp, device, rows):
-    """Calls that feed each other, on a stream that starts late: a kernel that starts before its input is there shows."""
+    """Calls that feed each other, on a stream that starts late: a kernel that does not wait for its input shows."""
     layers = [operands("gated_mlp", (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device) for _ in range(8)]
     start = layers[0].pop("x")
     for layer in layers[1:]:
@@ -230,16 +230,19 @@ def kernels_of(run) -> list[str]:
     return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
+LARGE_AND_SMALL = [
+    (1, (4096, 14336, 4096)),
+    (16, (768, 3072, 768)),
+    (2048, (4096, 8192, 4096)),
+    (8192, (768, 3072, 768)),
+]
+
+
 @functions
 def test_one_kernel_for_each_gemm(fused_mlp, device, function):
     """Where all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
     checked = 0
-    for rows, sizes in (
-        (1, (4096, 14336, 4096)),
-        (16, (768, 3072, 768)),
-        (2048, (4096, 8192, 4096)),
-        (8192, (768, 3072, 768)),
-    ):
+    for rows, sizes in LARGE_AND_SMALL:
         made = operands(function, (rows,), sizes, dtype=torch.bfloat16, device=device)
         if fused_gemms(fused_mlp, function, made, "gelu_pytorch_tanh") < gemms_of(function):
             continue

@@ -33,9 +33,9 @@ cudaError_t launch_for_dtype(const GemmProblem& problem, const GemmPlan& plan, i
 
 constexpr int64_t kMaxStreamedRows = 64;
 
-// The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly once
-// the CTAs outnumber what saturates the memory, and every part more has to be added up. Within 1% of the best on average
-// over nine models' shapes and m = 1 to 64 on an H100, 11% at worst.
+// The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
+// once the CTAs outnumber what saturates the memory, and every part more has to be added up. Within 1% of the best on
+// average over nine models' shapes and m = 1 to 64 on an H100, 11% at worst.
 GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
   constexpr double kSaturating = 1.5;  // CTAs a multiprocessor
   constexpr double kReduction = 2.0;   // of a part, in blocks

@@ -45,9 +45,7 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-inline EpilogueArgs epilogue_args(const GemmProblem& p) {
-  return {p.bias, p.up_bias, p.activation};
-}
+inline EpilogueArgs epilogue_args(const GemmProblem& p) { return {p.bias, p.up_bias, p.activation}; }
 
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {

@@ -95,7 +95,9 @@ def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
 def _explain_module(module: nn.Module) -> Explanation:
     name = type(module).__name__
     own = module.__dict__.get("forward")
-    kernel = getattr(own, "__func__", None) or (type(module).forward if type(module).__module__ == layers.__name__ else None)
+    kernel = getattr(own, "__func__", None) or (
+        type(module).forward if type(module).__module__ == layers.__name__ else None
+    )
     if kernel is patching.forward:
         return _from_words(name, patching.explain_plan(module))
     if kernel is not None and kernel.__module__ == layers.__name__:

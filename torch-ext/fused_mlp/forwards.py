@@ -66,9 +66,7 @@ def plain(
         return fc2((act or activation.function)(fc1(x)))
     if obstacles.of_projection(fc2) is not None:
         return fc2(functional.linear(x, obstacles.weight_of(fc1), fc1.bias, activation.name))
-    return functional.mlp(
-        x, obstacles.weight_of(fc1), obstacles.weight_of(fc2), fc1.bias, fc2.bias, activation.name
-    )
+    return functional.mlp(x, obstacles.weight_of(fc1), obstacles.weight_of(fc2), fc1.bias, fc2.bias, activation.name)
 
 
 def linear(

@@ -47,7 +47,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
     if gate.device != up.device:
         raise ValueError(f"up must be on the device of gate, {gate.device}, got {up.device}")
     if gate.dtype != up.dtype:
-        if not _autocasts(gate.device.type):
+        if not _autocasts(gate):
             raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
         dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
         gate, up = gate.to(dtype), up.to(dtype)
@@ -182,19 +182,19 @@ def mlp(
 def composition_reason(*operands: Optional[Tensor]) -> Optional[str]:
     """Why a call on these operands (the input first) cannot be one op, or None if it can."""
     x = operands[0]
-    tensors = [operand for operand in operands if operand is not None]
-    for tensor in tensors:
+    grad_enabled = torch.is_grad_enabled()
+    for tensor in operands:
+        if tensor is None:
+            continue
         if type(tensor) not in _PLAIN_TENSORS:
             return f"an operand is a {type(tensor).__name__}"
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return "autograd follows the parts"
+        if grad_enabled and tensor.requires_grad:
+            return "autograd follows the parts"
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
-    if _autocasts(x.device.type):
+    if _autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
-        if any(tensor.dtype != dtype for tensor in tensors):
+        if any(tensor is not None and tensor.dtype != dtype for tensor in operands):
             return f"autocast casts the operands to {dtype}"
     return None
 
@@ -240,8 +240,10 @@ class _ActAndMul(torch.autograd.Function):
         return gate_grad, up_grad, None, None
 
 
-def _autocasts(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # which raises for meta
+def _autocasts(x: Tensor) -> bool:
+    if x.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which raises for meta
 
 
 def _shape(tensor: Tensor) -> str:
@@ -262,10 +264,12 @@ def _check_input(x: Tensor) -> None:
 
 
 def _check_like(x: Tensor, name: str, tensor: Tensor) -> None:
+    if type(tensor) in _PLAIN_TENSORS and tensor.dtype == x.dtype and tensor.device == x.device:
+        return
     _check_tensor(name, tensor)
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-    if tensor.dtype != x.dtype and not _autocasts(x.device.type):
+    if tensor.dtype != x.dtype and not _autocasts(x):
         raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
 
 
@@ -295,4 +299,6 @@ def _check_gated(
     _check_projection(x, "x", x.shape[-1], "gate_weight", gate_weight, "gate_bias", gate_bias)
     _check_projection(x, "x", x.shape[-1], "up_weight", up_weight, "up_bias", up_bias)
     if up_weight.shape[0] != gate_weight.shape[0]:
-        raise ValueError(f"up_weight must have the shape of gate_weight, {_shape(gate_weight)}, got {_shape(up_weight)}")
+        raise ValueError(
+            f"up_weight must have the shape of gate_weight, {_shape(gate_weight)}, got {_shape(up_weight)}"
+        )

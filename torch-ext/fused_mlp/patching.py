@@ -80,7 +80,7 @@ _PLAN = "_fused_mlp"  # the attribute of a fused module that holds its plan, pla
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module: its path in the model, its class, the pattern it fits, whether it was fused and why."""
+    """What became of one module: its path, its class, the pattern it fits, whether it was fused and why."""
 
     path: str
     class_name: str
@@ -164,7 +164,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
 
 
 def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The forward of a fused module: takes what the original takes, and runs the original where that is the safe way."""
+    """The forward of a fused module: takes what the original takes, and runs the original where that is safer."""
     plan = getattr(self, _PLAN)
     if len(args) + len(kwargs) != 1 or (kwargs and plan["input"] not in kwargs) or original_is_needed(self):
         return type(self).forward(self, *args, **kwargs)
@@ -211,11 +211,11 @@ def _run(module: nn.Module, plan: Dict[str, Any], x: Tensor) -> Tensor:
 def _match(module: nn.Module) -> Optional[Tuple[Pattern, Tuple[str, ...]]]:
     """The pattern whose projections the module has, if it also has an activation."""
     children = module._modules
+    activated = any(callable(getattr(module, attribute, None)) for attribute in _ACTIVATION_ATTRIBUTES)
     for pattern in PATTERNS:
         for names in pattern.spellings:
-            if all(isinstance(children.get(name), nn.Module) for name in names):
-                if any(callable(getattr(module, attribute, None)) for attribute in _ACTIVATION_ATTRIBUTES):
-                    return pattern, names
+            if activated and all(isinstance(children.get(name), nn.Module) for name in names):
+                return pattern, names
     return None
 
 

@@ -33,14 +33,14 @@ mlp = ops.mlp.default
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
     """Why the compiled ops do not take a call on ``x``: its device, its dtype, or a GPU they were not built for."""
-    if x.device.type != DEVICE_TYPE:
+    if not (x.is_cuda if DEVICE_TYPE == "cuda" else x.is_cpu):  # several times as fast as comparing x.device.type
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
-    return _gpu_refusal(x.device.index) if DEVICE_TYPE == "cuda" else None
+    return _gpu_refusal(x.get_device()) if DEVICE_TYPE == "cuda" else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _gpu_refusal(device_index: int) -> Optional[str]:
     major, minor = torch.cuda.get_device_capability(device_index)
     for arch in _BACKEND["archs"]:
