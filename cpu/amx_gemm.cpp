@@ -99,7 +99,7 @@ struct Panel {
 FUSED_MLP_INLINE Vec sum(const float* sums, const uint16_t* bias, int64_t feature) {
   Vec x;
   __builtin_memcpy(&x, sums, sizeof(x));
-  return bias == nullptr ? x : x + from_bf16(VecHalf{} + bias[feature]);
+  return bias == nullptr ? x : x + (Vec)(VecBits{} + (uint32_t{bias[feature]} << 16));
 }
 
 // What remains to be done with the sums of a panel: biases, activation, product and store. It is done in steps, so that
@@ -128,24 +128,24 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
   const int64_t begin = epilogue.panel * (2 * kPairs);
   for (; count > 0; --count, ++epilogue.step) {
     const int64_t p = epilogue.step % kPairs, tile = epilogue.step / kPairs;
-    VecBits halves[2] = {};
-    for (int64_t i = 0; i < 2; ++i) {
-      const int64_t f = 2 * p + i;
+    Pair values{};
+    for (int64_t h = 0; h < 2; ++h) {
+      const int64_t f = 2 * p + h;
       if (begin + f >= layer.out_features) break;
       const float* sums = epilogue.sums + tile / 2 * kSums + tile % 2 * 256 + f / kTileRows * 512 + f % kTileRows * 16;
       Vec value = activate<kActivation>(sum(sums, layer.gate.bias, begin + f));
       if constexpr (kGated) value *= sum(sums + 512, layer.up.bias, begin + f);
-      halves[i] = bf16_bits(value);
+      values.half[h] = value;
     }
-    const __m512i both = (__m512i)(halves[0] >> 16 | (halves[1] & 0xffff0000u));
+    const __m512i rounded = (__m512i)to_bf16(values);
     if (epilogue.to.row_stride == 0) {
       const int64_t depth_tiles = round_up(layer.out_features, kDepth) / kDepth;
       char* packed = reinterpret_cast<char*>(epilogue.to.data) +
                      (tile / 2 * depth_tiles + begin / kDepth) * (2 * kTileBytes) + tile % 2 * kTileBytes;
-      _mm512_store_si512(packed + (begin % kDepth / 2 + p) * 64, both);
+      _mm512_store_si512(packed + (begin % kDepth / 2 + p) * 64, rounded);
       continue;
     }
-    epilogue.rows[p] = both;
+    epilogue.rows[p] = rounded;
     if (p < kPairs - 1 || begin >= layer.out_features) continue;
     transpose(epilogue.rows);
     const int64_t first_token = tile * kTileRows;

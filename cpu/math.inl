@@ -5,9 +5,7 @@
 #define FUSED_MLP_INLINE static inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
-typedef int32_t VecInt __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t VecBits __attribute__((vector_size(kWidth * 4)));
-typedef uint16_t VecHalf __attribute__((vector_size(kWidth * 2)));
 
 FUSED_MLP_INLINE Vec splat(float value) { return Vec{} + value; }
 FUSED_MLP_INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
@@ -15,15 +13,23 @@ FUSED_MLP_INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); 
 FUSED_MLP_INLINE Vec at_most(Vec x, float bound) { return x > bound ? splat(bound) : x; }
 FUSED_MLP_INLINE Vec at_least(Vec x, float bound) { return x < bound ? splat(bound) : x; }
 
-FUSED_MLP_INLINE Vec from_bf16(VecHalf x) { return (Vec)(__builtin_convertvector(x, VecBits) << 16); }
+// Two vectors. Those of bf16 values come from and go to a vector of their pairs, the first of each pair in the low half
+// of a lane: this takes no shuffles, and no calculation here depends on the order of the lanes.
+struct Pair {
+  Vec half[2];
+};
 
-// A bf16 value in the upper half of each lane, rounded to nearest, ties to even; NaN stays NaN.
-FUSED_MLP_INLINE VecBits bf16_bits(Vec x) {
-  const VecBits bits = (VecBits)x;
-  return x == x ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits | 0x400000u;
+FUSED_MLP_INLINE Pair from_bf16(VecBits pairs) { return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000u)}}; }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+FUSED_MLP_INLINE VecBits to_bf16(Pair x) {
+  VecBits rounded[2];
+  for (int h = 0; h < 2; ++h) {
+    const VecBits bits = (VecBits)x.half[h];
+    rounded[h] = x.half[h] == x.half[h] ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits | 0x400000u;
+  }
+  return rounded[0] >> 16 | (rounded[1] & 0xffff0000u);
 }
-
-FUSED_MLP_INLINE VecHalf to_bf16(Vec x) { return __builtin_convertvector(bf16_bits(x) >> 16, VecHalf); }
 
 // Horner's rule; the coefficient of the highest power comes first.
 template <int kTerms>
@@ -33,26 +39,32 @@ FUSED_MLP_INLINE Vec polynomial(Vec x, const float (&coefficients)[kTerms]) {
   return sum;
 }
 
-// exp(x + correction) for -112 <= x <= 0 and a correction below 0.01. NaN gives NaN, subnormal results are right.
-// With n the integer nearest to x / ln 2 it is 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 p(r) with a
-// minimax p (relative error 3.1e-9).
-FUSED_MLP_INLINE Vec exp_of_negative(Vec x, Vec correction) {
+// x = n ln 2 + remainder for -112 <= x <= 0 with an integer n, here in the low bits of `shifted`.
+struct Reduced {
+  VecBits shifted;
+  Vec remainder;
+};
+
+FUSED_MLP_INLINE Reduced reduce(Vec x) {
   constexpr float kRound = 0x1.8p23f;  // adding it leaves the integer nearest to the other summand in the low bits
   const Vec shifted = x * 0x1.715476p0f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f + correction;  // ln 2 in two parts; n * the first is exact
+  return {(VecBits)shifted, x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f};  // ln 2 in two parts; n * the first is exact
+}
+
+// exp(x), subnormal results included; NaN gives NaN. It is 2^n exp(r) with exp(r) = 1 + r + r^2 p(r) and a minimax p
+// (relative error 3.1e-9).
+FUSED_MLP_INLINE Vec exp_of(Reduced x) {
+  const Vec r = x.remainder;
   constexpr float kExp[] = {0x1.6a2256p-10f, 0x1.123b02p-7f, 0x1.5558f8p-5f, 0x1.555490p-3f, 0x1.fffffcp-2f};
   const Vec excess = r * r * polynomial(r, kExp) + r;
-  // 2^n as the product of two normal numbers, since it may be subnormal itself.
-  const VecInt exponent = (VecInt)shifted - 0x4b400000;
-  const VecInt half = exponent >> 1;
-  const Vec scale = (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
-  return scale * excess + scale;
+  const Vec scale = (Vec)((x.shifted << 23) + ((127u + 64u) << 23));  // 2^(n + 64): 2^n alone may be subnormal
+  return (scale * excess + scale) * 0x1p-64f;
 }
 
 // sigmoid(-|z|), the smaller of sigmoid(z) and 1 - sigmoid(z).
 FUSED_MLP_INLINE Vec smaller_sigmoid(Vec z) {
-  const Vec e = exp_of_negative(-at_most(magnitude(z), 105.0f), Vec{});
+  const Vec e = exp_of(reduce(-at_most(magnitude(z), 105.0f)));
   return e / (1.0f + e);
 }
 
@@ -72,7 +84,9 @@ FUSED_MLP_INLINE Normal normal(Vec x) {
   const Vec t = at_most(magnitude(x), 14.9f);  // exp(-t^2 / 2) vanishes there
   // t^2 = high^2 + (t - high)(t + high), whose first product is exact: exp magnifies the error of its argument.
   const Vec high = (Vec)((VecBits)t & 0xfffff000u);
-  const Vec bell = exp_of_negative(high * high * -0.5f, (t - high) * (t + high) * -0.5f);
+  Reduced exponent = reduce(high * high * -0.5f);
+  exponent.remainder += (t - high) * (t + high) * -0.5f;
+  const Vec bell = exp_of(exponent);
   // |x| < 1.25: 1/2 + x p(x^2), minimax, absolute error 2.1e-9.
   constexpr float kCentre[] = {-0x1.bdedd4p-18f, 0x1.cebf38p-14f, -0x1.360a4cp-10f,
                                0x1.46bf02p-7f,   -0x1.1057cep-4f, 0x1.988452p-2f};

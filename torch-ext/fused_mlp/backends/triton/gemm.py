@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...activations import BY_CODE
 from .activations import activate
 from .configs import INTERPRETER, Config, gpu, launch_config
+from .glu import act_and_mul
 from .rows import as_rows
 
 
@@ -102,6 +105,8 @@ def matmul_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
+    if _torch_multiplies(x):
+        return BY_CODE[activation].function(F.linear(x, weight, bias))
     return _matmul("linear", x, weight, None, bias, None, activation)
 
 
@@ -113,7 +118,14 @@ def gated_linear(
     up_bias: Optional[Tensor],
     activation: int,
 ) -> Tensor:
+    if _torch_multiplies(x):
+        return act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
     return _matmul("gated_linear", x, gate_weight, up_weight, gate_bias, up_bias, activation)
+
+
+def _torch_multiplies(x: Tensor) -> bool:
+    """Whether the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
+    return x.is_cuda and x.dtype == torch.float32 and _input_precision(x.dtype) == "ieee"
 
 
 def _matmul(

@@ -1,0 +1,157 @@
+"""Times every kernel on this GPU, torch's GEMM beside them: they take turns as CUDA graphs, and medians count."""
+
+import ctypes
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import project
+from builder import toolchain
+from tuning.kernels import GELU_TANH, LINEAR, Kernel, Point, candidates
+
+ROUNDS = 5
+BUDGET_US = 1500.0  # of one candidate's turn
+ENTRY = Path(__file__).with_name("entry.cpp")
+
+SHAPES = [
+    (768, 3072),
+    (1024, 4096),
+    (1152, 6912),
+    (1280, 5120),
+    (2048, 16384),
+    (2304, 9216),
+    (3584, 14336),
+    (4096, 14336),
+    (5120, 17408),
+]
+ROWS = [1, 8, 16, 32, 64, 77, 128, 197, 256, 384, 512, 1000, 2048, 4096]
+QUICK_SHAPES = SHAPES[::3]
+QUICK_ROWS = [1, 16, 64, 128, 256, 512, 2048]
+
+
+class TuneError(Exception):
+    pass
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "k", "activation")]
+
+
+class PlainKernel(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in Kernel._fields]
+
+
+def check_gpu() -> str:
+    """The name of the GPU."""
+    if not torch.cuda.is_available():
+        raise TuneError("no GPU: the kernels are timed on an H100 or H200")
+    name = torch.cuda.get_device_name()
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise TuneError(f"the GPU is a {name}: the kernels are for compute capability 9.0 (H100, H200)")
+    return name
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """The project's own sources with entry.cpp, in folder."""
+    nvcc = toolchain.nvcc()
+    if nvcc is None:
+        raise TuneError("no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "entry.so"
+    listed = project.config()["kernel"]["cuda_sm90"]["src"]
+    sources = [project.ROOT / source for source in [*listed, "cuda/pointwise.cu"] if source.endswith((".cpp", ".cu"))]
+    flags = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared"]
+    threads = f"--threads={len(os.sched_getaffinity(0))}"
+    command = [nvcc.path, *flags, threads, "-o", library, *sources, ENTRY]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise TuneError(f"nvcc failed: {next(iter((result.stderr or result.stdout).splitlines()), 'no message')}")
+    return ctypes.CDLL(str(library))
+
+
+def grid(quick: bool) -> list[tuple[str, int, int, int]]:
+    """(kind, m, n, k) of the layers of models."""
+    layers = []
+    for d, h in QUICK_SHAPES if quick else SHAPES:
+        for m in QUICK_ROWS if quick else ROWS:
+            layers += [("gated", m, h, d), ("activated", m, h, d), ("plain", m, d, h)]
+    return layers
+
+
+def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
+    gated = kind == "gated"
+    x, gate, up = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for rows in (m, n, n))
+    out, up_out = (torch.empty(m, n, dtype=x.dtype, device="cuda") for _ in range(2))
+    shape = Shape(m, n, k, LINEAR if kind == "plain" else GELU_TANH)
+    up_weight = ctypes.c_void_p(up.data_ptr() if gated else None)
+
+    def check(error: int, what: object) -> None:
+        if error:
+            raise TuneError(f"CUDA error {error} at m {m}, n {n}, k {k}, {kind}: {what}")
+
+    def ours(kernel: Kernel) -> Callable[[], None]:
+        plain = PlainKernel(*kernel)
+        operands = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, gate, out)]
+
+        def run() -> None:
+            a, weight, result = operands
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            error = library.tune_gemm(ctypes.byref(shape), ctypes.byref(plain), a, weight, up_weight, result, stream)
+            check(error, kernel)
+
+        return run
+
+    def torchs() -> None:
+        torch.mm(x, gate.t(), out=out)
+        if gated:
+            torch.mm(x, up.t(), out=up_out)
+        if kind != "plain":
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            second = ctypes.c_void_p(up_out.data_ptr() if gated else None)
+            pointer = ctypes.c_void_p(out.data_ptr())
+            check(library.tune_act_and_mul(ctypes.byref(shape), pointer, second, stream), "act_and_mul")
+
+    chosen = PlainKernel()
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    library.tune_plan(ctypes.byref(shape), up_weight, multiprocessors, ctypes.byref(chosen))
+    present = Kernel(*(getattr(chosen, name) for name in Kernel._fields))
+
+    kernels = candidates(kind, m, k)
+    torch_us, *times = medians([torchs, *(ours(kernel) for kernel in kernels)], least_microseconds(kind, m, n, k))
+    return Point(kind, m, n, k, dict(zip(kernels, times)), torch_us, present)
+
+
+def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
+    """What a GPU of this kind needs for one product, at its best: by flops, bytes or launches."""
+    weights = (2 if kind == "gated" else 1) * n * k
+    return max(2 * m * weights / 700e6, 2 * weights / 3e6, 4.0)
+
+
+def medians(ways: list[Callable[[], None]], least_us: float) -> list[float]:
+    """Microseconds of one call of each."""
+    calls = max(2, min(60, int(BUDGET_US / least_us)))
+    graphs = [capture(way, calls) for way in ways]
+    times = [[] for _ in ways]
+    for _ in range(ROUNDS + 1):
+        for graph, samples in zip(graphs, times):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3 / calls)
+    return [statistics.median(samples[1:]) for samples in times]  # the first turn warms up
+
+
+def capture(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
+    run()  # what happens once, like loading the kernel, must not be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph

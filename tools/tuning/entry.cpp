@@ -1,0 +1,49 @@
+// The sm_90a GEMMs and the pointwise kernel for ctypes, with the kernel of the caller's choice. All matrices are bf16
+// and contiguous, and there are no biases.
+#include "../../cuda/pointwise.h"
+#include "../../cuda/sm90/gemm.h"
+
+namespace {
+
+using fused_mlp::DType;
+using namespace fused_mlp::sm90;
+
+// As in tuning.bench.
+struct Shape {
+  int64_t m, n, k, activation;
+};
+
+struct Kernel {
+  int streamed, block_n, ping_pong, multicast, split_k;
+};
+
+GemmProblem problem(const Shape& s, void* a, void* weight, void* up_weight, void* out) {
+  return {{a, s.k},    {weight, s.k}, {up_weight, s.k}, nullptr, nullptr, {out, s.n}, s.m, s.n, s.k, DType::kBFloat16,
+          s.activation, false};
+}
+
+}  // namespace
+
+extern "C" cudaError_t tune_gemm(const Shape* s, const Kernel* kernel, void* a, void* weight, void* up_weight,
+                                 void* out, cudaStream_t stream) {
+  const GemmPlan plan = {kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled,
+                         kernel->block_n,
+                         kernel->ping_pong != 0,
+                         kernel->multicast,
+                         kernel->split_k,
+                         ""};
+  return gemm(problem(*s, a, weight, up_weight, out), plan, stream);
+}
+
+// The kernel that gemm() would launch by itself.
+extern "C" void tune_plan(const Shape* s, void* up_weight, int multiprocessors, Kernel* kernel) {
+  const GemmPlan chosen = plan(problem(*s, nullptr, nullptr, up_weight, nullptr), multiprocessors);
+  *kernel = {chosen.kernel == GemmPlan::Kernel::kStreamed, chosen.block_n, chosen.ping_pong, chosen.multicast,
+             chosen.split_k};
+}
+
+// gate = act(gate) * up, or act(gate) where up is null.
+extern "C" cudaError_t tune_act_and_mul(const Shape* s, void* gate, void* up, cudaStream_t stream) {
+  return fused_mlp::launch_act_and_mul({gate, s->n}, {up, s->n}, {gate, s->n}, s->m, s->n, DType::kBFloat16,
+                                       s->activation, stream);
+}

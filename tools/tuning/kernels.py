@@ -1,0 +1,83 @@
+"""The kernels that dispatch chooses from, and what is known of one product of matrices that they were timed at."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_STREAMED_ROWS = 64
+LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
+
+
+class Kernel(NamedTuple):
+    """As GemmPlan of cuda/sm90/gemm.h."""
+
+    streamed: int
+    block_n: int
+    ping_pong: int
+    multicast: int
+    split_k: int
+
+    def __str__(self) -> str:
+        way = "streamed" if self.streamed else "ping-pong" if self.ping_pong else "cooperative"
+        return f"{way} {self.block_n}, multicast {self.multicast}, split-k {self.split_k}"
+
+
+# The instantiations of launch.cuh. Where two are equally fast, the first is taken.
+GATED_TILED = [
+    Kernel(0, 256, 0, 2, 1),
+    Kernel(0, 192, 1, 2, 1),
+    Kernel(0, 224, 0, 2, 1),
+    Kernel(0, 128, 1, 2, 1),
+    Kernel(0, 128, 0, 1, 1),
+]
+PLAIN_TILED = [
+    Kernel(0, 256, 0, 2, 1),
+    Kernel(0, 192, 1, 2, 1),
+    Kernel(0, 192, 0, 2, 1),
+    Kernel(0, 128, 1, 2, 1),
+    Kernel(0, 128, 0, 1, 1),
+    Kernel(0, 128, 0, 1, 2),
+    Kernel(0, 128, 0, 1, 4),
+]
+
+
+@dataclass
+class Point:
+    """One product, and microseconds of every way to compute it. kind is gated, activated (one weight) or plain."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    times: dict[Kernel, float]
+    torch: float  # its GEMMs and the pointwise kernel behind them
+    present: Kernel  # what plan() chooses as it is
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "gated"
+
+    @property
+    def streamed(self) -> bool:
+        return self.m <= MAX_STREAMED_ROWS
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.m * (self.k + self.n) + (2 if self.gated else 1) * self.n * self.k)
+
+    @property
+    def best(self) -> float:
+        return min(self.times.values())
+
+
+def candidates(kind: str, m: int, k: int) -> list[Kernel]:
+    if m <= MAX_STREAMED_ROWS:
+        rows = next(rows for rows in (8, 16, 32, 64) if m <= rows)
+        blocks = k_blocks(kind, k)
+        return [Kernel(1, rows, 0, 1, split_k) for split_k in (1, 2, 4, 8) if split_k <= blocks]
+    tiled = GATED_TILED if kind == "gated" else PLAIN_TILED
+    return [kernel for kernel in tiled if k >= 64 * kernel.split_k]
+
+
+def k_blocks(kind: str, k: int) -> int:
+    """Blocks of k that a streamed kernel reads."""
+    return -(-k // (64 if kind == "gated" else 128))
