@@ -1,5 +1,7 @@
 #include "amx_mlp.h"
 
+#if defined(__x86_64__)
+
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -89,3 +91,5 @@ void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden,
 }
 
 }  // namespace fused_mlp::amx
+
+#endif

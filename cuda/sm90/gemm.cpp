@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "../../torch-ext/activation.h"
+#include "tuning.h"
 
 namespace fused_mlp::sm90 {
 
@@ -53,35 +54,12 @@ GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
   return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, "few rows: the weights stream once"};
 }
 
-// A tiled kernel and its time on an H100, in microseconds: a start, and for every round of tiles (as many as the chip
-// holds at once) a part of its own and one for each 64 elements of k. Fitted to timings over m = 77 to 4096 at four
-// shapes of models; the fit chooses within 3% of the best kernel nearly everywhere.
-struct TiledChoice {
-  int block_n;
-  bool ping_pong;
-  int multicast;
-  int split_k;
-  double start, round, k_block;
-  const char* reason;
-};
-
-constexpr const char* kLargeTiles = "large tiles: least traffic";
-constexpr const char* kPingPong = "epilogues hidden behind the other warpgroup's products";
-constexpr const char* kEvenRounds = "tiles that fill whole rounds";
-constexpr const char* kFewTiles = "few tiles: small ones";
-constexpr const char* kSplitK = "few tiles: k is split";
-
-constexpr TiledChoice kGatedChoices[] = {
-    {256, false, 2, 1, 2.88, 1.11, 0.717, kLargeTiles}, {192, true, 2, 1, 5.07, 0.0, 0.523, kPingPong},
-    {224, false, 2, 1, 3.53, 0.41, 0.656, kEvenRounds}, {128, true, 2, 1, 4.50, 0.0, 0.397, kPingPong},
-    {128, false, 1, 1, 0.84, 0.0, 0.537, kFewTiles},
-};
-constexpr TiledChoice kPlainChoices[] = {
-    {256, false, 2, 1, 0.0, 1.99, 0.627, kLargeTiles}, {192, true, 2, 1, 0.0, 3.78, 0.466, kPingPong},
-    {192, false, 2, 1, 0.0, 2.57, 0.470, kEvenRounds}, {128, true, 2, 1, 0.0, 1.90, 0.362, kPingPong},
-    {128, false, 1, 1, 0.0, 3.00, 0.370, kFewTiles},   {128, false, 1, 2, 0.0, 3.25, 0.423, kSplitK},
-    {128, false, 1, 4, 0.0, 4.20, 0.467, kSplitK},
-};
+const char* reason(const TiledTime& kernel) {
+  if (kernel.ping_pong) return "epilogues hidden behind the other warpgroup's products";
+  if (kernel.split_k > 1) return "few tiles: k is split";
+  if (kernel.multicast == 1) return "few tiles: small ones";
+  return kernel.block_n == 256 ? "large tiles: least traffic" : "tiles that fill whole rounds";
+}
 
 double estimated_microseconds(const GemmProblem& p, const TiledChoice& c, int multiprocessors) {
   constexpr double kActivation = 0.020;  // of a column of a plain tile, where the products do not hide it

@@ -1,0 +1,150 @@
+"""Models of the kernels' times, as cuda/sm90/gemm.cpp evaluates them, with constants fitted to what was measured."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuning.kernels import GATED_TILED, PLAIN_TILED, Kernel, Point, k_blocks
+
+LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
+FLOOR_MARGIN = 1.15  # nearer to what memory allows, a time says little of the kernel
+SATURATING = [0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
+REDUCTION = [0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
+
+
+@dataclass
+class TiledTime:
+    """Microseconds: max(start + rounds * (round + k_block * blocks of k + activation), bytes / bandwidth)."""
+
+    start: float
+    round: float
+    k_block: float
+    activation: float
+
+
+@dataclass
+class Rows:
+    """The rows, from first to last, at which torch's GEMM is faster; last is None where there is no end."""
+
+    first: int
+    last: int | None
+
+
+@dataclass
+class Constants:
+    gated: dict[Kernel, TiledTime]
+    plain: dict[Kernel, TiledTime]
+    bytes_per_microsecond: float
+    saturating: float
+    reduction: float
+    torch_plain: Rows | None
+    torch_activated: Rows | None
+
+    def choose(self, point: Point, multiprocessors: int) -> Kernel:
+        if point.streamed:
+            return min(point.times, key=lambda kernel: self._streamed_cost(point, kernel, multiprocessors))
+        return min(point.times, key=lambda kernel: self._tiled_time(point, kernel, multiprocessors))
+
+    def _streamed_cost(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
+        return streamed_cost(p, kernel.split_k, multiprocessors, self.saturating, self.reduction)
+
+    def _tiled_time(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
+        time = (self.gated if p.gated else self.plain)[kernel]
+        terms = tiled_terms(p, kernel, multiprocessors)
+        fitted = np.dot(terms, [time.start, time.round, time.k_block, time.activation])
+        return max(fitted, p.bytes / self.bytes_per_microsecond)
+
+
+def fit(points: list[Point], multiprocessors: int) -> Constants:
+    tiled = [point for point in points if not point.streamed]
+    streamed = [point for point in points if point.streamed]
+    large = [point for point in tiled if point.bytes > LARGE_BYTES] or tiled
+    bandwidth = max(point.bytes / point.best for point in large)
+    gated, plain = (
+        {kernel: tiled_time(kernel, tiled, gated, bandwidth, multiprocessors) for kernel in kernels}
+        for kernels, gated in ((GATED_TILED, True), (PLAIN_TILED, False))
+    )
+    saturating, reduction = min(
+        itertools.product(SATURATING, REDUCTION),
+        key=lambda constants: streamed_loss(streamed, multiprocessors, *constants),
+    )
+    constants = Constants(gated, plain, bandwidth, saturating, reduction, None, None)
+    constants.torch_plain, constants.torch_activated = (
+        torch_rows(points, kind, lambda point: constants.choose(point, multiprocessors))
+        for kind in ("plain", "activated")
+    )
+    return constants
+
+
+def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
+    """What start, round, k_block and activation are multiplied by."""
+    cluster = kernel.multicast * kernel.split_k
+    resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
+    columns = kernel.block_n // 2 if p.gated else kernel.block_n
+    tiles = -(-p.m // (128 * kernel.multicast)) * -(-p.n // columns)
+    rounds = -(-tiles // max(resident, 1))
+    blocks = -(-(-(-p.k // 64)) // kernel.split_k)
+    return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
+
+
+def tiled_time(
+    kernel: Kernel, tiled: list[Point], gated: bool, bandwidth: float, multiprocessors: int
+) -> TiledTime:
+    """The least relative error over the points that memory does not bound."""
+    timed = [point for point in tiled if point.gated == gated and kernel in point.times]
+    timed = [point for point in timed if point.times[kernel] > FLOOR_MARGIN * point.bytes / bandwidth]
+    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
+    times = np.array([point.times[kernel] for point in timed])
+    return TiledTime(*non_negative_least_squares(terms / times[:, None], np.ones(len(times))))
+
+
+def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |a x - b|, by trying every set of columns: there are few."""
+    columns = range(a.shape[1])
+    best, best_error = np.zeros(a.shape[1]), np.inf
+    for chosen in itertools.chain.from_iterable(itertools.combinations(columns, count + 1) for count in columns):
+        x = np.zeros(a.shape[1])
+        x[list(chosen)] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
+        error = np.linalg.norm(a @ x - b)
+        if (x >= 0).all() and error < best_error:
+            best, best_error = x, error
+    return best
+
+
+def streamed_cost(p: Point, split_k: int, multiprocessors: int, saturating: float, reduction: float) -> float:
+    """In blocks of k."""
+    crowding = max(1.0, -(-p.n // 64) * split_k / (saturating * multiprocessors))
+    return -(-k_blocks(p.kind, p.k) // split_k) * crowding + reduction * (split_k - 1)
+
+
+def streamed_loss(streamed: list[Point], multiprocessors: int, saturating: float, reduction: float) -> float:
+    """The mean square of how much slower than the best kernel the chosen one is."""
+
+    def cost(point: Point, kernel: Kernel) -> float:
+        return streamed_cost(point, kernel.split_k, multiprocessors, saturating, reduction)
+
+    chosen = [point.times[min(point.times, key=lambda kernel: cost(point, kernel))] for point in streamed]
+    return float(np.mean([(time / point.best - 1) ** 2 for point, time in zip(streamed, chosen)]))
+
+
+def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
+    """The longest run of measured m at which torch's GEMM is faster for most shapes."""
+    votes = defaultdict(list)
+    for point in points:
+        if point.kind == kind:
+            votes[point.m].append(point.torch < point.times[choose(point)])
+    measured = sorted(votes)
+    won = [m for m in measured if 2 * sum(votes[m]) > len(votes[m])]
+    runs = [
+        measured[start:end]
+        for start, end in itertools.combinations(range(len(measured) + 1), 2)
+        if set(measured[start:end]) <= set(won)
+    ]
+    if not runs:
+        return None
+    run = max(runs, key=len)
+    before = [m for m in measured if m < run[0]]
+    return Rows(before[-1] + 1 if before else 1, None if run[-1] == measured[-1] else run[-1])

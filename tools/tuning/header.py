@@ -1,0 +1,84 @@
+"""Writes cuda/sm90/tuning.h."""
+
+from tuning.fit import Constants, Rows, TiledTime
+from tuning.kernels import Kernel
+
+HEADER = """\
+// Made by `make tune` on {gpu}: what the sm_90a GEMMs choose by. tools/tuning/fit.py says how it is fitted.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace fused_mlp::sm90 {{
+
+// A tiled kernel and its time, in microseconds: a start, and for every round of tiles (as many as the chip holds at
+// once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
+struct TiledTime {{
+  int block_n;
+  bool ping_pong;
+  int multicast;
+  int split_k;
+  double start, round, k_block, activation;
+}};
+
+// Rows of a, from first to last, at which torch's GEMM is faster.
+struct TorchRows {{
+  int64_t first, last;
+  const char* reason;
+}};
+
+// clang-format off
+constexpr TiledTime kGatedTimes[] = {{
+{gated}
+}};
+constexpr TiledTime kPlainTimes[] = {{
+{plain}
+}};
+constexpr double kBytesPerMicrosecond = {bandwidth:.2g};
+
+// Of the streamed kernel: CTAs a multiprocessor that saturate the memory, and what a part of k costs to add up, in
+// blocks of k.
+constexpr double kSaturating = {saturating};
+constexpr double kReduction = {reduction};
+
+constexpr TorchRows kTorchPlain = {torch_plain};
+constexpr TorchRows kTorchActivated = {torch_activated};
+// clang-format on
+
+}}  // namespace fused_mlp::sm90
+"""
+
+
+def header(constants: Constants, gpu: str) -> str:
+    return HEADER.format(
+        gpu=gpu,
+        gated=table(constants.gated),
+        plain=table(constants.plain),
+        bandwidth=constants.bytes_per_microsecond,
+        saturating=constants.saturating,
+        reduction=constants.reduction,
+        torch_plain=rows(constants.torch_plain, "cuBLAS is faster for a plain product of"),
+        torch_activated=rows(constants.torch_activated, "cuBLAS and a kernel behind it are faster for"),
+    )
+
+
+def table(times: dict[Kernel, TiledTime]) -> str:
+    def row(kernel: Kernel, time: TiledTime) -> str:
+        ping_pong = "true" if kernel.ping_pong else "false"
+        return (
+            f"    {{{kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, "
+            f"{time.start:.2f}, {time.round:.2f}, {time.k_block:.3f}, {time.activation:.2f}}},"
+        )
+
+    return "\n".join(row(kernel, time) for kernel, time in times.items())
+
+
+def rows(torch: Rows | None, faster: str) -> str:
+    if torch is None:
+        return "{0, -1, nullptr}"
+    if torch.last is None:
+        last, which = "std::numeric_limits<int64_t>::max()", f"more than {torch.first - 1} rows"
+    else:
+        last, which = str(torch.last), f"{torch.first} to {torch.last} rows"
+    return f'{{{torch.first}, {last}, "as measured, {faster} {which}"}}'
