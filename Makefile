@@ -13,7 +13,7 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test demo bench lint format clean
+.PHONY: help venv build test sanitize demo bench tune lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +26,17 @@ build: $(call installed,build) ## build the kernel for the CPU and, where there 
 test: $(call installed,test) build ## build, then run all tests that this machine can run
 	$(python) -m pytest
 
+sanitize: $(call installed,test) build ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
+	$(python) tests/sanitizer_cases.py
+
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py
 
 bench: $(call installed,bench) build ## build, then measure against eager PyTorch, torch.compile and others (needs a GPU)
 	$(python) benchmarks/peers.py --out build/peers
+
+tune: $(call installed,bench) ## measure the sm_90a GEMMs and write cuda/sm90/tuning.h (needs an H100 or H200, and nvcc)
+	$(python) tools/tune.py
 
 lint: $(call installed,lint) ## check the style of all code
 	$(python) -m ruff check

@@ -231,7 +231,8 @@ struct Blocking {
 
 int64_t scratch_size(const Layer& layer, int64_t tokens) {
   const Blocking blocking(layer, tokens);
-  return blocking.slots * blocking.pairs * kSums;
+  const int64_t two_panels = 2 * blocking.pairs * kSums;
+  return blocking.group == 1 ? two_panels : max(two_panels, kGroupSums);
 }
 
 void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed) {

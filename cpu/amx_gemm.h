@@ -47,7 +47,7 @@ struct Destination {
 // Tokens x [tokens, features], rows row_stride elements apart, into the order in which project() reads them.
 void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed);
 
-// fp32 elements of scratch that project() needs for so many tokens.
+// fp32 elements of scratch that project() needs for so many tokens or fewer.
 int64_t scratch_size(const Layer& layer, int64_t tokens);
 
 // The panels [begin, end) of the layer's result.

@@ -29,8 +29,8 @@ void check(cudaError_t error) {
 }
 
 void check_activation(int64_t activation) {
-  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}),
-                  "activation must be a code of activation.h, not ", activation);
+  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}), "activation must be a code of activation.h, not ",
+                  activation);
 }
 
 cudaStream_t current_stream(const Tensor& tensor) {

@@ -1,6 +1,5 @@
 """The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
 
-import math
 import random
 import re
 
@@ -10,7 +9,7 @@ import torch
 import machine
 import reference
 import sanitizer_cases
-from reference import FLOAT32_ROUNDING, FORMULAS, assert_no_worse_than_eager, operands, shapes
+from reference import FORMULAS, assert_no_worse_than_eager, operands, shapes
 
 NEEDED = (9, 0)
 pytestmark = pytest.mark.skipif(
@@ -74,7 +73,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     activations = [name for name in FORMULAS if name is not None]
     rounding = torch.finfo(dtype).eps
     fused = 0
-    largest, eager_largest = [], []
+    ours, eager = [], []
     for index in range(125):
         rows = round(4096 ** rng.random())
         lead = rng.choice([(rows,), (1, rows), (2, (rows + 1) // 2)])
@@ -98,13 +97,16 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         assert (result.shape, result.dtype) == (exact.shape, dtype), what
         norm, maximum = reference.errors(result, exact)
         eager_norm, eager_maximum = reference.errors(reference.eager(function, made, activation), exact)
-        by_chance = 3 * rounding * exact.numel() ** -0.5
-        assert norm <= math.hypot(eager_norm, 8 * FLOAT32_ROUNDING) + by_chance, f"{what}: {norm}, eager's {eager_norm}"
-        # One element decides the largest error, so that of a single call is left to chance, within limits.
+        # What decides the error of a single call may be the rounding of one large element, which is left to chance,
+        # within limits. Over all calls chance evens out.
+        assert norm <= 2 * eager_norm + rounding * exact.numel() ** -0.5, f"{what}: {norm}, eager's {eager_norm}"
         assert maximum <= 3 * eager_maximum + rounding, f"{what}: {maximum}, eager's {eager_maximum}"
-        largest.append(maximum)
-        eager_largest.append(eager_maximum)
-    assert sum(largest) <= sum(eager_largest)
+        ours.append((norm, maximum))
+        eager.append((eager_norm, eager_maximum))
+    norm, maximum = (sum(column) for column in zip(*ours))
+    eager_norm, eager_maximum = (sum(column) for column in zip(*eager))
+    assert norm <= eager_norm
+    assert maximum <= 1.1 * eager_maximum
     assert fused >= 40, f"{fused} of 125 calls were fused: this tests something else"
 
 

@@ -45,8 +45,7 @@ def main() -> None:
     except (bench.TuneError, BuildError, OSError) as error:
         sys.exit(f"error: {error}")
     constants = fit.fit(times.points, times.multiprocessors)
-    report("present", times.points, lambda point: point.present)
-    report("fitted", times.points, lambda point: constants.choose(point, times.multiprocessors))
+    report(constants, times)
     if arguments.dry_run:
         print(header(constants, times.gpu))
     else:
@@ -57,7 +56,7 @@ def main() -> None:
 def measure(quick: bool) -> Times:
     gpu = bench.check_gpu()
     library = bench.build(FOLDER)
-    with torch.cuda.stream(torch.cuda.Stream()):  # graphs are captured on any but the default stream
+    with torch.cuda.stream(torch.cuda.Stream()):
         layers = tqdm(bench.grid(quick), desc=gpu, unit="layer")
         points = [bench.measure(library, *layer) for layer in layers]
     times = Times(gpu, torch.cuda.get_device_properties(0).multi_processor_count, points)
@@ -78,23 +77,27 @@ def load(path: Path) -> Times:
     return Times(stored["gpu"], stored["multiprocessors"], [Point(**point) for point in stored["points"]])
 
 
-def report(name: str, points: list[Point], choose: Callable[[Point], Kernel]) -> None:
-    """How the choice compares with the best kernel, and with torch's."""
-    print(f"{name:10} {'points':>6} {'of the best':>12} {'at worst':>9}  torch's is faster")
-    for streamed in (True, False):
+def report(constants: fit.Constants, times: Times) -> None:
+    """How the choice as it is and the fitted one compare with the best kernel, and with torch's way."""
+
+    def fitted(point: Point) -> Kernel:
+        return constants.choose(point, times.multiprocessors)
+
+    print("                           present                          fitted")
+    print("                   points  mean   worst  slower than torch  mean   worst  slower than torch")
+    for name, streamed in (("streamed", True), ("tiled", False)):
         for kind in ("gated", "activated", "plain"):
-            chosen = {
-                id(point): point.times[choose(point)]
-                for point in points
-                if point.kind == kind and point.streamed == streamed
-            }
-            some = [point for point in points if id(point) in chosen]
-            ratios = [chosen[id(point)] / point.best for point in some]
-            slower = sum(point.torch < chosen[id(point)] for point in some)
-            label = f"{'streamed' if streamed else 'tiled'} {kind}"
-            print(f"{label:18} {len(some):4} {sum(ratios) / len(ratios):8.3f} {max(ratios):8.3f}  at {slower}")
-    for kind in ("plain", "activated"):
-        print(f"torch is faster, {kind}: {fit.torch_rows(points, kind, choose)}")
+            points = [point for point in times.points if point.kind == kind and point.streamed == streamed]
+            quality = [*choice_quality(points, lambda point: point.present), *choice_quality(points, fitted)]
+            cells = "{:6.3f} {:6.3f} {:18}  {:6.3f} {:6.3f} {:18}".format(*quality)
+            print(f"{f'{name} {kind}':18} {len(points):6} {cells}")
+
+
+def choice_quality(points: list[Point], choose: Callable[[Point], Kernel]) -> tuple[float, float, int]:
+    """The time in units of the best kernel's, on average and at worst; at how many points torch's way is faster."""
+    chosen = [point.times[choose(point)] for point in points]
+    ratios = [time / point.best for point, time in zip(points, chosen)]
+    return sum(ratios) / len(ratios), max(ratios), sum(time > point.torch for point, time in zip(points, chosen))
 
 
 if __name__ == "__main__":

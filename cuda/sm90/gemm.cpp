@@ -35,11 +35,8 @@ cudaError_t launch_for_dtype(const GemmProblem& problem, const GemmPlan& plan, i
 constexpr int64_t kMaxStreamedRows = 64;
 
 // The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
-// once the CTAs outnumber what saturates the memory, and every part more has to be added up. Within 1% of the best on
-// average over nine models' shapes and m = 1 to 64 on an H100, 11% at worst.
+// once the CTAs outnumber what saturates the memory, and every part more has to be added up.
 GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
-  constexpr double kSaturating = 1.5;  // CTAs a multiprocessor
-  constexpr double kReduction = 2.0;   // of a part, in blocks
   const int block_n = p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
   const int64_t tiles = ceil_div(p.n, 64);
   const int64_t k_blocks = ceil_div(p.k, p.gated() ? 64 : 128);
@@ -61,34 +58,30 @@ const char* reason(const TiledTime& kernel) {
   return kernel.block_n == 256 ? "large tiles: least traffic" : "tiles that fill whole rounds";
 }
 
-double estimated_microseconds(const GemmProblem& p, const TiledChoice& c, int multiprocessors) {
-  constexpr double kActivation = 0.020;  // of a column of a plain tile, where the products do not hide it
-  constexpr double kBytesPerMicrosecond = 2.8e6;
+double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
   const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.
   const int resident = cluster <= 2 ? multiprocessors / cluster : multiprocessors * 10 / 11 / cluster;
   const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, p.gated() ? c.block_n / 2 : c.block_n);
   const int64_t rounds = ceil_div(tiles, std::max(resident, 1));
   double round = c.round + c.k_block * ceil_div(ceil_div(p.k, 64), c.split_k);
-  if (!p.gated() && !c.ping_pong && p.activation != static_cast<int64_t>(Activation::kLinear)) {
-    round += kActivation * c.block_n / c.split_k;
-  }
+  if (!p.gated() && p.activation != static_cast<int64_t>(Activation::kLinear)) round += c.activation;
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
   return std::max(c.start + rounds * round, bytes / kBytesPerMicrosecond);
 }
 
 template <size_t kCount>
-GemmPlan tiled_plan(const GemmProblem& p, const TiledChoice (&choices)[kCount], int multiprocessors) {
-  const TiledChoice* best = nullptr;
+GemmPlan tiled_plan(const GemmProblem& p, const TiledTime (&choices)[kCount], int multiprocessors) {
+  const TiledTime* best = nullptr;
   double best_time = 0;
-  for (const TiledChoice& choice : choices) {
+  for (const TiledTime& choice : choices) {
     if (choice.split_k > 1 && p.k < 64 * choice.split_k) continue;  // every CTA needs a part of k
     const double time = estimated_microseconds(p, choice, multiprocessors);
     if (best != nullptr && time >= best_time) continue;
     best = &choice;
     best_time = time;
   }
-  return {GemmPlan::Kernel::kTiled, best->block_n, best->ping_pong, best->multicast, best->split_k, best->reason};
+  return {GemmPlan::Kernel::kTiled, best->block_n, best->ping_pong, best->multicast, best->split_k, reason(*best)};
 }
 
 }  // namespace
@@ -112,15 +105,14 @@ const char* refusal(const GemmProblem& p) {
 
 const char* slower_than_torch(const GemmProblem& p) {
   if (p.gated()) return nullptr;
-  if (p.activation == static_cast<int64_t>(Activation::kLinear)) {
-    return p.m > kMaxStreamedRows ? "as measured, cuBLAS is faster for a plain product of more than 64 rows" : nullptr;
-  }
-  return p.m > 16 && p.m <= 256 ? "as measured, cuBLAS and a kernel behind it are faster for 17 to 256 rows" : nullptr;
+  const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
+  const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
+  return p.m >= rows.first && p.m <= rows.last ? rows.reason : nullptr;
 }
 
 GemmPlan plan(const GemmProblem& p, int multiprocessors) {
   if (p.m <= kMaxStreamedRows) return streamed_plan(p, multiprocessors);
-  return p.gated() ? tiled_plan(p, kGatedChoices, multiprocessors) : tiled_plan(p, kPlainChoices, multiprocessors);
+  return p.gated() ? tiled_plan(p, kGatedTimes, multiprocessors) : tiled_plan(p, kPlainTimes, multiprocessors);
 }
 
 cudaError_t gemm(const GemmProblem& problem, cudaStream_t stream) {

@@ -83,6 +83,7 @@ def grid(quick: bool) -> list[tuple[str, int, int, int]]:
 
 
 def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
+    """On the current stream, which must not be the default one: that captures no graphs."""
     gated = kind == "gated"
     x, gate, up = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for rows in (m, n, n))
     out, up_out = (torch.empty(m, n, dtype=x.dtype, device="cuda") for _ in range(2))
@@ -151,7 +152,8 @@ def capture(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
     run()  # what happens once, like loading the kernel, must not be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
+    graph.capture_begin()
+    for _ in range(calls):
+        run()
+    graph.capture_end()
     return graph

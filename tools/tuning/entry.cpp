@@ -18,20 +18,25 @@ struct Kernel {
 };
 
 GemmProblem problem(const Shape& s, void* a, void* weight, void* up_weight, void* out) {
-  return {{a, s.k},    {weight, s.k}, {up_weight, s.k}, nullptr, nullptr, {out, s.n}, s.m, s.n, s.k, DType::kBFloat16,
-          s.activation, false};
+  GemmProblem p{};
+  p.a = {a, s.k};
+  p.weight = {weight, s.k};
+  p.up_weight = {up_weight, s.k};
+  p.out = {out, s.n};
+  p.m = s.m;
+  p.n = s.n;
+  p.k = s.k;
+  p.dtype = DType::kBFloat16;
+  p.activation = s.activation;
+  return p;
 }
 
 }  // namespace
 
 extern "C" cudaError_t tune_gemm(const Shape* s, const Kernel* kernel, void* a, void* weight, void* up_weight,
                                  void* out, cudaStream_t stream) {
-  const GemmPlan plan = {kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled,
-                         kernel->block_n,
-                         kernel->ping_pong != 0,
-                         kernel->multicast,
-                         kernel->split_k,
-                         ""};
+  const auto way = kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
+  const GemmPlan plan = {way, kernel->block_n, kernel->ping_pong != 0, kernel->multicast, kernel->split_k, ""};
   return gemm(problem(*s, a, weight, up_weight, out), plan, stream);
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuning.kernels import GATED_TILED, PLAIN_TILED, Kernel, Point, k_blocks
+from tuning.kernels import GATED_TILED, PLAIN_TILED, Kernel, Point, ceil_div, k_blocks
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 FLOOR_MARGIN = 1.15  # nearer to what memory allows, a time says little of the kernel
@@ -62,7 +62,7 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     tiled = [point for point in points if not point.streamed]
     streamed = [point for point in points if point.streamed]
     large = [point for point in tiled if point.bytes > LARGE_BYTES] or tiled
-    bandwidth = max(point.bytes / point.best for point in large)
+    bandwidth = round(max(point.bytes / point.best for point in large), -5)
     gated, plain = (
         {kernel: tiled_time(kernel, tiled, gated, bandwidth, multiprocessors) for kernel in kernels}
         for kernels, gated in ((GATED_TILED, True), (PLAIN_TILED, False))
@@ -84,21 +84,20 @@ def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
     cluster = kernel.multicast * kernel.split_k
     resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
     columns = kernel.block_n // 2 if p.gated else kernel.block_n
-    tiles = -(-p.m // (128 * kernel.multicast)) * -(-p.n // columns)
-    rounds = -(-tiles // max(resident, 1))
-    blocks = -(-(-(-p.k // 64)) // kernel.split_k)
+    tiles = ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns)
+    rounds = ceil_div(tiles, max(resident, 1))
+    blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
     return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
 
 
-def tiled_time(
-    kernel: Kernel, tiled: list[Point], gated: bool, bandwidth: float, multiprocessors: int
-) -> TiledTime:
+def tiled_time(kernel: Kernel, tiled: list[Point], gated: bool, bandwidth: float, multiprocessors: int) -> TiledTime:
     """The least relative error over the points that memory does not bound."""
     timed = [point for point in tiled if point.gated == gated and kernel in point.times]
     timed = [point for point in timed if point.times[kernel] > FLOOR_MARGIN * point.bytes / bandwidth]
     terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
     times = np.array([point.times[kernel] for point in timed])
-    return TiledTime(*non_negative_least_squares(terms / times[:, None], np.ones(len(times))))
+    fitted = non_negative_least_squares(terms / times[:, None], np.ones(len(times)))
+    return TiledTime(*(round(float(constant), 3) for constant in fitted))
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -116,8 +115,8 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def streamed_cost(p: Point, split_k: int, multiprocessors: int, saturating: float, reduction: float) -> float:
     """In blocks of k."""
-    crowding = max(1.0, -(-p.n // 64) * split_k / (saturating * multiprocessors))
-    return -(-k_blocks(p.kind, p.k) // split_k) * crowding + reduction * (split_k - 1)
+    crowding = max(1.0, ceil_div(p.n, 64) * split_k / (saturating * multiprocessors))
+    return ceil_div(k_blocks(p.kind, p.k), split_k) * crowding + reduction * (split_k - 1)
 
 
 def streamed_loss(streamed: list[Point], multiprocessors: int, saturating: float, reduction: float) -> float:

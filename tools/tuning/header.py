@@ -4,7 +4,8 @@ from tuning.fit import Constants, Rows, TiledTime
 from tuning.kernels import Kernel
 
 HEADER = """\
-// Made by `make tune` on {gpu}: what the sm_90a GEMMs choose by. tools/tuning/fit.py says how it is fitted.
+// What the sm_90a GEMMs choose by, made by `make tune` on {gpu}.
+// How it is fitted is in tools/tuning/fit.py.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@ constexpr TiledTime kGatedTimes[] = {{
 constexpr TiledTime kPlainTimes[] = {{
 {plain}
 }};
-constexpr double kBytesPerMicrosecond = {bandwidth:.2g};
+constexpr double kBytesPerMicrosecond = {bandwidth:.1f}e6;
 
 // Of the streamed kernel: CTAs a multiprocessor that saturate the memory, and what a part of k costs to add up, in
 // blocks of k.
@@ -55,7 +56,7 @@ def header(constants: Constants, gpu: str) -> str:
         gpu=gpu,
         gated=table(constants.gated),
         plain=table(constants.plain),
-        bandwidth=constants.bytes_per_microsecond,
+        bandwidth=constants.bytes_per_microsecond / 1e6,
         saturating=constants.saturating,
         reduction=constants.reduction,
         torch_plain=rows(constants.torch_plain, "cuBLAS is faster for a plain product of"),
@@ -68,7 +69,7 @@ def table(times: dict[Kernel, TiledTime]) -> str:
         ping_pong = "true" if kernel.ping_pong else "false"
         return (
             f"    {{{kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, "
-            f"{time.start:.2f}, {time.round:.2f}, {time.k_block:.3f}, {time.activation:.2f}}},"
+            f"{time.start}, {time.round}, {time.k_block}, {time.activation}}},"
         )
 
     return "\n".join(row(kernel, time) for kernel, time in times.items())
@@ -81,4 +82,4 @@ def rows(torch: Rows | None, faster: str) -> str:
         last, which = "std::numeric_limits<int64_t>::max()", f"more than {torch.first - 1} rows"
     else:
         last, which = str(torch.last), f"{torch.first} to {torch.last} rows"
-    return f'{{{torch.first}, {last}, "as measured, {faster} {which}"}}'
+    return f'{{{torch.first}, {last},\n    "as measured, {faster} {which}"}}'

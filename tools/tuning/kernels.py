@@ -80,4 +80,8 @@ def candidates(kind: str, m: int, k: int) -> list[Kernel]:
 
 def k_blocks(kind: str, k: int) -> int:
     """Blocks of k that a streamed kernel reads."""
-    return -(-k // (64 if kind == "gated" else 128))
+    return ceil_div(k, 64 if kind == "gated" else 128)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
