@@ -10,7 +10,6 @@ import numpy as np
 from tuning.kernels import GATED_TILED, PLAIN_TILED, Kernel, Point, ceil_div, k_blocks
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
-FLOOR_MARGIN = 1.15  # nearer to what memory allows, a time says little of the kernel
 SATURATING = [0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
 REDUCTION = [0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
 
@@ -63,15 +62,15 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     streamed = [point for point in points if point.streamed]
     large = [point for point in tiled if point.bytes > LARGE_BYTES] or tiled
     bandwidth = round(max(point.bytes / point.best for point in large), -5)
-    gated, plain = (
-        {kernel: tiled_time(kernel, tiled, gated, bandwidth, multiprocessors) for kernel in kernels}
-        for kernels, gated in ((GATED_TILED, True), (PLAIN_TILED, False))
-    )
+    gated = [point for point in tiled if point.gated]
+    plain = [point for point in tiled if not point.gated]
+    gated_times = {kernel: tiled_time(kernel, gated, multiprocessors) for kernel in GATED_TILED}
+    plain_times = {kernel: tiled_time(kernel, plain, multiprocessors) for kernel in PLAIN_TILED}
     saturating, reduction = min(
         itertools.product(SATURATING, REDUCTION),
         key=lambda constants: streamed_loss(streamed, multiprocessors, *constants),
     )
-    constants = Constants(gated, plain, bandwidth, saturating, reduction, None, None)
+    constants = Constants(gated_times, plain_times, bandwidth, saturating, reduction, None, None)
     constants.torch_plain, constants.torch_activated = (
         torch_rows(points, kind, lambda point: constants.choose(point, multiprocessors))
         for kind in ("plain", "activated")
@@ -90,13 +89,13 @@ def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
     return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
 
 
-def tiled_time(kernel: Kernel, tiled: list[Point], gated: bool, bandwidth: float, multiprocessors: int) -> TiledTime:
-    """The least relative error over the points that memory does not bound."""
-    timed = [point for point in tiled if point.gated == gated and kernel in point.times]
-    timed = [point for point in timed if point.times[kernel] > FLOOR_MARGIN * point.bytes / bandwidth]
-    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
+def tiled_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> TiledTime:
+    """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
+    timed = [point for point in points if kernel in point.times]
     times = np.array([point.times[kernel] for point in timed])
-    fitted = non_negative_least_squares(terms / times[:, None], np.ones(len(times)))
+    weights = np.array([point.best for point in timed]) / times
+    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
+    fitted = non_negative_least_squares(terms * (weights / times)[:, None], weights)
     return TiledTime(*(round(float(constant), 3) for constant in fitted))
 
 

@@ -75,7 +75,7 @@ def candidates(kind: str, m: int, k: int) -> list[Kernel]:
         blocks = k_blocks(kind, k)
         return [Kernel(1, rows, 0, 1, split_k) for split_k in (1, 2, 4, 8) if split_k <= blocks]
     tiled = GATED_TILED if kind == "gated" else PLAIN_TILED
-    return [kernel for kernel in tiled if k >= 64 * kernel.split_k]
+    return [kernel for kernel in tiled if kernel.split_k == 1 or k >= 64 * kernel.split_k]
 
 
 def k_blocks(kind: str, k: int) -> int:
