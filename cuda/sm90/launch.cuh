@@ -125,6 +125,8 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
   FUSED_MLP_TILED(128, true, 2, 1)
   FUSED_MLP_TILED(128, false, 1, 1)
   if constexpr (kGated) {
+    FUSED_MLP_TILED(256, false, 1, 1)
+    FUSED_MLP_TILED(192, true, 1, 1)
     FUSED_MLP_TILED(224, false, 2, 1)
   } else {
     FUSED_MLP_TILED(192, false, 2, 1)

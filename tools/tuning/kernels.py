@@ -25,6 +25,8 @@ class Kernel(NamedTuple):
 GATED_TILED = [
     Kernel(0, 256, 0, 2, 1),
     Kernel(0, 192, 1, 2, 1),
+    Kernel(0, 256, 0, 1, 1),
+    Kernel(0, 192, 1, 1, 1),
     Kernel(0, 224, 0, 2, 1),
     Kernel(0, 128, 1, 2, 1),
     Kernel(0, 128, 0, 1, 1),
