@@ -24,22 +24,26 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 # Rows, in, out. All dimensions have tails, and together they reach every kernel: test_gemm.py checks it.
 GATED = [
     *((rows, k, 200) for rows in (5, 13, 31, 63) for k in (40, 1032, 8200)),  # streamed, k in one to eight parts
-    (65, 40, 72),
+    # tiled: one of every kernel, in the order of launch.cuh
+    (129, 1544, 8200),
+    (900, 40, 14344),
     (65, 2056, 72),
-    (300, 520, 3080),
-    (777, 520, 1544),
-    (300, 520, 4104),
+    (65, 72, 72),
+    (65, 40, 72),
+    (129, 520, 5120),
+    (129, 520, 14344),
 ]
 PLAIN = [
     *((rows, k, 200) for rows in (5, 13, 31, 63) for k in (40, 1032, 4104)),
-    (257, 72, 72),
-    (257, 1032, 72),
-    (257, 1544, 1544),
-    (257, 1544, 5120),
-    (257, 40, 5120),
-    (777, 4104, 3080),
+    (777, 40, 3080),
+    (385, 40, 10248),
+    (777, 40, 4104),
+    (385, 40, 72),
+    (900, 40, 2056),
+    (900, 1032, 392),
+    (385, 1032, 72),
 ]
-WHOLE = [(5, (264, 520, 136)), (65, (264, 520, 136)), (300, (264, 520, 136))]
+WHOLE = [(5, (264, 520, 136)), (65, (264, 520, 136)), (600, (264, 520, 136))]
 
 
 def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
