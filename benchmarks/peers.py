@@ -193,6 +193,8 @@ WORKLOADS = {
     ),
     "linear": (linear_providers, LINEAR_TABLE, ["eager", "compile", "addmm-activation", "gemm", "ours", "ours-erf"]),
 }
+COLORS = {"ours": "#d62728", "ours-triton": "#ff9896", "gemms": "#bbbbbb"}
+PARTS = ("gate-up-gemm", "ours-gated", "gemm")  # of the work: in the table, not in the plot of speed-ups
 NEEDS = {"liger": "liger_kernel", "quack": "quack"}
 
 
@@ -217,14 +219,14 @@ def plot(results, path):
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in results[0]["providers"] if name != "eager"]
+    names = [name for name in results[0]["providers"] if name not in ("eager", *PARTS)]
     figure, axes = plt.subplots(figsize=(max(6, 1.4 * len(results)), 4), layout="constrained")
     width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
         present = [(j, r["providers"]) for j, r in enumerate(results) if name in r["providers"]]
         positions = [j + (i - (len(names) - 1) / 2) * width for j, _ in present]
         speedups = [p["eager"]["kernel_us"] / p[name]["kernel_us"] for _, p in present]
-        axes.bar(positions, speedups, width, label=name)
+        axes.bar(positions, speedups, width, label=name, color=COLORS.get(name))
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(results)), ["\n".join(map(str, r["shape"])) for r in results])
     axes.set_ylabel("speed-up over eager (GPU time)")
