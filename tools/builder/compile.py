@@ -16,7 +16,8 @@ from .toolchain import BuildError, Nvcc
 CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-DPy_LIMITED_API=0x03090000"]
 # -fno-gnu-unique: two builds in one process must not share the statics of inline functions.
-HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall"]
+# GCC 12 takes the inside of an empty std::optional for uninitialized.
+HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wno-maybe-uninitialized"]
 # No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
 
