@@ -14,7 +14,7 @@ def gpu_microseconds(run: Callable[[], object], iterations: int) -> tuple[float,
     Busy time is the union of the kernels' intervals: a kernel that starts while the one before it drains is not counted
     twice.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(iterations):
             run()
         torch.cuda.synchronize()

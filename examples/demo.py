@@ -113,7 +113,7 @@ def seconds_per_call(variants, inputs, rounds=15):
 
 def gpu_kernels(model, inputs):
     """GPU kernels that one forward launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         model(**inputs)
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
@@ -148,7 +148,7 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
     times = seconds_per_call(variants, inputs)
 
     table = Table(title=f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", ""))
-    columns = ["", "time", "speed-up", "largest error", *(["kernels per forward"] if device.type == "cuda" else [])]
+    columns = ["", "time", "speed-up", "largest error", *(["GPU kernels"] if device.type == "cuda" else [])]
     for column in columns:
         table.add_column(column, justify="left" if column == "" else "right")
     faults = []
