@@ -172,7 +172,8 @@ def assert_no_worse_than_eager(
     Two right ways to compute the same do not round alike, so this much more is let pass: an independent error of so
     many `roundings` of float32, in which everything is computed; what `chance` does to n roundings to `dtype` (the
     result's, or a coarser one on the way to it), n being the number of elements that make up the norm; and half a unit
-    in the last place of the largest element.
+    in the last place of the largest element. The largest error of thousands strays much further than their norm does:
+    for it the roundings count threefold.
     """
     assert result.shape == reference.shape, f"{what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}"
     assert result.dtype == eager.dtype, f"{what}: {result.dtype}, expected {eager.dtype}"
@@ -184,7 +185,7 @@ def assert_no_worse_than_eager(
     eager_norm, eager_maximum = errors(eager, reference)
     by_chance = chance * rounding * _effective_number(reference) ** -0.5
     allowed_norm = math.hypot(eager_norm, roundings * FLOAT32_ROUNDING) + by_chance
-    allowed_maximum = math.hypot(eager_maximum, roundings * FLOAT32_ROUNDING) + by_chance + rounding / 2
+    allowed_maximum = math.hypot(eager_maximum, 3 * roundings * FLOAT32_ROUNDING) + by_chance + rounding / 2
     # `not <=` rather than `>`: a NaN must fail.
     assert norm <= allowed_norm, f"{what}: norm of the error {norm:.3e}, eager's {eager_norm:.3e}"
     assert maximum <= allowed_maximum, f"{what}: largest error {maximum:.3e}, eager's {eager_maximum:.3e}"
