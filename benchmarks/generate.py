@@ -1,0 +1,214 @@
+"""Whole models, end to end: time to first token and tokens per second of greedy generation, ours against the peers.
+
+    python benchmarks/generate.py                                         both models, batch 1 and 16
+    python benchmarks/generate.py --models gemma-2b --batches 1 --layers 2
+
+The models have the sizes of Gemma 2B and of Llama 8B and random weights; all set-ups of a model share them and take
+turns. Time to first token is a prompt's prefill; tokens per second are those of the decoding after it. Writes
+<out>.json (figures and the machine's facts) and <out>.svg, and prints a table.
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import kernels
+import measure
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+VOCABULARY = 32_000
+MODELS = {
+    "gemma-2b": transformers.GemmaConfig(
+        hidden_size=2048,
+        intermediate_size=16384,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=VOCABULARY,
+    ),
+    "llama-8b": transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+    ),
+    "tiny": transformers.LlamaConfig(  # to try the benchmark itself where there is no GPU
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    ),
+}
+
+
+def build(config, layers, device):
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None  # every run decodes as many tokens as it is asked for
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def twin(model):
+    """A second model on the same weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def setups(model, fused_mlp):
+    """The ways to run the model, by name: a model and the options of its generate()."""
+    fused = twin(model)
+    report = fused_mlp.fuse_mlps(fused)
+    if report.left or not report.fused:
+        sys.exit(f"not every MLP was fused:\n{report}")
+    ways = {"eager": (model, {}), "ours": (fused, {})}
+    if not torch.cuda.is_available():
+        return ways  # neither Liger nor the compilation that transformers does by itself
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import apply_liger_kernel_to_gemma, apply_liger_kernel_to_llama
+
+        others = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": False}
+        liger = twin(model)
+        if model.config.model_type == "gemma":
+            apply_liger_kernel_to_gemma(**others, geglu=True, model=liger)
+        else:
+            apply_liger_kernel_to_llama(**others, swiglu=True, model=liger)
+        ways["liger"] = (liger, {})
+    # With a static cache transformers compiles the decoding step, into CUDA graphs.
+    ways["compile"] = (twin(model), {"cache_implementation": "static"})
+    ways["ours + compile"] = (twin(fused), {"cache_implementation": "static"})
+    return ways
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def generation_seconds(model, options, prompt, tokens):
+    synchronize()
+    start = time.perf_counter()
+    made = model.generate(prompt, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+    synchronize()
+    seconds = time.perf_counter() - start
+    if made.shape[1] != prompt.shape[1] + tokens:
+        sys.exit(f"generate() made {made.shape[1] - prompt.shape[1]} tokens instead of {tokens}")
+    return seconds
+
+
+def compare(ways, prompt, tokens, rounds, progress):
+    """Medians over `rounds` turns of every way: ttft_ms and tokens_per_second."""
+    samples = {name: {"ttft_ms": [], "tokens_per_second": []} for name in ways}
+    for turn in range(-1, rounds):  # the first turn compiles and warms up
+        for name, (model, options) in ways.items():
+            first = generation_seconds(model, options, prompt, 1)
+            whole = generation_seconds(model, options, prompt, 1 + tokens)
+            progress.update()
+            if turn >= 0:
+                samples[name]["ttft_ms"].append(1e3 * first)
+                samples[name]["tokens_per_second"].append(len(prompt) * tokens / (whole - first))
+    return {name: {key: statistics.median(values) for key, values in s.items()} for name, s in samples.items()}
+
+
+def largest_difference(ways, prompt):
+    """Of the fused model's logits from the eager model's, relative to the largest of them."""
+    eager, ours = (ways[name][0](prompt).logits.float() for name in ("eager", "ours"))
+    return ((eager - ours).abs().max() / eager.abs().max()).item()
+
+
+def print_table(results):
+    table = Table(title="greedy generation, bfloat16; ratios to eager in the same run")
+    for column in ("model", "batch", "set-up", "first token", "gain", "tokens/s", "gain"):
+        table.add_column(column, justify="left" if column in ("model", "set-up") else "right", no_wrap=True)
+    for result in results:
+        eager = result["setups"]["eager"]
+        for i, (name, f) in enumerate(result["setups"].items()):
+            where = (result["model"], str(result["batch"])) if i == 0 else ("", "")
+            first = (f"{f['ttft_ms']:.1f} ms", f"{eager['ttft_ms'] / f['ttft_ms']:.2f}")
+            rate = (f"{f['tokens_per_second']:.1f}", f"{f['tokens_per_second'] / eager['tokens_per_second']:.2f}")
+            table.add_row(*where, name, *first, *rate)
+    Console().print(table)
+
+
+def plot(results, path):
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in results[0]["setups"] if name != "eager"]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    width = 0.8 / len(names)
+    for axis, key, title in zip(axes, ("ttft_ms", "tokens_per_second"), ("prefill", "decoding"), strict=True):
+        for i, name in enumerate(names):
+            ratios = [r["setups"][name][key] / r["setups"]["eager"][key] for r in results]
+            speedups = [1 / ratio if key == "ttft_ms" else ratio for ratio in ratios]
+            positions = [j + (i - (len(names) - 1) / 2) * width for j in range(len(results))]
+            axis.bar(positions, speedups, width, label=name)
+        axis.axhline(1.0, color="black", linewidth=1)
+        axis.set_xticks(range(len(results)), [f"{r['model']}\nbatch {r['batch']}" for r in results])
+        axis.set_title(title)
+    axes[0].set_ylabel("speed-up over eager")
+    axes[0].legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gemma-2b", "llama-8b"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to decode after the first")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("build/generate"))
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=device, trust_remote_code=True)
+    results = []
+    with torch.inference_mode(), tqdm(unit=" turns", disable=None) as progress:
+        for name in arguments.models:
+            model = build(MODELS[name], arguments.layers, device)
+            ways = setups(model, fused_mlp)
+            for batch in arguments.batches:
+                prompt = torch.randint(VOCABULARY, (batch, arguments.prompt), device=device)
+                difference = largest_difference(ways, prompt[:1])
+                figures = compare(ways, prompt, arguments.tokens, arguments.rounds, progress)
+                layers = model.config.num_hidden_layers
+                results.append(
+                    {"model": name, "layers": layers, "batch": batch, "logits": difference, "setups": figures}
+                )
+            del model, ways
+            torch._dynamo.reset()
+    print_table(results)
+    print(f"largest difference of the logits: {max(result['logits'] for result in results):.1e} of the largest logit")
+    facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.with_suffix(".json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+    plot(results, arguments.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
