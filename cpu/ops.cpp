@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "amx_mlp.h"
@@ -42,11 +43,6 @@ DType dtype_of(const Tensor& tensor, const char* name) {
 
 int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-void check_activation(int64_t activation) {
-  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}), "activation must be a code of activation.h, not ",
-                  activation);
-}
-
 // torch's ops called from within ours must not record gradients: `out=` variants refuse to.
 class NoGrad {
  public:
@@ -58,19 +54,6 @@ class NoGrad {
  private:
   bool enabled_;
 };
-
-// An uninitialised dense tensor of the dtype of `like`, without the cost of a dispatched op.
-Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
 
 // An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
 Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
@@ -215,7 +198,6 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 // Both layers for x [..., in], or without `output` the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const DType dtype = dtype_of(x, "x");
-  check_activation(hidden.activation);
   const NoGrad no_grad;
   const Tensor flat = flatten_rows(x);
   const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
@@ -235,6 +217,7 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
 
 Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
+  check_same_shape(up, "up", gate);
   const DType dtype = dtype_of(gate, "gate");
   const TensorRows gate_rows(gate), up_rows(up);
   const Tensor out = new_dense(gate, gate.sizes());
@@ -246,6 +229,8 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
 std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                                 int64_t activation) {
   check_activation(activation);
+  check_same_shape(gate, "gate", grad);
+  check_same_shape(up, "up", grad);
   const DType dtype = dtype_of(gate, "gate");
   const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
   const Tensor gate_grad = new_dense(gate, gate.sizes());
@@ -257,11 +242,15 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
+  check_activation(activation);
+  check_linear(x, weight, bias);
   return run(x, {weight, bias, nullptr, nullptr, activation}, nullptr);
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
+  check_activation(activation);
+  check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
   return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, nullptr);
 }
 
@@ -276,12 +265,18 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,
                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                  int64_t activation) {
+  check_activation(activation);
+  check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
+  check_second(x, gate_weight, down_weight, down_bias);
   const OutputLayer down{down_weight, down_bias};
   return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, &down);
 }
 
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation) {
+  check_activation(activation);
+  check_linear(x, fc1_weight, fc1_bias);
+  check_second(x, fc1_weight, fc2_weight, fc2_bias);
   const OutputLayer fc2{fc2_weight, fc2_bias};
   return run(x, {fc1_weight, fc1_bias, nullptr, nullptr, activation}, &fc2);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "pointwise.h"
@@ -26,11 +27,6 @@ using torch::stable::accelerator::DeviceGuard;
 
 void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
-}
-
-void check_activation(int64_t activation) {
-  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}), "activation must be a code of activation.h, not ",
-                  activation);
 }
 
 cudaStream_t current_stream(const Tensor& tensor) {
@@ -57,31 +53,27 @@ Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.co
 
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
 
-// A contiguous tensor like `like`. Not through the dispatcher, which costs microseconds.
-Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
 constexpr Matrix kNoMatrix{nullptr, 0};
 constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
-int device_attribute(cudaDeviceAttr attribute, int32_t device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
+struct Gpu {
+  int major, minor, multiprocessors;
+};
 
-bool is_sm90(int32_t device) {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 &&
-         device_attribute(cudaDevAttrComputeCapabilityMinor, device) == 0;
+// Asked of the driver once: a small call is a matter of microseconds.
+const Gpu& gpu(int32_t device) {
+  static const std::vector<Gpu> gpus = [] {
+    int count = 0;
+    check(cudaGetDeviceCount(&count));
+    std::vector<Gpu> found(count);
+    for (int i = 0; i < count; ++i) {
+      check(cudaDeviceGetAttribute(&found[i].major, cudaDevAttrComputeCapabilityMajor, i));
+      check(cudaDeviceGetAttribute(&found[i].minor, cudaDevAttrComputeCapabilityMinor, i));
+      check(cudaDeviceGetAttribute(&found[i].multiprocessors, cudaDevAttrMultiProcessorCount, i));
+    }
+    return found;
+  }();
+  return gpus.at(device);
 }
 
 std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
@@ -106,19 +98,22 @@ struct FusedGemm {
   sm90::GemmProblem problem{};
   const char* refused = nullptr;
 
-  FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm) : device(x.tensor.get_device_index()) {
+  FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm)
+      : gpu(fused_mlp::gpu(x.tensor.get_device_index())) {
     refused = describe(x, layer, follows_gemm);
     if (refused == nullptr) refused = sm90::refusal(problem);
     if (refused == nullptr) refused = sm90::slower_than_torch(problem);
   }
 
-  sm90::GemmPlan plan() const { return sm90::plan(problem, device_attribute(cudaDevAttrMultiProcessorCount, device)); }
+  sm90::GemmPlan plan() const { return sm90::plan(problem, gpu.multiprocessors); }
+
+  void launch(cudaStream_t stream) const { check(sm90::gemm(problem, plan(), gpu.multiprocessors, stream)); }
 
  private:
-  int32_t device;
+  const Gpu& gpu;
 
   const char* describe(const TensorRows& x, const Layer& layer, bool follows_gemm) {
-    if (!is_sm90(device)) return "no fused GEMM for this GPU";
+    if (gpu.major != 9 || gpu.minor != 0) return "no fused GEMM for this GPU";
     problem.a = matrix(x);
     problem.m = x.rows;
     problem.n = layer.weight.size(0);
@@ -177,7 +172,7 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
   if (!*fused) return torch_layer(x, layer);
   const Tensor out = new_dense(x, with_last_size(x, gemm.problem.n));
   gemm.problem.out.data = out.mutable_data_ptr();
-  check(sm90::gemm(gemm.problem, current_stream(x)));
+  gemm.launch(current_stream(x));
   return out;
 }
 
@@ -185,6 +180,7 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
 
 Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
+  check_same_shape(up, "up", gate);
   const DeviceGuard device_guard(gate.get_device_index());
   const TensorRows gate_rows(gate), up_rows(up);
   const Tensor out = new_dense(gate, gate.sizes());
@@ -196,6 +192,8 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
 std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                                 int64_t activation) {
   check_activation(activation);
+  check_same_shape(gate, "gate", grad);
+  check_same_shape(up, "up", grad);
   const DeviceGuard device_guard(gate.get_device_index());
   const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
   const Tensor gate_grad = new_dense(gate, gate.sizes());
@@ -217,6 +215,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {
   check_activation(activation);
+  check_linear(x, weight, bias);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   return apply(x, {weight, nullptr, bias, kNoBias, activation}, &fused);
@@ -225,6 +224,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
   check_activation(activation);
+  check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   return apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
@@ -234,6 +234,8 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                  int64_t activation) {
   check_activation(activation);
+  check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
+  check_second(x, gate_weight, down_weight, down_bias);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   const Tensor hidden = apply(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
@@ -243,6 +245,8 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation) {
   check_activation(activation);
+  check_linear(x, fc1_weight, fc1_bias);
+  check_second(x, fc1_weight, fc2_weight, fc2_bias);
   const DeviceGuard device_guard(x.get_device_index());
   bool fused = false;
   const Tensor hidden = apply(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);

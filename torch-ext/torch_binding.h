@@ -9,7 +9,8 @@
 // The ops of the package. Each backend (cuda/, cpu/) implements all of them.
 //
 // Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of
-// activation.h. Operands share one dtype and one device; functional.py has checked shapes before it calls.
+// activation.h. Operands share one dtype and one device. What does not fit raises an error (operands.h) that
+// functional.py explains.
 namespace fused_mlp {
 
 using torch::stable::Tensor;

@@ -20,18 +20,6 @@ bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uin
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-cudaError_t count_multiprocessors(int* count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
-cudaError_t launch_for_dtype(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors,
-                             cudaStream_t stream) {
-  return problem.dtype == DType::kFloat16 ? launch<__half>(problem, plan, multiprocessors, stream)
-                                          : launch<__nv_bfloat16>(problem, plan, multiprocessors, stream);
-}
-
 constexpr int64_t kMaxStreamedRows = 64;
 
 // The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
@@ -115,16 +103,9 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
   return p.gated() ? tiled_plan(p, kGatedTimes, multiprocessors) : tiled_plan(p, kPlainTimes, multiprocessors);
 }
 
-cudaError_t gemm(const GemmProblem& problem, cudaStream_t stream) {
-  int multiprocessors = 0;
-  if (const cudaError_t error = count_multiprocessors(&multiprocessors); error != cudaSuccess) return error;
-  return launch_for_dtype(problem, plan(problem, multiprocessors), multiprocessors, stream);
-}
-
-cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, cudaStream_t stream) {
-  int multiprocessors = 0;
-  if (const cudaError_t error = count_multiprocessors(&multiprocessors); error != cudaSuccess) return error;
-  return launch_for_dtype(problem, plan, multiprocessors, stream);
+cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
+  return problem.dtype == DType::kFloat16 ? launch<__half>(problem, plan, multiprocessors, stream)
+                                          : launch<__nv_bfloat16>(problem, plan, multiprocessors, stream);
 }
 
 }  // namespace fused_mlp::sm90

@@ -51,7 +51,6 @@ const char* slower_than_torch(const GemmProblem& problem);
 GemmPlan plan(const GemmProblem& problem, int multiprocessors);
 
 // Launches on the current device. The problem must be one that refusal() does not refuse.
-cudaError_t gemm(const GemmProblem& problem, cudaStream_t stream);
-cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, cudaStream_t stream);
+cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream);
 
 }  // namespace fused_mlp::sm90

@@ -38,7 +38,7 @@ class TuneError(Exception):
 
 
 class Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "k", "activation")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "k", "activation", "multiprocessors")]
 
 
 class PlainKernel(ctypes.Structure):
@@ -87,7 +87,8 @@ def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
     gated = kind == "gated"
     x, gate, up = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for rows in (m, n, n))
     out, up_out = (torch.empty(m, n, dtype=x.dtype, device="cuda") for _ in range(2))
-    shape = Shape(m, n, k, LINEAR if kind == "plain" else GELU_TANH)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    shape = Shape(m, n, k, LINEAR if kind == "plain" else GELU_TANH, multiprocessors)
     up_weight = ctypes.c_void_p(up.data_ptr() if gated else None)
 
     def check(error: int, what: object) -> None:
@@ -117,8 +118,7 @@ def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
             check(library.tune_act_and_mul(ctypes.byref(shape), pointer, second, stream), "act_and_mul")
 
     chosen = PlainKernel()
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    library.tune_plan(ctypes.byref(shape), up_weight, multiprocessors, ctypes.byref(chosen))
+    library.tune_plan(ctypes.byref(shape), up_weight, ctypes.byref(chosen))
     present = Kernel(*(getattr(chosen, name) for name in Kernel._fields))
 
     kernels = candidates(kind, m, k)

@@ -10,7 +10,7 @@ using namespace fused_mlp::sm90;
 
 // As in tuning.bench.
 struct Shape {
-  int64_t m, n, k, activation;
+  int64_t m, n, k, activation, multiprocessors;
 };
 
 struct Kernel {
@@ -37,12 +37,12 @@ extern "C" cudaError_t tune_gemm(const Shape* s, const Kernel* kernel, void* a, 
                                  void* out, cudaStream_t stream) {
   const auto way = kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
   const GemmPlan plan = {way, kernel->block_n, kernel->ping_pong != 0, kernel->multicast, kernel->split_k, ""};
-  return gemm(problem(*s, a, weight, up_weight, out), plan, stream);
+  return gemm(problem(*s, a, weight, up_weight, out), plan, static_cast<int>(s->multiprocessors), stream);
 }
 
-// The kernel that gemm() would launch by itself.
-extern "C" void tune_plan(const Shape* s, void* up_weight, int multiprocessors, Kernel* kernel) {
-  const GemmPlan chosen = plan(problem(*s, nullptr, nullptr, up_weight, nullptr), multiprocessors);
+// The kernel that a call of the package would launch.
+extern "C" void tune_plan(const Shape* s, void* up_weight, Kernel* kernel) {
+  const GemmPlan chosen = plan(problem(*s, nullptr, nullptr, up_weight, nullptr), static_cast<int>(s->multiprocessors));
   *kernel = {chosen.kernel == GemmPlan::Kernel::kStreamed, chosen.block_n, chosen.ping_pong, chosen.multicast,
              chosen.split_k};
 }

@@ -10,6 +10,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from .. import operands
 from .._ops import add_op_namespace_prefix, ops
 
 # The builder's own record of what this build holds.
@@ -62,6 +63,7 @@ def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.register_fake(add_op_namespace_prefix("act_and_mul"))
 def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    operands.check_act_and_mul(gate, up)
     return gate.new_empty(gate.shape)
 
 
@@ -72,6 +74,7 @@ def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear"))
 def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
+    operands.check_linear(x, weight, bias)
     return _like_linear(x, weight)
 
 
@@ -84,6 +87,7 @@ def _(
     up_bias: Optional[Tensor],
     activation: int,
 ) -> Tensor:
+    operands.check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias)
     return _like_linear(x, gate_weight)
 
 
@@ -98,6 +102,7 @@ def _(
     down_bias: Optional[Tensor],
     activation: int,
 ) -> Tensor:
+    operands.check_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     return _like_linear(x, down_weight)
 
 
@@ -110,4 +115,5 @@ def _(
     fc2_bias: Optional[Tensor],
     activation: int,
 ) -> Tensor:
+    operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     return _like_linear(x, fc2_weight)

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "activation.h"
+#include "torch_binding.h"
+
+// What the ops of every backend ask of their operands, and the tensors that they return.
+namespace fused_mlp {
+
+inline void check_activation(int64_t activation) {
+  STD_TORCH_CHECK(visit_activation(activation, []<Activation>() {}), "activation must be a code of activation.h, not ",
+                  activation);
+}
+
+// `like` is the operand that decides the dtype and the device of all.
+inline void check_same_kind(const Tensor& operand, const char* name, const Tensor& like) {
+  STD_TORCH_CHECK(operand.scalar_type() == like.scalar_type(), name, " differs in dtype from the first operand");
+  STD_TORCH_CHECK(operand.device() == like.device(), name, " is not on the device of the first operand");
+}
+
+inline void check_bias(const OptionalTensor& bias, const char* name, const Tensor& weight, const Tensor& x) {
+  if (!bias.has_value()) return;
+  check_same_kind(*bias, name, x);
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), name, " must be [out], out as in its weight");
+}
+
+inline void check_weight(const Tensor& weight, const char* name, int64_t in_features, const Tensor& x) {
+  check_same_kind(weight, name, x);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in_features, name, " must be [out, in], in being ",
+                  in_features);
+}
+
+inline void check_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  STD_TORCH_CHECK(x.dim() > 0, "x must be [..., in]");
+  check_weight(weight, "weight", x.size(-1), x);
+  check_bias(bias, "bias", weight, x);
+}
+
+inline void check_gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                               const OptionalTensor& gate_bias, const OptionalTensor& up_bias) {
+  check_linear(x, gate_weight, gate_bias);
+  check_linear(x, up_weight, up_bias);
+  STD_TORCH_CHECK(gate_weight.size(0) == up_weight.size(0), "up_weight must have the shape of gate_weight");
+}
+
+// The second layer of an MLP, whose input is the first one's result.
+inline void check_second(const Tensor& x, const Tensor& first_weight, const Tensor& weight,
+                         const OptionalTensor& bias) {
+  check_weight(weight, "the second layer's weight", first_weight.size(0), x);
+  check_bias(bias, "the second layer's bias", weight, x);
+}
+
+inline void check_same_shape(const Tensor& operand, const char* name, const Tensor& like) {
+  check_same_kind(operand, name, like);
+  const auto sizes = operand.sizes(), expected = like.sizes();
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
+                  " differs in shape from the first operand");
+}
+
+// An uninitialised dense tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
+inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
+  int32_t dtype = 0, device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+}  // namespace fused_mlp
