@@ -1,0 +1,13 @@
+"""Imported before the rest: where the modules are that other folders hold, and what is read from the environment."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")

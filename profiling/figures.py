@@ -1,0 +1,47 @@
+"""The figures of a run as plain data: what is written as JSON, and all that the page, the tables and the docs need."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import timeline
+from expectations import Expectation
+from recorder import Recording
+from setups import Setup, Workload
+
+
+def verdict(expectation: Expectation, recording: Recording, eager: Recording) -> dict:
+    held, seen = expectation.look(recording, eager)
+    return {"claim": expectation.claim, "held": held, "seen": seen}
+
+
+def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Recording, trace: Path) -> dict:
+    forward = timeline.middle(recording.forwards)
+    return {
+        "key": setup.key,
+        "title": setup.title,
+        "note": setup.note,
+        "steps": [step.name for step in setup.steps],
+        "launches": [asdict(launch) for launch in forward.launches],
+        "ops": len(forward.ops),
+        "cpu_before_launch_us": forward.cpu_before_launch_us,
+        "latency_us": forward.latency_us,
+        "busy_us": forward.busy_us,
+        "wall_us": recording.wall_us,
+        "bytes_moved": workload.size.bytes_moved(setup.steps),
+        "peak_bytes": forward.peak_bytes,
+        "expectations": [verdict(expectation, recording, eager) for expectation in setup.expectations],
+        "trace": trace.name,
+    }
+
+
+def of_workload(workload: Workload, setups: list[dict], flops_per_second: float, bytes_per_second: float) -> dict:
+    """The floor is that of the fastest arithmetic seen, by a set-up or in PyTorch's product of large matrices."""
+    flops_per_second = max([flops_per_second, *(workload.size.flops / (s["busy_us"] * 1e-6) for s in setups)])
+    return {
+        "key": workload.key,
+        "title": workload.title,
+        "shape": workload.shape,
+        "flops": workload.size.flops,
+        "floor_us": workload.size.floor_seconds(flops_per_second, bytes_per_second) * 1e6,
+        "setups": setups,
+    }

@@ -1,0 +1,97 @@
+"""Draws what each set-up of a workload launched over time, all to one scale, as SVG to be put into a page.
+
+The colours are variables of the page's style sheet, so that they follow its colour scheme; each bar says on hovering
+what it is.
+"""
+
+import html
+import io
+import re
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from results import in_milliseconds, launches, time
+
+# Colours that stand for a variable until the SVG is written.
+_VARIABLES = ("ink", "muted", "surface", "on-bar", "gemm", "pointwise", "fused", "aux", "waiting")
+_COLOR = {name: f"#0a00{i:02x}" for i, name in enumerate(_VARIABLES, start=16)}
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lanes",
+    "font.size": 10,
+    "text.color": _COLOR["ink"],
+    "axes.edgecolor": _COLOR["muted"],
+    "axes.labelcolor": _COLOR["muted"],
+    "xtick.color": _COLOR["muted"],
+    "ytick.color": _COLOR["ink"],
+}
+_LETTER_INCHES = 0.085
+
+
+def draw(workload: dict, width_inches: float, prefix: str) -> str:
+    """The lanes of a workload; `prefix` makes the ids of this drawing unlike those of others in the page."""
+    setups, in_ms = workload["setups"], in_milliseconds(workload)
+    unit = 1e3 if in_ms else 1.0
+    longest = max(setup["latency_us"] for setup in setups) / unit
+    tooltips = {}
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(width_inches, 0.62 * len(setups) + 0.55), layout="constrained")
+        letters_a_unit = (width_inches - 0.3) / _LETTER_INCHES / (longest * 1.16)
+
+        def bar(row, start, end, color, tooltip, label=""):
+            tooltips[f"bar-{len(tooltips)}"] = tooltip
+            axes.barh(
+                row,
+                (end - start) / unit,
+                left=start / unit,
+                height=0.44,
+                color=_COLOR[color],
+                edgecolor=_COLOR["surface"],
+                linewidth=0.8,
+                gid=f"bar-{len(tooltips) - 1}",
+            )
+            if len(label) < (end - start) / unit * letters_a_unit:
+                center = (start + end) / 2 / unit
+                axes.text(center, row, label, ha="center", va="center", fontsize=9, color=_COLOR["on-bar"])
+
+        for row, setup in enumerate(setups):
+            waited = setup["cpu_before_launch_us"]
+            bar(row, 0.0, waited, "waiting", f"CPU before the first launch: {time(waited, in_ms=False)}")
+            for launch, label in zip(setup["launches"], _labels(setup), strict=True):
+                spent = time(launch["end"] - launch["start"], in_ms)
+                bar(row, launch["start"], launch["end"], launch["kind"], f"{launch['name']}: {spent}", label)
+            n = launches(setup)
+            title = f"{setup['title']}: {n} launch{'es' if n != '1' else ''}"
+            axes.text(0, row - 0.3, title, ha="left", va="bottom", fontsize=10, fontweight="bold")
+            end = max(launch["end"] for launch in setup["launches"]) / unit
+            axes.text(end + 0.01 * longest, row, time(end * unit, in_ms), ha="left", va="center", fontsize=9)
+        axes.set(xlim=(0, longest * 1.16), ylim=(len(setups) - 0.6, -0.75), yticks=[])
+        axes.set_xlabel(f"{'ms' if in_ms else 'µs'} from the call")
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.patch.set_visible(False)
+        figure.patch.set_visible(False)
+        svg = io.StringIO()
+        figure.savefig(svg, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        plt.close(figure)
+    return _for_a_page(svg.getvalue(), tooltips, prefix, f"What each way to compute {workload['title']} launches")
+
+
+def _labels(setup: dict) -> list[str]:
+    """The names of the steps, where as many were launched as expected."""
+    names = iter(setup["steps"])
+    steps = [launch for launch in setup["launches"] if launch["kind"] != "aux"]
+    as_expected = len(steps) == len(setup["steps"])
+    return [next(names) if as_expected and launch["kind"] != "aux" else "" for launch in setup["launches"]]
+
+
+def _for_a_page(svg: str, tooltips: dict[str, str], prefix: str, description: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'^<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg role="img" viewBox="\1">', svg, count=1)
+    svg = svg.replace('role="img"', f'role="img" aria-label="{html.escape(description)}"', 1)
+    for name, color in _COLOR.items():
+        svg = svg.replace(color, f"var(--{name})")
+    for gid, words in tooltips.items():
+        svg = svg.replace(f'<g id="{gid}">', f'<g id="{gid}" class="bar"><title>{html.escape(words)}</title>')
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)

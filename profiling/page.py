@@ -1,0 +1,41 @@
+"""Makes the page from results.json: one HTML file that fetches nothing."""
+
+import argparse
+import json
+from pathlib import Path
+
+import jinja2
+import lanes
+import results
+
+_HERE = Path(__file__).parent
+WIDE, NARROW = 9.0, 4.2  # inches: a desktop's drawing, and one whose letters can be read on a phone
+
+
+def make(run: dict, traces: set[str]) -> str:
+    """The page of a run; `traces` are the files that lie beside it and can be linked to."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    for workload in run["workloads"]:
+        workload["drawings"] = {
+            name: lanes.draw(workload, width, f"{workload['key']}-{name}")
+            for name, width in (("wide", WIDE), ("narrow", NARROW))
+        }
+    return environment.get_template("page.html.jinja").render(run=run, results=results, traces=traces)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="source", type=Path, default=Path("build/profile/results.json"))
+    parser.add_argument("--out", type=Path, help="the page; index.html beside the results")
+    given = parser.parse_args()
+    target = given.out or given.source.with_name("index.html")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    traces = {path.name for path in target.parent.glob("*-*.json")}
+    target.write_text(make(json.loads(given.source.read_text()), traces))
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

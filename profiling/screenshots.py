@@ -1,0 +1,34 @@
+"""Pictures of the page for the README, into docs/images: on a desktop, light and dark, and on a phone."""
+
+import argparse
+import base64
+from pathlib import Path
+
+import browser
+from PIL import Image
+
+SCREENS = {
+    "profile-light": ("light", 1100, 900, 1),
+    "profile-dark": ("dark", 1100, 900, 1),
+    "profile-phone": ("light", 390, 844, 1.5),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path, default=Path("build/profile/index.html"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with browser.opened() as driver:
+        for name, screen in SCREENS.items():
+            browser.show(driver, given.page, *screen)
+            path = given.out / f"{name}.png"
+            path.write_bytes(base64.b64decode(driver.get_screenshot_as_base64()))
+            with Image.open(path) as picture:
+                picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What the benchmarks say of their figures: where fusing pays and where not. Nothing is timed here to be believed."""
+
+import json
+import sys
+
+import pytest
+
+import project
+
+sys.path.append(str(project.ROOT / "benchmarks"))
+
+import break_even
+import display
+import measure
+import peers
+import providers
+
+STORED = project.ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "start", "words"),
+    [
+        ({1: 0.5, 8: 0.9, 64: 0.7}, 1, "fusing pays at every M measured, from 1 to 64"),
+        (
+            {1: 1.2, 8: 1.0, 64: 0.7},
+            64,
+            "from M = 64; it makes no difference at M in 8; it does not pay at M in 1",
+        ),
+        ({1: 0.8, 8: 1.1, 64: 0.7}, 64, "pays from M = 64; it pays at M in 1; it does not pay at M in 8"),
+        (
+            {64: 1.03, 1: 0.8, 8: 0.7},
+            None,
+            "there is no M from which on fusing pays; it pays at M in 1, 8; it does not pay at M in 64",
+        ),
+        ({1: 1.3, 8: 1.1}, None, "there is no M from which on fusing pays; it does not pay at M in 1, 8"),
+    ],
+)
+def test_break_even(ratios, start, words):
+    assert break_even.pays_from(ratios) == start
+    assert break_even.sentence(ratios).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(0.5, "pays"), (0.979, "pays"), (0.981, "even"), (1.0, "even"), (1.019, "even"), (1.021, "does not pay")],
+)
+def test_verdicts(ratio, verdict):
+    assert break_even.verdict(ratio) == verdict
+
+
+def measured(m, **times):
+    return {"shape": [m, 8, 16], "providers": {name: {"wall_us": time} for name, time in times.items()}}
+
+
+def test_ratios():
+    """Against eager, or the fastest peer: parts of the work and our own other ways are no peers."""
+    results = [
+        measured(1, eager=10.0, compile=8.0, gemms=1.0, ours=4.0, **{"ours-triton": 2.0}),
+        measured(2, eager=6.0),
+    ]
+    assert break_even.ratios(results, "wall_us", "eager") == {1: 0.4}
+    assert break_even.ratios(results, "wall_us", None) == {1: 0.5}
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, arguments)])
+    peers.main()
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_stored_results_over_m(monkeypatch, capsys, tmp_path):
+    """The one point of the stored sweep where fusing does not pay is said and marked."""
+    out = tmp_path / "plot"
+    said = run(monkeypatch, capsys, "--from", STORED / "h100-sweep.json", "--dim", 1152, "--hidden", 6912, "--out", out)
+    assert "GPU time, against eager: fusing pays from M = 77" in said
+    assert "it does not pay at M in 64." in said
+    assert "wall time, against eager: fusing pays at every M measured, from 1 to 16384" in said
+    svg = out.with_suffix(".svg").read_text()
+    assert all(words in svg for words in ("pays from M = 77", "pays from M = 1", "slower than eager"))
+    assert svg.count("fusing does not pay") == 1  # in the panel of the GPU time alone
+    said = run(monkeypatch, capsys, "--from", STORED / "h100-sweep.json", "--dim", 768, "--hidden", 3072, "--out", out)
+    assert "does not pay" not in said + out.with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize("workload", ["mlp", "linear"])
+def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
+    stored = STORED / f"h100-{workload}.json"
+    said = run(monkeypatch, capsys, "--from", stored, "--out", tmp_path / "plot")
+    for result in json.loads(stored.read_text())["results"]:
+        assert " x ".join(map(str, result["shape"])) in said
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
+
+
+def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path):
+    """Written, shown, and read again: from the table of shapes to every M."""
+    monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
+    monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
+    few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
+    said = run(monkeypatch, capsys, *few, "--out", tmp_path / "run")
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert [result["shape"] for result in found["results"]] == [[4, 32, 64], [8, 32, 64]]
+    for result in found["results"]:
+        assert list(result["providers"]) == ["eager", "gemms", "ours"]
+        assert all(0 < figures["wall_us"] < 1e6 for figures in result["providers"].values())
+    assert "wall time, against eager: " in said
+    assert found["machine"]["dtype"] == "bfloat16"
+    assert float(found["machine"]["copy_bandwidth_GBps"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dim", "8"], "--dim and --hidden go together"),
+        (["--dim", "8", "--hidden", "8", "--sweep"], "without --shapes and --sweep"),
+        (["--dim", "8", "--hidden", "8", "--workload", "linear"], "are for the MLP"),
+        (["--from", str(STORED / "h100-sweep.json"), "--dim", "7", "--hidden", "9"], "7 x 9 was not measured"),
+    ],
+)
+def test_bad_arguments(arguments, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as exit_:
+        peers.main()
+    assert words in capsys.readouterr().err + str(exit_.value)
+
+
+def test_a_provider_that_cannot_run_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(providers, "unavailable", lambda name: "it is broken" if name == "liger" else None)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--providers", "eager", "liger", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="liger cannot run here: it is broken"):
+        peers.main()
+
+
+def test_tables_fit_a_terminal(capsys):
+    """100 columns, with the widest shapes that are stored."""
+    display.print_table(json.loads((STORED / "h100-mlp.json").read_text())["results"])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 100
+    assert "…" not in said
+
+
+def test_turns_are_medians(monkeypatch):
+    """Each provider's figure is the median of its turns, of which it has one in every round."""
+    times = iter([5.0, 50.0, 1.0, 10.0, 2.0, 99.0])
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure, "iterations_within", lambda run, budget: 3)
+    monkeypatch.setattr(measure, "wall_microseconds", lambda run, iterations: next(times))
+    figures = measure.compare({"a": lambda: None, "b": lambda: None}, rounds=3)
+    assert figures == {"a": {"wall_us": 2.0}, "b": {"wall_us": 50.0}}

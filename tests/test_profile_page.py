@@ -1,0 +1,237 @@
+"""The page and the document that are made of a profile: what they say, and the page as a browser shows it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import project
+import traces
+
+sys.path.append(str(project.ROOT / "profiling"))
+
+import browser
+import document
+import figures
+import page
+import results
+import session
+import setups
+import timeline
+
+COMMITTED = project.ROOT / "profiling" / "results" / "cpu.json"
+needs_browser = pytest.mark.skipif(
+    browser.missing() is not None,
+    reason=f"{browser.missing()}: the page was not opened (Debian: apt-get install chromium chromium-driver)",
+)
+
+
+def test_the_document_says_what_was_measured():
+    text = document.DOCUMENT.read_text()
+    source = re.search(r"Tables filled by `python profiling/document.py (\S+)`", text)[1]
+    run = json.loads((project.ROOT / source).read_text())
+    assert document.fill(text, run, source) == text
+    changed = json.loads(json.dumps(run))
+    changed["workloads"][0]["setups"][0]["expectations"][0]["held"] = False
+    assert "**no**" in document.fill(text, changed, source)
+    assert document.fill(text.replace("| yes |", "| maybe |"), run, source) == text
+
+
+def test_the_document_refuses_an_unknown_part():
+    run = json.loads(COMMITTED.read_text())
+    with pytest.raises(ValueError, match="no part is called 'nothing'"):
+        document.fill("<!-- filled: nothing -->\n<!-- end -->", run, "results.json")
+
+
+def test_the_commands_of_the_document():
+    """Every script and make variable that it names is there."""
+    text = document.DOCUMENT.read_text()
+    for script in re.findall(r"python (profiling/\S+\.py)", text):
+        assert (project.ROOT / script).is_file(), script
+    makefile = (project.ROOT / "Makefile").read_text()
+    for line in re.findall(r"^make .*", text, re.MULTILINE):
+        target, *variables = line.split("#")[0].split()[1:]
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        assert all(re.search(rf"^{v.split('=')[0]} \?=", makefile, re.MULTILINE) for v in variables)
+
+
+@pytest.fixture(scope="module")
+def made_page(tmp_path_factory):
+    """The page of the committed run, with a set-up of many kinds beside those of a CPU, and one trace to link to."""
+    run = json.loads(COMMITTED.read_text())
+    forward = timeline.middle(traces.eager_mlp().read())
+    planted = dict(run["workloads"][0]["setups"][0])
+    planted |= {
+        "key": "planted",
+        "title": "a <GPU>",
+        "launches": [vars(launch) for launch in forward.launches],
+        "busy_us": forward.busy_us,
+        "latency_us": forward.latency_us,
+        "expectations": [{"claim": "a claim", "held": False, "seen": "a name_" + "without_spaces_" * 40}],
+    }
+    run["workloads"][0]["setups"].append(planted)
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(page.make(run, {"mlp-eager.json"}))
+    return path, run
+
+
+def test_the_page_is_one_small_file(made_page):
+    path, _ = made_page
+    html = path.read_text()
+    assert path.stat().st_size < 500_000
+    assert "a &lt;GPU&gt;" in html and "a <GPU>" not in html
+    assert html.count('href="mlp-eager.json"') == 2  # of eager, and of the planted set-up made from it
+    assert 'href="mlp-ours.json"' not in html
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+def test_from_a_recording_to_a_page(tmp_path):
+    workload = setups.linear(8, 16, 16, compiled=False)
+    found = session.run(workload, tmp_path)
+    run = json.loads(COMMITTED.read_text())
+    run["workloads"] = json.loads(json.dumps([figures.of_workload(workload, found, 1e12, 1e10)]))
+    html = page.make(run, {found[0]["trace"]})
+    assert "eager nn.Linear: 1 launch<" in html
+    assert 'href="linear-eager.json"' in html
+
+
+def test_the_page_without_torch(tmp_path):
+    """Page and data are apart: where there is no PyTorch, the page can be made."""
+    blocked = tmp_path / "torch.py"
+    blocked.write_text("raise ImportError('no torch here')\n")
+    command = [
+        sys.executable,
+        project.ROOT / "profiling" / "page.py",
+        "--from",
+        COMMITTED,
+        "--out",
+        tmp_path / "p.html",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.html").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser.opened() as driver:
+        yield driver
+
+
+LANES = """
+return [...document.querySelectorAll('figure')].filter(f => f.getBoundingClientRect().width > 0).map(f => ({
+    bars: [...f.querySelectorAll('.bar path')].map(p => getComputedStyle(p).fill),
+    titles: f.querySelectorAll('.bar title').length,
+    words: [...f.querySelectorAll('text')].map(t => t.textContent),
+    smallest: Math.min(...[...f.querySelectorAll('text')].map(t => t.getBoundingClientRect().height)),
+}))
+"""
+SCREENS = [("light", 1200, 900), ("dark", 1200, 900), ("light", 375, 800), ("dark", 375, 800)]
+
+
+@needs_browser
+@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
+def test_the_page_in_a_browser(chromium, made_page, scheme, width, height):
+    path, run = made_page
+    browser.requested(chromium)
+    browser.show(chromium, path, scheme, width, height)
+    lanes = chromium.execute_script(LANES)
+    assert len(lanes) == len(run["workloads"])
+    for shown, workload in zip(lanes, run["workloads"], strict=True):
+        launches = [launch for setup in workload["setups"] for launch in setup["launches"]]
+        assert len(shown["bars"]) == shown["titles"] == len(launches) + len(workload["setups"])
+        assert all(any(setup["title"] in words for words in shown["words"]) for setup in workload["setups"])
+        assert shown["smallest"] >= 9  # pixels: letters that can be read
+    rows = chromium.execute_script(
+        "return [...document.querySelectorAll('.comparison')].map(t => [...t.querySelectorAll('tbody tr')]"
+        ".map(r => [...r.children].map(c => c.getBoundingClientRect().height > 0 && c.textContent)))"
+    )
+    assert rows == [[list(row) for row in results.comparison(workload)] for workload in run["workloads"]]
+    assert overflow(chromium) == 0
+    chromium.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert overflow(chromium) == 0
+    dark = luminance(chromium, "document.body", "backgroundColor") < 0.2
+    assert dark == (scheme == "dark")
+    assert (luminance(chromium, "document.body", "color") > 0.7) == dark
+    assert fetched(chromium, path) == []
+
+
+@needs_browser
+def test_colours_mean_the_same_in_all_lanes(chromium, made_page):
+    path, run = made_page
+    of_schemes = []
+    for scheme in ("light", "dark"):
+        browser.show(chromium, path, scheme, 1200, 900)
+        colours = {}
+        for shown, workload in zip(chromium.execute_script(LANES), run["workloads"], strict=True):
+            fills = iter(shown["bars"])
+            for setup in workload["setups"]:
+                for kind in ("waiting", *(launch["kind"] for launch in setup["launches"])):
+                    colours.setdefault(kind, set()).add(next(fills))
+        assert set(colours) == {"waiting", *timeline.KINDS}
+        assert all(len(found) == 1 for found in colours.values()), colours
+        of_schemes.append(set.union(*colours.values()))
+        assert len(of_schemes[-1]) == len(colours)
+    assert not set.intersection(*of_schemes)  # they follow the scheme
+
+
+READ_ON = [
+    *(("--ink", "--panel"), ("--ink", "--surface"), ("--muted", "--panel"), ("--muted", "--surface")),
+    *(("--on-bar", "--gemm"), ("--on-bar", "--pointwise"), ("--on-bar", "--fused")),
+    *(("--fused", "--panel"), ("--bad", "--panel"), ("--gemm", "--panel")),
+]
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_can_be_read(chromium, made_page, scheme):
+    """Contrasts of at least 4.5, as WCAG asks for."""
+    browser.show(chromium, made_page[0], scheme, 1200, 900)
+
+    def luminance_of(variable):
+        style = "getComputedStyle(document.documentElement)"
+        colour = chromium.execute_script(f"return {style}.getPropertyValue('{variable}')").strip("# ")
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for words, ground in READ_ON:
+        darker, lighter = sorted((luminance_of(words), luminance_of(ground)))
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (words, ground)
+
+
+@needs_browser
+def test_the_browser_sees_faults(chromium, made_page, tmp_path):
+    """Something too wide, and something that is fetched, are noticed."""
+    path, _ = made_page
+    faulty = tmp_path / "faulty.html"
+    planted = '<div style="width: 2000px">wide</div><img src="http://127.0.0.1:9/picture.png">'
+    faulty.write_text(path.read_text().replace("</main>", f"{planted}</main>"))
+    browser.requested(chromium)
+    browser.show(chromium, faulty, "light", 375, 800)
+    assert overflow(chromium) > 1000
+    assert fetched(chromium, faulty) == ["http://127.0.0.1:9/picture.png"]
+
+
+def overflow(driver):
+    """Pixels that the page is wider than the screen."""
+    return driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+def fetched(driver, path):
+    """What was asked for beside the page itself, by the request log and by the page's own account."""
+    own = path.resolve().as_uri()
+    entries = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    return sorted(
+        {address for address in (*browser.requested(driver), *entries) if address != own and "data:" not in address}
+    )
+
+
+def luminance(driver, element, property_):
+    words = driver.execute_script(f"return getComputedStyle({element}).{property_}")
+    red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", words)[:3])
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

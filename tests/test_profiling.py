@@ -1,0 +1,326 @@
+"""The profiling scripts: what they expect is seen on this machine, and each expectation can fail."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import machine
+import project
+from traces import Planted, eager_mlp
+
+sys.path.append(str(project.ROOT / "profiling"))
+
+import environment  # noqa: F401
+import expectations as expect
+import plan
+import recorder
+import session
+import setups
+import timeline
+
+PROFILING = project.ROOT / "profiling"
+needs_gpu = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a GPU and a torch with CUDA")
+
+
+def recording(forwards, answer=1.0, compilations=0):
+    return recorder.Recording("cuda", forwards, torch.tensor([answer]), 100.0, compilations)
+
+
+def look(expectation, forwards, eager=None, **facts):
+    held, seen = expectation.look(recording(forwards, **facts), recording(eager or forwards))
+    assert seen
+    return held
+
+
+def test_a_trace_of_a_gpu():
+    forwards = eager_mlp().read()
+    assert len(forwards) == 3
+    for forward in forwards:
+        assert [launch.kind for launch in forward.launches] == ["gemm", "pointwise"] * 2 + ["gemm", "aux"]
+        assert forward.cpu_before_launch_us == pytest.approx(4.0)
+        assert forward.latency_us == pytest.approx(131.0)
+        assert forward.busy_us == pytest.approx(5 * 18.0 + 1.0)
+        assert [op.launches for op in forward.ops if op.name == "aten::linear"] == [1, 1, 1]
+        assert [op.launches for op in forward.ops if op.name == "aten::t"] == [0, 0, 0]
+
+
+def test_a_trace_of_a_cpu():
+    """A shell and views are passed over; what an op calls for its own ends is part of it."""
+    planted = Planted().forward(duration=90.0)
+    planted.op("TorchDynamo Cache Lookup", 0.0, 5.0).op("aten::linear", 10.0, 30.0).op("aten::t", 11.0, 1.0)
+    planted.op("aten::addmm", 13.0, 20.0).op("aten::copy_", 14.0, 3.0).op("aten::gelu", 50.0, 10.0)
+    planted.op("graph_0_cpp_fused_mul_0", 70.0, 8.0)
+    (forward,) = planted.read()
+    assert [launch.name for launch in forward.launches] == ["aten::addmm", "aten::gelu", "graph_0_cpp_fused_mul_0"]
+    assert [launch.kind for launch in forward.launches] == ["gemm", "pointwise", "pointwise"]
+    assert forward.cpu_before_launch_us == pytest.approx(13.0)
+    assert forward.busy_us == pytest.approx(38.0)
+    assert forward.latency_us == pytest.approx(90.0)
+
+
+def test_kernels_that_overlap_count_once():
+    (forward,) = Planted().forward().kernel("a", 10.0, 20.0).kernel("b", 25.0, 10.0).read()
+    assert forward.busy_us == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(("device_type", "peak"), [(0, 300), (1, 50)])
+def test_peak_memory(device_type, peak):
+    planted = Planted().forward().memory(1, 200).memory(2, 100).memory(3, -200).memory(4, 150).memory(5, 50, 1)
+    if device_type == 1:
+        planted.kernel("k", 10.0, 1.0)
+    (forward,) = planted.read()
+    assert forward.peak_bytes == peak
+
+
+def test_the_middle_forward():
+    planted = Planted()
+    for duration in (90.0, 10.0, 30.0):
+        planted.forward(duration)
+    assert timeline.middle(planted.read()).latency_us == pytest.approx(30.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_TNT", "gemm"),
+        ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_32x6_tn", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>(Params)", "gemm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)", "aux"),
+        ("Memset (Device)", "aux"),
+        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>(int)", "pointwise"),
+        ("triton_poi_fused_gelu_mul_0", "pointwise"),
+        ("_geglu_tanh_forward_kernel", "pointwise"),
+        ("void fused_mlp::pointwise_kernel<c10::BFloat16, 8>(Operands)", "pointwise"),
+        ("void fused_mlp::sm90::tiled_gemm_kernel<TiledGemm<__nv_bfloat16>>(TiledGemmArgs)", "fused"),
+        ("matmul_kernel", "fused"),
+        ("_fused_mlp_cpu_45bc579528::gated_mlp", "fused"),
+        ("_fused_mlp_cpu_45bc579528::act_and_mul", "pointwise"),
+        ("aten::addmm", "gemm"),
+        ("aten::mul", "pointwise"),
+        ("graph_0_cpp_fused__unsafe_view_gelu_mul_0", "pointwise"),
+    ],
+)
+def test_kinds_of_names(name, kind):
+    assert timeline.kind_of(name) == kind
+
+
+# Each expectation holds on what it describes, and fails on a trace with a fault.
+
+
+def test_launches_can_fail():
+    eager = eager_mlp().read()
+    assert look(expect.launches(plan.EAGER, "GPU kernel"), eager)
+    assert not look(expect.launches(plan.POINTWISE_FUSED, "GPU kernel"), eager)
+    assert not look(expect.launches(plan.EAGER, "GPU kernel"), eager_mlp().kernel("copy_kernel", 200.0, 1.0).read())
+    order = (plan.EAGER[1], plan.EAGER[0], *plan.EAGER[2:])
+    assert not look(expect.launches(order, "GPU kernel"), eager)
+
+
+def test_launches_fails_on_an_empty_trace():
+    assert not expect.launches((), "GPU kernel").look(recording(()), recording(()))[0]
+
+
+def test_launches_nothing_can_fail():
+    expectation = expect.launches_nothing("aten::t")
+    assert look(expectation, eager_mlp().read())
+    assert not look(expectation, eager_mlp().op("aten::t", 2.0, 5.0).read())  # around the first launch call
+    assert not look(expectation, Planted().forward().kernel("gemm", 5.0, 1.0).read())  # no such op at all
+
+
+def test_without_can_fail():
+    assert look(expect.without("aten::add"), eager_mlp().read())
+    assert not look(expect.without("aten::gelu", "aten::add"), eager_mlp().read())
+
+
+def test_beneath_can_fail():
+    expectation = expect.beneath("aten::addmm", "aten::copy_", "why")
+    planted = Planted().forward().op("aten::addmm", 1.0, 20.0).op("aten::copy_", 2.0, 3.0)
+    assert look(expectation, planted.read())
+    assert not look(expectation, planted.forward().op("aten::addmm", 1.0, 20.0).op("aten::copy_", 30.0, 3.0).read())
+
+
+def test_nothing_computes_beneath_can_fail():
+    expectation = expect.nothing_computes_beneath("_fused_mlp")
+    planted = Planted().forward().op("_fused_mlp_cpu_1::gated_mlp", 1.0, 50.0).op("aten::view", 2.0, 1.0)
+    assert look(expectation, planted.op("aten::mm", 60.0, 5.0).read())
+    assert not look(expectation, planted.op("aten::mm", 10.0, 5.0).read())
+
+
+def test_same_gemms_can_fail():
+    eager = eager_mlp()
+    compiled = Planted()
+    for _ in range(3):
+        compiled.forward()
+        for i, name in enumerate(("nvjet_gate", "nvjet_up", "triton_poi_fused_gelu_mul_0", "nvjet_down")):
+            compiled.kernel(name, 20.0 * i + 30.0, 18.0)
+    assert look(expect.same_gemms(), compiled.read(), eager.read())
+    assert not look(expect.same_launches(), compiled.read(), eager.read())
+    compiled.kernel("nvjet_other", 200.0, 1.0)
+    assert not look(expect.same_gemms(), compiled.read(), eager.read())
+
+
+def test_same_launches_can_hold():
+    assert look(expect.same_launches(), eager_mlp().read(), eager_mlp(forwards=2).read())
+
+
+@pytest.mark.parametrize("range_", ["TorchDynamo Cache Lookup", "Torch-Compiled Region: 0/0"])
+def test_dynamo_can_fail(range_):
+    compiled = eager_mlp().op(range_, 0.0, 3.0).read()
+    assert look(expect.dynamo(True), compiled)
+    assert not look(expect.dynamo(False), compiled)
+    assert look(expect.dynamo(False), eager_mlp().read())
+    assert not look(expect.dynamo(True), eager_mlp().read())
+
+
+def test_compilations_can_fail():
+    for wanted in (0, 1):
+        for found in (0, 1, 2):
+            held = look(expect.compilations_on_new_shape(wanted), eager_mlp().read(), compilations=found)
+            assert held == (wanted == found)
+
+
+def test_agrees_can_fail():
+    assert look(expect.agrees(1e-2), eager_mlp().read(), answer=1.005)
+    assert not look(expect.agrees(1e-2), eager_mlp().read(), answer=1.02)
+    assert not look(expect.agrees(1e-2), eager_mlp().read(), answer=math.nan)
+
+
+# Bytes, operations and the roofline.
+
+
+def test_bytes_of_the_steps():
+    """Eager moves 10 M H bytes for its two pointwise steps, and writes the hidden rows once more than a gated GEMM."""
+    m, d, h = 96, 32, 80
+    size = plan.mlp_size(m, d, h, 2)
+    gated = 2 * (m * d + 2 * h * d + m * h) + 2 * (m * h + d * h + m * d)
+    assert size.bytes_moved(plan.GATED_GEMM) == gated
+    assert size.bytes_moved(plan.EAGER) == gated + 10 * m * h + 2 * m * h + 2 * m * d
+    assert size.bytes_moved(plan.POINTWISE_FUSED) == size.bytes_moved(plan.EAGER) - 4 * m * h
+    assert size.bytes_moved(plan.ONE_OP) == gated - 4 * m * h
+
+
+@pytest.mark.parametrize(("shape", "microseconds"), [((8192, 768, 3072), 145), ((1, 4096, 14336), 117)])
+def test_floors(shape, microseconds):
+    """Those of docs/performance.md, at 800 TFLOP/s and 3.0 TB/s."""
+    assert plan.mlp_size(*shape, 2).floor_seconds(800e12, 3.0e12) * 1e6 == pytest.approx(microseconds, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason", "steps"),
+    [
+        (
+            "cuda",
+            "first; fused sm_90a GEMM: tiles; down: torch's GEMM and a pointwise kernel: x",
+            plan.GATED_GEMM,
+        ),
+        ("cuda", "first; fused sm_90a GEMM: tiles; down: fused sm_90a GEMM: streams", plan.GATED_GEMM_AND_OURS),
+        ("cuda", "first; torch's GEMM and a pointwise kernel: a; down: torch's GEMM: b", plan.POINTWISE_FUSED),
+        ("triton", "forced by backend()", plan.GATED_GEMM),
+        ("cpu", "first choice for this device and dtype", plan.ONE_OP),
+        ("torch", "no cpu kernel for torch.float16", plan.EAGER),
+    ],
+)
+def test_steps_follow_what_explain_says(backend, reason, steps):
+    assert plan.of_ours(backend, reason) == steps
+
+
+# On this machine, whatever it is.
+
+
+def marks(workload, out):
+    """The figures of all set-ups, and every claim with whether it held and what was seen."""
+    found = session.run(workload, out)
+    return found, {(s["key"], m["claim"]): (m["held"], m["seen"]) for s in found for m in s["expectations"]}
+
+
+def test_one_linear_layer(tmp_path, capsys):
+    found, seen = marks(setups.linear(64, 32, 48, compiled=True), tmp_path)
+    assert {key for key, _ in seen} == {"eager", "compile"}
+    assert all(held for held, _ in seen.values()), {claim: s for claim, s in seen.items() if not s[0]}
+    words = capsys.readouterr().out
+    assert words.index("I expect:") < words.index("held")
+    assert len(json.loads((tmp_path / "linear-eager.json").read_text())["traceEvents"]) > 10
+    assert all(len(setup["launches"]) >= 1 for setup in found)
+
+
+def test_the_mlp(tmp_path):
+    chosen = tuple(name for name in setups.IMPLEMENTATIONS if setups.unavailable(name) is None)
+    workload = setups.mlp(2, 16, 64, 128, chosen)
+    found, seen = marks(workload, tmp_path)
+    assert [setup["key"] for setup in found] == ["eager", *chosen]
+    assert all(held for held, _ in seen.values()), {claim: s for claim, s in seen.items() if not s[0]}
+
+
+def test_an_expectation_that_fails_is_told(tmp_path, capsys):
+    workload = setups.linear(8, 16, 16, compiled=False)
+    wrong = expect.launches(plan.EAGER, "launch")
+    eager = workload.setups[0]
+    workload = setups.Workload(
+        **{**vars(workload), "setups": (setups.Setup(**{**vars(eager), "expectations": (wrong,)}),)}
+    )
+    _, seen = marks(workload, tmp_path)
+    assert [held for held, _ in seen.values()] == [False]
+    assert "NOT HELD" in capsys.readouterr().out
+
+
+TUTORIAL = (64, 128, 768, 3072)
+
+
+@needs_gpu
+@pytest.mark.parametrize("provider", ["compile", "liger", "ours", "ours-compile", "ours-triton"])
+def test_the_tutorials_mlp_on_a_gpu(provider, tmp_path):
+    """Eager launches five kernels, the compiler and Liger four, ours two; copies and fills of cuBLAS apart."""
+    if reason := setups.unavailable(provider):
+        pytest.skip(reason)
+    found, seen = marks(setups.mlp(*TUTORIAL, (provider,)), tmp_path)
+    kernels = [sum(launch["kind"] != "aux" for launch in setup["launches"]) for setup in found]
+    assert kernels == [5, 4 if provider in ("compile", "liger") else 2]
+    assert all(held for held, _ in seen.values()), {claim: s for claim, s in seen.items() if not s[0]}
+
+
+@needs_gpu
+def test_the_tutorials_linear_layer_on_a_gpu(tmp_path):
+    found, seen = marks(setups.linear(1024, 32, 64, compiled=True), tmp_path)
+    assert [len(setup["launches"]) for setup in found] == [1, 1]
+    assert all(held for held, _ in seen.values()), {claim: s for claim, s in seen.items() if not s[0]}
+
+
+# The commands.
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("02_linear.py", ["--batch", "0"], "must be a positive integer, got '0'"),
+        ("03_simple_mlp.py", ["--dim", "many"], "must be a positive integer, got 'many'"),
+        ("03_kernels_mlp.py", ["--implementation", "ours-triton", "--compile"], "--compile goes with"),
+        ("03_kernels_mlp.py", ["--implementation", "theirs"], "invalid choice: 'theirs'"),
+    ],
+)
+def test_bad_arguments(script, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(script.removesuffix(".py")).main()
+    assert words in capsys.readouterr().err + str(exit_.value)
+
+
+@pytest.mark.skipif(machine.device_type() == "cuda", reason="Liger may run on a GPU")
+def test_an_implementation_that_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["03_kernels_mlp.py", "--implementation", "liger"])
+    with pytest.raises(SystemExit, match="liger cannot run here: it needs a GPU"):
+        importlib.import_module("03_kernels_mlp").main()
+
+
+def test_a_script_as_a_user_runs_it(tmp_path):
+    shape = ("--batch", 2, "--seq", 8, "--dim", 32, "--hidden", 64)
+    command = [sys.executable, PROFILING / "03_kernels_mlp.py", *map(str, shape), "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "NOT HELD" not in done.stdout
+    assert done.stdout.count("held") >= 8
+    assert {path.name for path in tmp_path.iterdir()} == {"mlp-eager.json", "mlp-ours.json"}
