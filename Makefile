@@ -13,12 +13,12 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test sanitize demo bench tune lint format clean
+.PHONY: help venv build test release-check release-dry-run matrix compat sanitize demo profile bench tune lint format clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
 
-venv: $(foreach set,build test demo bench lint,$(call installed,$(set))) ## install all requirements into .venv
+venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set))) ## install all requirements into .venv
 
 build: $(call installed,build) ## build the kernel for the CPU and, where there is an nvcc, for CUDA, into build/
 	$(python) tools/build.py
@@ -26,14 +26,36 @@ build: $(call installed,build) ## build the kernel for the CPU and, where there 
 test: $(call installed,test) build ## build, then run all tests that this machine can run
 	$(python) -m pytest
 
+release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
+	$(python) tools/release.py check
+
+release-dry-run: $(call installed,test) ## rehearse a release: clone, build, check, publish to a Hub on loopback, load from there
+	$(python) tools/release.py dry-run
+
+matrix: $(call installed,bench) ## build for every version of CUDA in requirements/cuda*.txt, into build/matrix (no GPU needed)
+	$(python) tools/matrix.py
+
+compat: $(call installed,bench) build ## build, then load it under every torch that it promises to run with (slow: several GB each)
+	$(python) tools/compat.py
+
 sanitize: $(call installed,test) build ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
 	$(python) tests/sanitizer_cases.py
 
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py
 
-bench: $(call installed,bench) build ## build, then measure against eager PyTorch, torch.compile and others (needs a GPU)
-	$(python) benchmarks/peers.py --out build/peers
+# The shape of `make profile` and `make bench`: rows of BATCH x SEQ tokens, an MLP from D to H and back.
+BATCH ?= 64
+SEQ ?= 128
+D ?= 768
+H ?= 3072
+
+profile: $(call installed,profile) build ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
+	$(python) profiling/compare.py --batch $(BATCH) --seq $(SEQ) --dim $(D) --hidden $(H)
+	$(python) profiling/page.py
+
+bench: $(call installed,bench) build ## build, then measure at every M from where on fusing pays (D, H)
+	$(python) benchmarks/peers.py --dim $(D) --hidden $(H) --out build/bench/$(D)x$(H)
 
 tune: $(call installed,bench) ## measure the sm_90a GEMMs and write cuda/sm90/tuning.h (needs an H100 or H200, and nvcc)
 	$(python) tools/tune.py

@@ -36,6 +36,16 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     return extension
 
 
+def check_syntax(variant: Variant, section: Section, source: str, includes: list[Path]) -> None:
+    """Has the C++ compiler read a file of a CUDA variant, with the headers of a toolkit without an nvcc."""
+    compiler = _Compiler(variant, toolchain.cxx(), None, toolchain.torch(variant.stable_abi), 1)
+    headers = [part for include in includes for part in ("-isystem", str(include))]
+    command = [*compiler.object(section, source), *headers, "-fsyntax-only", source]
+    result = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
+
+
 @dataclass(frozen=True)
 class _Compiler:
     """The command lines of a variant: g++'s for the CPU, nvcc's, which drives g++, for CUDA."""
@@ -63,12 +73,17 @@ class _Compiler:
             flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
         is_cuda = source.endswith(".cu")
         host_flags = HOST_FLAGS if is_cuda else [*HOST_FLAGS, *section.cxx_flags]
+        if self.variant.backend == "cuda":
+            flags.append("-DUSE_CUDA=1")
         if self.nvcc is None:
             return [self.cxx, *flags, *host_flags]
-        command = [self.nvcc.path, f"-ccbin={self.cxx}", *flags, "-DUSE_CUDA=1"]
+        command = [self.nvcc.path, f"-ccbin={self.cxx}", *flags]
         command += [f"-Xcompiler={flag}" for flag in host_flags]
         if is_cuda:
             command += ["--expt-relaxed-constexpr", f"--threads={self.threads}"]
+            # Two builds are the same byte for byte: no process ids in the names of nvcc's intermediate files, and no path
+            # of this checkout in the hash that it names anonymous namespaces by.
+            command += ["--objdir-as-tempdir", f"-Xcudafe=--orig_src_path_name={source}"]
             command += [*_gencode(section), *section.cuda_flags]
         return command
 

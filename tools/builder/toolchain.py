@@ -59,10 +59,11 @@ class Nvcc:
     archs: frozenset[str]  # the capabilities it compiles for: "8.0", "9.0", ...
 
 
-def nvcc() -> Nvcc | None:
-    """The CUDA compiler of CUDA_HOME, the PATH or /usr/local/cuda, in this order, or None."""
+def nvcc(toolkit: Path | None = None) -> Nvcc | None:
+    """The CUDA compiler of a toolkit, else of CUDA_HOME, the PATH or /usr/local/cuda, in this order, or None."""
     home = [f"{os.environ['CUDA_HOME']}/bin"] if "CUDA_HOME" in os.environ else []
-    path = shutil.which("nvcc", path=os.pathsep.join([*home, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    folders = [f"{toolkit}/bin"] if toolkit else [*home, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    path = shutil.which("nvcc", path=os.pathsep.join(folders))
     if path is None:
         return None
     release = re.search(r"release (\d+\.\d+)", _output([path, "--version"]))

@@ -1,0 +1,114 @@
+// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so that a
+// compiler of device code alone takes this file.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "activations.cuh"
+#include "pointwise.h"
+
+namespace fused_mlp {
+
+constexpr int kThreads = 256;
+constexpr int kVectorBytes = 16;
+constexpr int kUnroll = 2;  // vectors a thread has in flight per operand
+
+template <typename T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+template <typename T, int Width>
+struct alignas(sizeof(T) * Width) Vector {
+  T lane[Width];
+};
+
+template <Activation A, typename T>
+using Fn = ActivationFn<A, !std::is_same_v<T, float>>;
+
+// The two operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
+template <Activation A, typename T, bool Gated>
+struct Forward {
+  static constexpr int kInputs = Gated ? 2 : 1;
+  static constexpr int kOutputs = 1;
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
+    out[0] = Fn<A, T>::value(in[0]);
+    if constexpr (Gated) out[0] *= in[1];
+  }
+};
+
+template <Activation A, typename T>
+struct Backward {
+  static constexpr int kInputs = 3;
+  static constexpr int kOutputs = 2;
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
+    const float grad = in[0], gate = in[1], up = in[2];
+    out[0] = grad * up * Fn<A, T>::derivative(gate);
+    out[1] = grad * Fn<A, T>::value(gate);
+  }
+};
+
+template <int Inputs, int Outputs>
+struct Operands {
+  Matrix in[Inputs];
+  Matrix out[Outputs];
+};
+
+// A block covers blockDim.y rows and blockDim.x * kUnroll vectors of columns.
+template <typename T, int Width, typename Op>
+__global__ void __launch_bounds__(kThreads)
+    pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols) {
+  using Vec = Vector<T, Width>;
+  const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * kUnroll + threadIdx.x) * Width;
+  for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
+       row += int64_t{gridDim.y} * blockDim.y) {
+    Vec in[kUnroll][Op::kInputs];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
+      if (col + Width > cols) continue;
+#pragma unroll
+      for (int i = 0; i < Op::kInputs; ++i) {
+        const T* source = static_cast<const T*>(operands.in[i].data) + row * operands.in[i].row_stride;
+        in[u][i] = *reinterpret_cast<const Vec*>(source + col);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
+      if (col + Width > cols) continue;
+      Vec out[Op::kOutputs];
+#pragma unroll
+      for (int lane = 0; lane < Width; ++lane) {
+        float x[Op::kInputs], y[Op::kOutputs];
+#pragma unroll
+        for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[u][i].lane[lane]);
+        Op::apply(x, y);
+#pragma unroll
+        for (int i = 0; i < Op::kOutputs; ++i) out[i].lane[lane] = from_float<T>(y[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < Op::kOutputs; ++i) {
+        T* target = static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride;
+        *reinterpret_cast<Vec*>(target + col) = out[i];
+      }
+    }
+  }
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,51 @@
+"""Clean checkouts of this tree in other folders, built for the CPU there: releases to publish and to compare."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import project
+
+
+def make(folder: Path) -> Path:
+    """The tree as it stands, uncommitted changes and all, as the one commit of a repository of its own."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in listed:
+        if name and (project.ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(project.ROOT / name, folder / name)
+    git(folder, "init", "--quiet")
+    commit(folder)
+    return folder
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", "--all")
+    git(folder, "-c", "user.name=tests", "-c", "user.email=tests@localhost", "commit", "--quiet", "-m", "A commit")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=folder, check=True)
+
+
+def run(folder: Path, *command: str, **environment) -> subprocess.CompletedProcess:
+    """Runs a script of the checkout."""
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600, **environment
+    )
+
+
+def build(folder: Path) -> Path:
+    done = run(folder, "tools/build.py", "--backend", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "build"
+
+
+def set_version(folder: Path, version: int) -> None:
+    config = folder / "build.toml"
+    old = f"version = {project.version()}\n"
+    assert config.read_text().count(old) == 1
+    config.write_text(config.read_text().replace(old, f"version = {version}\n"))
+    commit(folder)

@@ -1,0 +1,87 @@
+"""The tools that build for several versions of CUDA and try several of torch: what of them needs no network."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import compat
+import project
+from builder import device, plan, toolchain, toolkits
+from builder.toolchain import BuildError
+
+
+def test_every_toolkit_is_pinned_to_its_version():
+    versions = toolkits.versions()
+    assert {"12.6", "12.8", "13.0", "13.2"} <= set(versions)
+    for version in versions:
+        text = (toolkits.REQUIREMENTS / f"cuda{version.replace('.', '')}.txt").read_text()
+        pins = [line for line in text.splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in pins)
+        compilers = [pin for pin in pins if re.match(r"nvidia-cuda-(nvcc|nvrtc)", pin)]
+        assert compilers and all(pin.partition("==")[2].startswith(f"{version}.") for pin in compilers)
+
+
+@pytest.mark.parametrize("section", ["cuda", "cuda_sm90"])
+def test_the_kernels_of_an_object_file(section):
+    nvcc = toolchain.nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc: there is no CUDA build")
+    variant = plan.variant("cuda", nvcc)
+    (found,) = [each for each in variant.sections if each.name == section]
+    for source in found.sources:
+        if source.endswith(".cu"):
+            names = device.kernels(project.BUILD / ".cache" / variant.label / section / f"{source}.o")
+            assert all(re.match(r"fused_mlp::[\w:]+_kernel<.*>$", name) for name in names)
+            assert len(names) == len(set(names)) > 1
+
+
+def test_an_object_file_without_kernels(tmp_path):
+    source, compiled = tmp_path / "empty.cpp", tmp_path / "empty.o"
+    source.write_text("int nothing() { return 0; }\n")
+    subprocess.run([toolchain.cxx(), "-c", str(source), "-o", str(compiled)], check=True)
+    with pytest.raises(BuildError, match="no kernels in"):
+        device.kernels(compiled)
+
+
+def test_the_newest_of_each_minor_version_of_torch():
+    versions = ["2.9.1", "2.11.0", "2.12.0", "2.12.1", "2.10.0", "3.0.0", "2.12.10"]
+    assert compat.newest_of_each_minor(versions, "2.11") == ["2.11.0", "2.12.10", "3.0.0"]
+    assert compat.oldest() == "2.11"
+
+
+def smoke(backend: str, local_kernels: str) -> dict[str, str | None]:
+    command = [sys.executable, str(compat.SMOKE), project.repo_id(), str(project.version()), backend]
+    environment = {**os.environ, "LOCAL_KERNELS": local_kernels, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])["found"]
+
+
+def test_smoke_of_this_torch():
+    found = smoke("cpu", project.local_kernels())
+    assert found == dict.fromkeys(("load", "forward", "backward", "compiled", "fused"))
+    assert compat._words(found) == "loads, computes"
+
+
+def test_smoke_of_a_kernel_that_is_not_there(tmp_path):
+    found = smoke("cpu", f"{project.repo_id()}={tmp_path}")
+    assert found.keys() == {"load"} and found["load"] is not None
+    row = compat.Row("2.11.0", "none", compat._words(found), "", True)
+    assert found["load"] in compat.document([row])
+
+
+def test_smoke_tells_a_wrong_result(monkeypatch):
+    monkeypatch.syspath_prepend(str(compat.SMOKE.parent))
+    import smoke as trials
+    import torch
+
+    class Wrong:
+        @staticmethod
+        def gated_mlp(*operands, activation):
+            return trials.exact(*operands) * 1.001
+
+    assert "relative error" in trials.error_of(lambda: trials.forward(Wrong, "cpu"))
+    assert trials.error_of(lambda: trials.close(torch.ones(3), torch.ones(3).double())) is None

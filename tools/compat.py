@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Loads the local build under every minor version of torch since the oldest it is built for, and tries it there.
+
+Each version is installed from PyPI into an environment of its own, which is deleted afterwards: several GB at a time.
+Prints a table and writes it to docs/compatibility.md.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import project
+
+SMOKE = project.ROOT / "tools/compatibility/smoke.py"
+DOCUMENT = project.ROOT / "docs/compatibility.md"
+ENVIRONMENTS = project.BUILD / "compat"
+COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
+
+
+@dataclass(frozen=True)
+class Row:
+    torch: str
+    cuda: str
+    cpu_variant: str
+    cuda_variant: str
+    failed: bool
+
+    def cells(self) -> tuple[str, ...]:
+        return (self.torch, self.cuda, self.cpu_variant, self.cuda_variant)
+
+
+class CompatError(Exception):
+    """What one line says."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", metavar="X.Y.Z", help="only these, and leave the document as it is")
+    arguments = parser.parse_args()
+    console = Console(width=100)
+    rows = []
+    try:
+        wanted = arguments.torch or newest_of_each_minor(available(), oldest())
+        for number, version in enumerate(wanted, 1):
+            console.rule(f"{number} of {len(wanted)}: torch {version}", align="left")
+            rows.append(tried(version))
+    except CompatError as error:
+        sys.exit(f"error: {error}")
+    console.print(table(rows))
+    if not arguments.torch:
+        DOCUMENT.write_text(document(rows))
+    sys.exit(any(row.failed for row in rows))
+
+
+def oldest() -> str:
+    """The version of torch whose stable ABI the extensions are built against."""
+    return min(project.config()["torch"]["stable-abi"].values(), key=_number)
+
+
+def available() -> list[str]:
+    """The releases of torch on PyPI."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
+    if found is None:
+        raise CompatError(f"pip lists no version of torch: {listed.stderr.strip() or listed.stdout.strip()}")
+    return [version for version in found[1].split(", ") if re.fullmatch(r"[\d.]+", version)]
+
+
+def newest_of_each_minor(versions: list[str], since: str) -> list[str]:
+    newest: dict[tuple[int, ...], str] = {}
+    for version in sorted(versions, key=_number):
+        if _number(version)[:2] >= _number(since):
+            newest[_number(version)[:2]] = version
+    return list(newest.values())
+
+
+def tried(version: str) -> Row:
+    """What became of the build under one version of torch, in an environment that is gone afterwards."""
+    environment = ENVIRONMENTS / version
+    shutil.rmtree(environment, ignore_errors=True)
+    try:
+        venv.create(environment, with_pip=True)
+        python = environment / "bin/python"
+        _install(python, version)
+        cpu, cuda = (_smoke(python, backend) for backend in ("cpu", "cuda"))
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)
+    if cpu["cuda"] is None:
+        cuda = {**cuda, "found": {}}
+    failed = any(error is not None for part in (cpu, cuda) for error in part["found"].values())
+    return Row(cpu["torch"], cpu["cuda"] or "none", _words(cpu["found"]), _words(cuda["found"]), failed)
+
+
+def _install(python: Path, version: str) -> None:
+    """torch, and what the tests have beside it."""
+    constraints = python.parents[1] / "constraints.txt"
+    pinned = (project.ROOT / "requirements/constraints.txt").read_text().splitlines()
+    constraints.write_text("\n".join(line for line in pinned if not re.match(r"(torch|triton)==", line)))
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "-c", str(constraints)]
+    if subprocess.run([*pip, f"torch=={version}", "kernels", "numpy"]).returncode != 0:
+        raise CompatError(f"torch {version} was not installed: pip's messages are above")
+
+
+def _smoke(python: Path, backend: str) -> dict:
+    command = [str(python), "-I", str(SMOKE), project.repo_id(), str(project.version()), backend]
+    environment = {**os.environ, "LOCAL_KERNELS": project.local_kernels(), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise CompatError(f"{SMOKE.name} {backend} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _words(found: dict[str, str | None]) -> str:
+    """One cell: what went well, or the errors."""
+    errors = [f"{what}: {error}" for what, error in found.items() if error is not None]
+    if errors:
+        return "; ".join(errors)
+    if len(found) > 1:
+        return "loads, computes"
+    return "loads" if found else "not tried: no CUDA in this torch"
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(*COLUMNS, box=SIMPLE_HEAD)
+    for row in rows:
+        result.add_row(*row.cells(), style="red" if row.failed else None)
+    return result
+
+
+def document(rows: list[Row]) -> str:
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells() for row in rows)]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"""# One build, many versions of torch
+
+Made by `make compat`: one build of the extensions, for torch's stable ABI of {oldest()}, loaded with `get_kernel` under
+Python {python} and each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
+gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
+
+{text}
+"""
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+if __name__ == "__main__":
+    main()

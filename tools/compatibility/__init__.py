@@ -1,0 +1,1 @@
+"""What tools/compat.py runs under each version of torch."""

@@ -1,0 +1,44 @@
+"""All checks of a build, in a table, with what each found below it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from kernels import get_local_kernel
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import project
+
+from . import api, layers, rebuild, sources, variants
+
+
+def run(build: Path, folder: Path, console: Console) -> str | None:
+    """Prints what was found and returns the error, if any. `folder` is for the second build."""
+    if not variants.variants(build):
+        return f"error: no variants in {build}: run `make build`"
+    found = dict(_checks(build))
+    if not any(found.values()):  # which takes as long as all builds did
+        again = rebuild.build(rebuild.clone(folder / project.name()))
+        found["a second build is the same"] = rebuild.faults(build, again)
+    table = Table("check", "result", box=SIMPLE_HEAD)
+    for name, faults in found.items():
+        table.add_row(name, f"[red]{len(faults)} found" if faults else "[green]ok")
+    console.print(table)
+    for name, faults in found.items():
+        for fault in faults:
+            console.print(f"{name}: {fault}", markup=False)
+    return "error: not to be released" if any(found.values()) else None
+
+
+def load(build: Path) -> ModuleType:
+    return get_local_kernel(build, backend="cpu")
+
+
+def _checks(build: Path) -> Iterator[tuple[str, list[str]]]:
+    kernel = load(build)
+    yield f"API as in {api.snapshot().name}", api.faults(kernel)
+    yield "layers", layers.faults(kernel)
+    for variant in variants.variants(build):
+        yield variant.name, [*variants.faults(variant), *sources.faults(variant)]

@@ -1,0 +1,76 @@
+"""The rehearsal of a release, in a clone of the commit that is checked out, on a Hub of its own."""
+
+import os
+import secrets
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from kernels._rust import Metadata
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+import project
+from builder import abi
+
+from . import rebuild, variants
+
+SMOKE = Path(__file__).with_name("smoke.py")
+
+
+def run(folder: Path, console: Console) -> str | None:
+    """Runs the steps one by one and returns the error of the first that fails."""
+    console.rule("1 of 5: clone", align="left")
+    if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=project.ROOT).returncode != 0:
+        console.print("[yellow]what is not committed is not in the release")
+    clone = rebuild.clone(folder / project.name())
+    with _hub(clone, folder / "hub") as address:
+        steps = {
+            "build": (["tools/build.py"], {}),
+            "check": (["tools/release.py", "check"], {}),
+            "publish": (["tools/release.py", "publish"], address | {"HF_HUB_DISABLE_XET": "1"}),
+            "load, fuse a model, compare": (
+                ["-I", str(SMOKE), project.repo_id(), str(project.version())],
+                {name: address[name] for name in ("HF_ENDPOINT", "HF_HOME")},
+            ),
+        }
+        for number, (name, (command, environment)) in enumerate(steps.items(), 2):
+            console.rule(f"{number} of 5: {name}", align="left")
+            if subprocess.run([sys.executable, *command], cwd=clone, env=_environment(**environment)).returncode != 0:
+                return f"error: the rehearsal failed at step {number}: {name}"
+    console.print(_table(clone / "build"))
+    console.print(f"[green]rehearsed: {project.repo_id()} version {project.version()} can be released")
+
+
+@contextmanager
+def _hub(clone: Path, folder: Path):
+    """A Hub in a process of its own: its address, a token to write, and a home without a cache."""
+    token = secrets.token_hex()
+    command = [sys.executable, clone / "tests/hub", folder / "repositories", "--token", token]
+    command += ["--trusted", project.repo_id().split("/")[0]]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # it ends when its input does
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        address = process.stdout.readline().strip()
+        yield {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HOME": str(folder / "home")}
+
+
+def _environment(**more: str) -> dict[str, str]:
+    """This process's, without what would lead a step to another kernel, Hub or cache."""
+    misleading = ("HF_", "KERNELS_CACHE", "LOCAL_KERNELS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(misleading)} | more
+
+
+def _table(build: Path) -> Table:
+    """What was published, and how the checks found it."""
+    whole = [Column(name, no_wrap=True) for name in ("variant", "size", "digests", "symbols")]
+    table = Table(whole[0], "archs", *whole[1:], box=SIMPLE_HEAD, pad_edge=False)
+    for folder in variants.variants(build):
+        metadata = Metadata.read_from_file(folder / "metadata.json")
+        (extension,) = folder.glob("*.so")
+        archs = " ".join(metadata.backend.archs or ["-"])
+        size = f"{extension.stat().st_size / 2**20:.1f} MiB"
+        symbols = "\n".join(f"{check.name}: {check}" for check in abi.check(extension))
+        table.add_row(folder.name, archs, size, f"{len(metadata.digest.files)} ok", symbols)
+    return table

@@ -1,0 +1,21 @@
+"""The Hub's rules for layers, as `kernels` checks them when it puts one in the place of a module's forward."""
+
+from types import ModuleType
+
+from kernels.layer.layer import _validate_layer
+
+LAYOUT = "Layout"  # a companion that stands alone: it has a constructor, and is put in no place
+
+
+def faults(kernel: ModuleType) -> list[str]:
+    found = []
+    for name in kernel.layers.__all__:
+        if name.endswith(LAYOUT):
+            continue
+        layer = getattr(kernel.layers, name)
+        replaced = getattr(kernel.layers, name + LAYOUT, layer)  # at least its own companion
+        try:
+            _validate_layer(check_cls=replaced, cls=layer, repo=f"layers.{name}")
+        except TypeError as error:
+            found.append(str(error))
+    return found

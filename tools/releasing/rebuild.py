@@ -1,0 +1,32 @@
+"""Whether a build can be repeated: built once more from the commit, in another folder, it is the same byte for byte."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import project
+
+from .variants import files, variants
+
+
+def clone(folder: Path) -> Path:
+    """The commit checked out here, and no change that is not committed."""
+    subprocess.run(["git", "clone", "--quiet", str(project.ROOT), str(folder)], check=True)
+    return folder
+
+
+def build(checkout: Path) -> Path:
+    """Builds all variants that can be built here, with the compilers' own progress on the terminal."""
+    subprocess.run([sys.executable, "tools/build.py"], cwd=checkout, check=True)
+    return checkout / "build"
+
+
+def faults(first: Path, second: Path) -> list[str]:
+    """The files in which two builds differ."""
+    contents = [
+        {f"{variant.name}/{place}": path.read_bytes() for variant in variants(build) for place, path in files(variant)}
+        for build in (first, second)
+    ]
+    one, other = contents
+    differing = sorted(place for place in one.keys() | other.keys() if one.get(place) != other.get(place))
+    return [f"{place} differs between two builds of one commit" for place in differing]

@@ -1,0 +1,31 @@
+"""What a user does first: load the kernel from the Hub, fuse a model's MLPs, and see that it computes what it did.
+
+Run by its path in a process of its own, that knows the address of the Hub and nothing of this tree.
+"""
+
+import sys
+
+import torch
+import transformers
+from kernels import get_kernel, get_loaded_kernels
+
+REPO_ID, VERSION = sys.argv[1], int(sys.argv[2])
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+fused_mlp = get_kernel(REPO_ID, version=VERSION)
+(loaded,) = get_loaded_kernels()
+print(f"loaded {REPO_ID} version {loaded.metadata.version}, commit {loaded.repo_info.revision}")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for name in ("Llama", "Gemma"):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(device)
+    ids = torch.randint(SIZES["vocab_size"], (2, 16), device=device)
+    with torch.no_grad():
+        expected = model(ids).logits
+        report = fused_mlp.fuse_mlps(model)
+        logits = model(ids).logits
+    torch.testing.assert_close(logits, expected)
+    if len(report.fused) != SIZES["num_hidden_layers"]:
+        sys.exit(f"error: of {name}'s MLPs not all were fused:\n{report}")
+    print(f"{name}: {len(report.fused)} MLPs fused, largest difference {(logits - expected).abs().max():.1e}")
