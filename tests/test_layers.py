@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import kernels
 import pytest
 import torch
+import transformers
 from kernels import LayerRepository, LocalLayerRepository, Mode, kernelize, use_kernel_mapping
 from kernels.layer.layer import _validate_layer
 from torch import nn
+from transformers import activations
 
 import machine
 import modules
@@ -70,6 +72,12 @@ CASES = {
     "GeluAndMul": ("GeluAndMul", lambda: PackedActAndMul(nn.GELU()), 64),
     "GeluTanhAndMul": ("GeluTanhAndMul", lambda: PackedActAndMul(TanhGelu()), 64),
     "SiluAndMul": ("SiluAndMul", lambda: PackedActAndMul(nn.SiLU()), 64),
+    "GeLU": ("GeLU", activations.GELUActivation, 32),
+    "GeluTanh": ("GeluTanh", activations.GELUTanh, 32),
+    "NewGELU": ("NewGELU", activations.NewGELUActivation, 32),
+    "FastGELU": ("FastGELU", activations.FastGELUActivation, 32),
+    "QuickGELU": ("QuickGELU", activations.QuickGELUActivation, 32),
+    "SiLU": ("SiLU", activations.SiLUActivation, 32),
 }
 cases = pytest.mark.parametrize(("layer", "make", "width"), CASES.values(), ids=CASES)
 
@@ -139,7 +147,7 @@ def test_dtypes(fused_mlp, device, layer, make, width, dtype):
         got, expected = fused(x), module(x)
         exact = copy.deepcopy(module).double()(x.double())
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    worst = torch.finfo(dtype).eps * exact.abs().max()
+    worst = max(torch.finfo(dtype).eps, 1e-11) * exact.abs().max()  # FastGELU's constant has ten digits
     assert (got - exact).abs().max() <= (expected - exact).abs().max() + worst
 
 
@@ -159,26 +167,184 @@ def test_the_hub_s_rules(fused_mlp, layer, make, width):
     assert [name for name, value in vars(cls).items() if inspect.isfunction(value)] == ["forward"]
 
 
+@cases
+def test_explanations(fused_mlp, device, layer, make, width):
+    module = make()
+    explanation = fused_mlp.explain(kernelized(module.to(device), layer))
+    if layer == "Linear":
+        reason = "GEMM and bias"
+    elif layer.endswith("AndMul"):
+        reason = "activation and product"
+    elif hasattr(activations, type(module).__name__):
+        reason = "activation"
+    elif any(isinstance(part, nn.Mish) for part in module.modules()):
+        reason = "original parts: activation Mish is not known"
+    else:
+        reason = "GEMMs and activation"
+    assert explanation.reason == reason
+    assert explanation.implementation == ("original" if "original" in reason else "fused")
+
+
 def test_every_layer_is_tested(fused_mlp):
     layers = {name for name in fused_mlp.layers.__all__ if not name.endswith("Layout")}
     assert layers == {layer for layer, *_ in CASES.values()}
 
 
+LAYOUTS = {
+    "GatedMLP": (Gated, "silu", nn.SiLU),
+    "GeGLUMLP": (Gated, None, TanhGelu),
+    "SwiGLUMLP": (Gated, None, nn.SiLU),
+    "PackedGatedMLP": (PackedGated, "gelu", nn.GELU),
+}
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("name", "act"), [("GeGLUMLP", TanhGelu), ("SwiGLUMLP", nn.SiLU)])
-def test_layouts(fused_mlp, device, name, act, bias):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(fused_mlp, device, name, bias):
     """A layer that stands alone, from a config; its state dict is that of the models' MLPs."""
-    config = SimpleNamespace(hidden_size=32, intermediate_size=88, mlp_bias=bias)
+    kind, hidden_act, act = LAYOUTS[name]
+    config = SimpleNamespace(hidden_size=32, intermediate_size=88, mlp_bias=bias, hidden_act=hidden_act)
     layout = getattr(fused_mlp.layers, f"{name}Layout")(config).to(device)
-    module = Gated(act, bias=bias).to(device)
+    module = kind(act, bias=bias).to(device)
     module.load_state_dict(layout.state_dict())
     assert_equal(module, layout, torch.randn(2, 5, 32, device=device))
     assert fused_mlp.explain(layout).implementation == "fused"
 
 
+def test_the_layout_of_a_plain_mlp(fused_mlp, device):
+    """CLIP's and SigLIP's MLP: always with biases."""
+    layout = fused_mlp.layers.MLPLayout(transformers.SiglipVisionConfig(hidden_size=32, intermediate_size=88)).to(
+        device
+    )
+    module = Plain(TanhGelu).to(device)
+    module.load_state_dict(layout.state_dict())
+    assert_equal(module, layout, torch.randn(2, 5, 32, device=device))
+
+
+def test_every_layout_has_a_layer_and_is_tested(fused_mlp):
+    """transformers finds a layout by the layer's name, and computes the same with and without kernelize."""
+    layouts = {name.removesuffix("Layout") for name in fused_mlp.layers.__all__ if name.endswith("Layout")}
+    assert layouts == {*LAYOUTS, "MLP"}
+    for name in layouts:
+        layer, layout = (getattr(fused_mlp.layers, full) for full in (name, f"{name}Layout"))
+        assert layout.forward is layer.forward
+        assert layout.__module__ == layer.__module__
+
+
+@pytest.mark.parametrize("name", ["GatedMLP", "GeGLUMLP", "SwiGLUMLP", "PackedGatedMLP"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "silu", "relu", "relu2", "sigmoid"])
+def test_a_layout_has_the_activation_of_its_config(fused_mlp, device, name, activation):
+    """Also one that its name does not say: what a model computes stays what it was."""
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=88, hidden_act=activation)
+    layout = getattr(fused_mlp.layers, f"{name}Layout")(config).to(device)
+    module = LAYOUTS[name][0](lambda: activations.ACT2FN[activation]).to(device)
+    module.load_state_dict(layout.state_dict())
+    assert_equal(module, layout, torch.randn(3, 32, device=device))
+    assert fused_mlp.explain(layout).implementation == "fused"
+
+
+@pytest.mark.parametrize("name", ["hidden_act", "hidden_activation"])
+def test_a_layout_refuses_an_unknown_activation(fused_mlp, name):
+    config = SimpleNamespace(hidden_size=32, intermediate_size=88, **{name: "mish"})
+    for layout in ("GatedMLPLayout", "GeGLUMLPLayout", "PackedGatedMLPLayout", "MLPLayout"):
+        with pytest.raises(ValueError, match="mish"):
+            getattr(fused_mlp.layers, layout)(config)
+
+
+def test_a_layout_wants_an_activation(fused_mlp):
+    config = SimpleNamespace(hidden_size=4, intermediate_size=8)
+    for layout in ("GatedMLPLayout", "PackedGatedMLPLayout", "MLPLayout"):
+        with pytest.raises(ValueError, match="config must name its activation"):
+            getattr(fused_mlp.layers, layout)(config)
+
+
 def test_a_config_without_mlp_bias_means_no_bias(fused_mlp):
     config = SimpleNamespace(hidden_size=4, intermediate_size=8)
     assert fused_mlp.layers.GeGLUMLPLayout(config).gate_proj.bias is None
+
+
+# Where kernelize finds no layer.
+
+
+def mapping_for(layer, modes=None, **options):
+    """For modes, or for all; of this package, unless the options say otherwise."""
+    options = {"layer_name": layer, "revision": f"v{project.version()}"} | options
+    repository = LayerRepository(options.pop("repo_id", project.repo_id()), **options)
+    return {machine.device_type(): repository if modes is None else dict.fromkeys(modes, repository)}
+
+
+NO_LAYER = {
+    "no mapping": (lambda: {}, Mode.INFERENCE),
+    "no such device": (lambda: {"Test": {"xpu": mapping_for("GatedMLP")[machine.device_type()]}}, Mode.INFERENCE),
+    "no such mode": (lambda: {"Test": mapping_for("GatedMLP", [Mode.INFERENCE])}, Mode.TRAINING),
+    "no such compiled mode": (
+        lambda: {"Test": mapping_for("GatedMLP", [Mode.INFERENCE])},
+        Mode.INFERENCE | Mode.TORCH_COMPILE,
+    ),
+}
+
+
+def marked(module):
+    """The module, of a class of its own that kernelize knows as "Test"."""
+    module.__class__ = type("Marked", (type(module),), {"__module__": __name__})
+    kernels.replace_kernel_forward_from_hub(type(module), "Test")
+    return module
+
+
+@pytest.mark.parametrize("case", NO_LAYER)
+def test_fallback(fused_mlp, device, case):
+    """The original where kernelize may fall back, an error where it may not."""
+    make_mapping, mode = NO_LAYER[case]
+    module, x = marked(Gated().to(device)), torch.randn(3, 32, device=device)
+    expected = module(x)
+    with use_kernel_mapping(make_mapping(), inherit_mapping=False):
+        with pytest.raises(ValueError, match="Test"):
+            kernelize(module, mode=mode, device=device.type, use_fallback=False)
+        kernelize(module, mode=mode, device=device.type, use_fallback=True)
+    assert fused_mlp.explain(module).implementation == "original"
+    assert torch.equal(module(x), expected)
+    assert len(fused_mlp.fuse_mlps(module).fused) == 1
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_fallback_where_nothing_can_be_loaded(fused_mlp, device):
+    module, x = marked(Gated().to(device)), torch.randn(3, 32, device=device)
+    expected = module(x)
+    mapping = {"Test": mapping_for("GatedMLP", repo_id="org/not-there")}
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        with pytest.raises(FileNotFoundError):
+            kernelize(module, mode=Mode.INFERENCE, device=device.type, use_fallback=kernels.KernelizeFallback.DEFAULT)
+        kernelize(module, mode=Mode.INFERENCE, device=device.type, use_fallback=kernels.KernelizeFallback.ALL)
+    assert torch.equal(module(x), expected)
+
+
+def test_kernelized_again_for_other_modes(fused_mlp, device):
+    """Layers for one mode each: kernelize swaps them as the mode changes, and back to the original."""
+    module, x = marked(Gated().to(device)), torch.randn(3, 32, device=device)
+    expected = module(x)
+    forwards = fused_mlp.layers.GatedMLP.forward, fused_mlp.layers.SwiGLUMLP.forward
+    mapping = {
+        "Test": {
+            machine.device_type(): {
+                Mode.INFERENCE: mapping_for("GatedMLP")[machine.device_type()],
+                Mode.TRAINING: mapping_for("SwiGLUMLP")[machine.device_type()],
+            }
+        }
+    }
+    for mode, forward in ((Mode.INFERENCE, forwards[0]), (Mode.TRAINING, forwards[1]), (Mode.INFERENCE, forwards[0])):
+        with use_kernel_mapping(mapping, inherit_mapping=False):
+            kernelize(module, mode=mode, device=device.type, use_fallback=False)
+        assert module.forward.__func__ is forward
+        torch.testing.assert_close(module(x), expected)
+    with use_kernel_mapping({}, inherit_mapping=False):
+        kernelize(module, mode=Mode.INFERENCE, device=device.type)
+    assert torch.equal(module(x), expected)
+
+
+def test_a_layer_that_is_not_there(fused_mlp, device):
+    mapping = use_kernel_mapping({"Test": mapping_for("NoLayer")}, inherit_mapping=False)
+    with mapping, pytest.raises(ValueError, match="NoLayer"):
+        kernelize(marked(Gated()), mode=Mode.INFERENCE, device=device.type)
 
 
 WRAPPED = [(kind, name, index) for kind in PROJECTIONS for name in WRAPPERS for index in range(len(PROJECTIONS[kind]))]
@@ -297,7 +463,6 @@ def test_autocast(fused_mlp, device):
 
 def test_transformers_own_mapping_names(fused_mlp, device):
     """GemmaMLP, marked under the name that transformers uses, in a whole model."""
-    import transformers
     from transformers.models.gemma.modeling_gemma import GemmaMLP
 
     config = transformers.GemmaConfig(

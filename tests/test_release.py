@@ -17,8 +17,9 @@ from torch import nn
 
 import checkout
 import project
+import release
 from hub import Hub
-from releasing import api, check, dry_run, layers, publish, rebuild, sources, variants
+from releasing import api, check, dry_run, layers, publish, rebuild, signature, sources, variants
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +379,39 @@ def test_the_check_of_a_build(build, variant, tmp_path, monkeypatch):
 
     error, _ = checked(tmp_path / "absent")
     assert error.startswith("error: no variants in")
+
+
+def test_the_gate_before_the_upload(build, variant):
+    output = StringIO()
+    console = Console(file=output, width=100)
+    assert check.gate(build, {variant.name}, console) is None
+    assert check.gate(build, {"torch-stable-abi211-cu130-aarch64-linux"}, console) == "error: not to be released"
+    assert "torch-stable-abi211-cu130-aarch64-linux is published on v" in output.getvalue()
+    add_a_file(variant)
+    assert check.gate(build, set(), console) == "error: not to be released"
+    assert check.gate(build / "absent", set(), console).startswith("error: no variants in")
+
+
+def test_a_tag_names_the_version():
+    version = project.version()
+    assert release.check_tag(f"v{version}.0") is None and release.check_tag(f"v{version}.12") is None
+    for tag in (f"v{version}", f"v{version + 1}.0", f"v{version}.0.1", f"{version}.0"):
+        assert release.check_tag(tag).startswith(f"error: the tag is {tag}, and build.toml says version {version}")
+
+
+# A signature itself takes the network, and the identity of a workflow.
+
+
+def test_what_is_not_signed(build, variant):
+    def found() -> list[str]:
+        workflow = "org/repository/.github/workflows/release.yaml@refs/tags/v1.0"
+        return signature.faults(build, "org/repository", workflow)
+
+    assert found() == [f"{variant.name}: VerificationResult.SignatureBundleMissing()"]
+    (variant / "metadata.json.sigstore").write_text("{}")
+    (fault,) = found()
+    assert fault.startswith(f"{variant.name}: VerificationResult.SignatureBundleInvalid(")
+    assert not any("sigstore" in fault for fault in variants.faults(variant))  # the digest is not of the signature
 
 
 # Publishing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Callable, Dict, Optional, Tuple, Union
 
 import torch
@@ -65,6 +66,10 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(_QUICK_SLOPE * x)
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
 ACTIVATIONS: Tuple[Activation, ...] = (
     Activation("linear", 0, _identity, torch.ones_like),
     Activation("gelu", 1, F.gelu, _gelu_derivative, ("gelu_python",)),
@@ -83,7 +88,7 @@ ACTIVATIONS: Tuple[Activation, ...] = (
     ),
     Activation("silu", 4, F.silu, lambda x: _sigmoid_weighted_derivative(x, 1.0), ("swish",)),
     Activation("relu", 5, F.relu, lambda x: (x > 0).to(x.dtype)),
-    Activation("relu2", 6, lambda x: torch.square(F.relu(x)), lambda x: 2.0 * F.relu(x)),
+    Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x)),
     Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative),
 )
 
@@ -109,15 +114,20 @@ _BY_CLASS: Dict[str, str] = {
     "transformers.activations.SiLUActivation": "silu",
     "transformers.activations.ReLUSquaredActivation": "relu2",
     "transformers.activations.LinearActivation": "linear",
+    "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
+}
+
+# Functions and methods that compute a row of the table, of packages that may not be there.
+_BY_QUALIFIED_NAME: Dict[str, str] = {
+    "transformers.models.esm.modeling_esm.gelu": "gelu",
+    "transformers.models.evolla.modeling_evolla.gelu": "gelu",
+    "diffusers.models.activations.GEGLU.gelu": "gelu",
 }
 
 _FUNCTIONS: Dict[Callable, str] = {
-    F.gelu: "gelu",
-    F.silu: "silu",
-    F.relu: "relu",
+    **{activation.function: activation.name for activation in ACTIVATIONS},
     torch.relu: "relu",
     F.sigmoid: "sigmoid",
-    torch.sigmoid: "sigmoid",
 }
 
 
@@ -144,14 +154,27 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
     """
     if not isinstance(function, torch.nn.Module):
         name = _FUNCTIONS.get(function)
+        if name is None and isinstance(function, (FunctionType, MethodType)):
+            name = _by_qualified_name(function)
         return None if name is None else _BY_NAME[name]
     kind = type(function)
-    if obstacles.of_call(function, forward_may_differ=hasattr(kind, "kernel_layer_name")) is not None:
+    if kind.forward.__module__ != kind.__module__:  # patched for all
+        return None
+    if obstacles.of_call(function, kernelizable=hasattr(kind, "kernel_layer_name")) is not None:
         return None
     if kind is torch.nn.GELU:
         return _BY_NAME["gelu" if function.approximate == "none" else "gelu_pytorch_tanh"]
     name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if name is None else _BY_NAME[name]
+
+
+def _by_qualified_name(function: Callable) -> Optional[str]:
+    if hasattr(function, "__wrapped__") or not hasattr(function, "__qualname__"):
+        return None  # another's function under its name, or a method made of no function
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name == "diffusers.models.activations.GELU.gelu":
+        return "gelu" if function.__self__.approximate == "none" else "gelu_pytorch_tanh"
+    return _BY_QUALIFIED_NAME.get(name)
 
 
 def name_of(function: Union[torch.nn.Module, Callable]) -> str:

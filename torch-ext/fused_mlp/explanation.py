@@ -95,13 +95,11 @@ def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
 def _explain_module(module: nn.Module) -> Explanation:
     name = type(module).__name__
     own = module.__dict__.get("forward")
-    kernel = getattr(own, "__func__", None) or (
-        type(module).forward if type(module).__module__ == layers.__name__ else None
-    )
-    if kernel is patching.forward:
+    kernel = type(module).forward if own is None else getattr(own, "__func__", None)
+    if patching.is_fused(module):
         return _from_words(name, patching.explain_plan(module))
-    if kernel is not None and kernel.__module__ == layers.__name__:
-        return _from_words(name, _explain_layer(module))
+    if kernel in _LAYER_FORWARDS:
+        return _from_words(name, _explain_layer(module, kernel))
     return Explanation(name, "original", "its forward was not replaced by this package")
 
 
@@ -111,19 +109,20 @@ def _from_words(name: str, words: str) -> Explanation:
     return Explanation(name, "partly fused" if words.startswith("partly") else "fused", words)
 
 
+_LAYER_FORWARDS = {getattr(layers, name).forward for name in layers.__all__}
+_PRODUCTS = {layer.forward for layer in (layers.GeluAndMul, layers.GeluTanhAndMul, layers.SiluAndMul)}
 _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 
 
-def _explain_layer(module: nn.Module) -> str:
-    blocked = []
+def _explain_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> str:
     for attribute in _LAYER_ACTIVATIONS:
         act = getattr(module, attribute, None)
         if act is not None and activation_of(act) is None:
             return f"original parts: activation {name_of(act)} is not known"
-    for projection_name, projection in module._modules.items():
-        if projection_name in _LAYER_ACTIVATIONS:
-            continue
-        obstacle = obstacles.of_projection(projection)
-        if obstacle is not None:
-            blocked.append(f"{projection_name} {obstacle}")
-    return "GEMMs and activation" if not blocked else "partly: " + "; ".join(blocked) + " and is called"
+    projections = {name: part for name, part in module._modules.items() if name not in _LAYER_ACTIVATIONS}
+    if kernel is layers.Linear.forward:
+        return "GEMM and bias"
+    if not projections:
+        return "activation and product" if kernel in _PRODUCTS else "activation"
+    found = {name: obstacles.of_projection(projection) for name, projection in projections.items()}
+    return obstacles.summary({name: obstacle for name, obstacle in found.items() if obstacle is not None})

@@ -1,17 +1,21 @@
 """Layers for ``kernels.kernelize``: pure modules whose forward takes the place of an existing class's.
 
-They own no weights: ``self`` is the adopted module, and each reads that module's own projections and activation. The
-``...Layout`` companions are the same modules standing alone, built from a model's config.
+They own no weights: ``self`` is the adopted module, and each reads that module's own projections and activation.
+
+The ``...Layout`` companions are the same modules standing alone, built from a model's config. transformers puts them in
+place of the MLPs of a model where a ``KernelConfig`` says so, and loads the checkpoint into them. Each has the forward
+of its layer, so that it computes the same where nobody kernelizes it.
 """
 
 from __future__ import annotations
 
-from typing import Callable
+import sys
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import nn
 
-from . import forwards, functional
+from . import forwards, functional, obstacles
 from .activations import activation_of, get_activation
 
 
@@ -131,6 +135,9 @@ class Linear(nn.Module):
         return functional.linear(input, self.weight, self.bias)
 
 
+obstacles.equivalent_forwards.append(Linear.forward)
+
+
 class GeluAndMul(nn.Module):
     """``gelu(gate) * up`` (erf form) of a packed ``x = [gate, up]``: ``[..., 2 d]`` -> ``[..., d]``."""
 
@@ -161,38 +168,175 @@ class SiluAndMul(nn.Module):
         return functional.act_and_mul(*x.chunk(2, dim=-1), "silu")
 
 
-class GeGLUMLPLayout(nn.Module):
-    """A :class:`GeGLUMLP` that stands alone, from a config with ``hidden_size`` and ``intermediate_size``.
+class GeLU(nn.Module):
+    """``gelu(input)``, erf form, for ``GELUActivation`` of transformers."""
 
-    ``mlp_bias`` of the config, where there is one, says whether the projections have biases.
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("gelu").function(input)
+
+
+class GeluTanh(nn.Module):
+    """``gelu(input)``, tanh form, for ``GELUTanh`` of transformers."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("gelu_pytorch_tanh").function(input)
+
+
+class NewGELU(nn.Module):
+    """``gelu(input)``, tanh form, for ``NewGELUActivation`` of transformers: one kernel in place of eight."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("gelu_new").function(input)
+
+
+class FastGELU(nn.Module):
+    """``gelu(input)``, tanh form, for ``FastGELUActivation`` of transformers: one kernel in place of eight."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("gelu_fast").function(input)
+
+
+class QuickGELU(nn.Module):
+    """``input * sigmoid(1.702 input)``, for ``QuickGELUActivation`` of transformers."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("quick_gelu").function(input)
+
+
+class SiLU(nn.Module):
+    """``silu(input)``, for ``SiLUActivation`` of transformers."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return get_activation("silu").function(input)
+
+
+class GatedMLPLayout(nn.Module):
+    """A :class:`GatedMLP` that stands alone, from a config with ``hidden_size``, ``intermediate_size`` and the name of
+    an activation: ``hidden_activation`` or ``hidden_act``.
+
+    ``mlp_bias`` of the config, where there is one, says whether the projections have biases. Raises ValueError for an
+    activation that the package does not know, or where the config names none.
     """
 
-    def __init__(self, config) -> None:
+    default_activation: Optional[str] = None
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
         bias = getattr(config, "mlp_bias", False)
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.act_fn = _activation_function(config, self.default_activation)
+
+    forward = GatedMLP.forward
+
+
+class GeGLUMLPLayout(GatedMLPLayout):
+    """A :class:`GatedMLPLayout` whose activation is tanh-GELU where the config names none."""
+
+    default_activation = "gelu_pytorch_tanh"
 
     forward = GeGLUMLP.forward
 
 
-class SwiGLUMLPLayout(GeGLUMLPLayout):
-    """A :class:`SwiGLUMLP` that stands alone; see :class:`GeGLUMLPLayout`."""
+class SwiGLUMLPLayout(GatedMLPLayout):
+    """A :class:`GatedMLPLayout` whose activation is SiLU where the config names none."""
+
+    default_activation = "silu"
 
     forward = SwiGLUMLP.forward
 
 
+class _PackedWeights:
+    """Tells transformers to load ``gate_proj`` and ``up_proj`` of a checkpoint into ``gate_up_proj``, and back to save.
+
+    The rules are objects of transformers, which asks for them: it is loaded by then, and not imported from here.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        loading = sys.modules["transformers.core_model_loading"]
+        for parameter in ("weight", "bias"):
+            yield loading.WeightConverter(
+                source_patterns=[rf"\.gate_proj\.{parameter}", rf"\.up_proj\.{parameter}"],
+                target_patterns=rf"\.gate_up_proj\.{parameter}",
+                operations=[loading.Concatenate(dim=0)],
+            )
+
+
+class PackedGatedMLPLayout(nn.Module):
+    """A :class:`PackedGatedMLP` that stands alone, from a config as :class:`GatedMLPLayout` takes it.
+
+    In place of an MLP with ``gate_proj`` and ``up_proj`` it loads that one's checkpoints, both weights into one.
+    """
+
+    conversion_mapping = _PackedWeights()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.activation_fn = _activation_function(config)
+
+    forward = PackedGatedMLP.forward
+
+
+class MLPLayout(nn.Module):
+    """An :class:`MLP` that stands alone, with biases, from a config as :class:`GatedMLPLayout` takes it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation_fn = _activation_function(config)
+
+    forward = MLP.forward
+
+
+def _activation_function(config: Any, default: Optional[str] = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or default
+    if name is None:
+        raise ValueError(f"config must name its activation as hidden_act or hidden_activation, got {config!r}")
+    return get_activation(name).function
+
+
 __all__ = [
     "MLP",
+    "FastGELU",
     "GatedMLP",
+    "GatedMLPLayout",
     "GeGLUMLP",
     "GeGLUMLPLayout",
+    "GeLU",
     "GeluAndMul",
+    "GeluTanh",
     "GeluTanhAndMul",
     "Intermediate",
     "Linear",
+    "MLPLayout",
+    "NewGELU",
     "PackedGatedMLP",
+    "PackedGatedMLPLayout",
+    "QuickGELU",
+    "SiLU",
     "SiluAndMul",
     "SwiGLUMLP",
     "SwiGLUMLPLayout",

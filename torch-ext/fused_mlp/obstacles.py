@@ -1,60 +1,105 @@
 """When a module must be called as it is: what its call does that reading its weights, or its class, would skip.
 
 A projection may be wrapped by an adapter, quantised, sharded, offloaded or watched by hooks. The rule is narrow on
-purpose: what is not known to be plain is called.
+purpose: what is not known to be plain is called. The answers are noun phrases, for reports.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Callable, Dict, List, Optional
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, weight [in, out]
+_LINEAR_FORWARD = nn.Linear.forward if nn.Linear.forward.__module__ == nn.Linear.__module__ else None
+
+# Forwards that kernelize may put in the place of a class's, and that compute the same: layers.py adds its own.
+equivalent_forwards: List[Callable[..., Tensor]] = []
 
 
-def of_call(module: nn.Module, forward_may_differ: bool = False) -> Optional[str]:
-    """Why calling ``module`` is more than running the forward of its class, or None."""
+def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
+    """What calling ``module`` does beyond the forward that its class was written with, or None.
+
+    ``kernelizable``: a layer of a kernel, which ``kernels.kernelize`` put in the forward's place, computes the same.
+    """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "has hooks"
-    own = None if forward_may_differ else module.__dict__.get("forward")
-    if own is not None and getattr(own, "__func__", None) is not type(module).forward and own.__module__ != _LAYERS:
-        return "has a forward of its own"
+        return "hooks"
+    own = module.__dict__.get("forward")
+    if own is not None:
+        function = getattr(own, "__func__", None)
+        known = function in (type(module).forward, *equivalent_forwards)
+        if not known and not (kernelizable and _is_of_a_layer(function)):
+            return "a forward of its own"
     if (
         _torch_module._global_forward_hooks
         or _torch_module._global_forward_pre_hooks
         or _torch_module._global_backward_hooks
         or _torch_module._global_backward_pre_hooks
     ):
-        return "global module hooks are set"
+        return "global module hooks"
     return None
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
     """Why the weight of ``projection`` must not be used without calling it, or None if it is a plain linear layer."""
     kind = type(projection)
-    if kind is not nn.Linear and not _is_conv1d(kind):
-        return f"is a {kind.__name__}"
+    if kind is nn.Linear:
+        if kind.forward is not _LINEAR_FORWARD:
+            return "a patched torch.nn.Linear"
+    elif not _is_conv1d(kind):
+        return f"a {kind.__module__}.{kind.__qualname__}"
+    elif kind.forward.__module__ != kind.__module__:
+        return f"a patched {_CONV1D}"
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
-    weight = projection.weight
+    weight = _weight(projection)
     if type(weight) not in (nn.Parameter, Tensor):
-        return f"its weight is a {type(weight).__name__}"
+        return f"a weight of type {type(weight).__name__}"
     if not weight.dtype.is_floating_point:
-        return f"its weight is {weight.dtype}"
+        return f"a weight of {weight.dtype}"
+    if weight.layout is not torch.strided:
+        return f"a weight of {weight.layout}"
     return None
+
+
+def of_input(x: Tensor) -> Optional[str]:
+    """Why no kernel reads ``x``, whatever it is multiplied with, or None."""
+    if x.layout is not torch.strided:
+        return f"an input of {x.layout}"
+    return "a nested input" if x.is_nested else None
 
 
 def weight_of(projection: nn.Module) -> Tensor:
     """The weight of a plain projection as ``[out, in]``."""
-    return projection.weight if type(projection) is nn.Linear else projection.weight.t()
+    return _weight(projection) if type(projection) is nn.Linear else _weight(projection).t()
+
+
+def summary(blocked: Dict[str, str]) -> str:
+    """How far an MLP is fused whose projections have these obstacles, by name; alike projections share a reason."""
+    if not blocked:
+        return "GEMMs and activation"
+    names: Dict[str, List[str]] = {}
+    for name, obstacle in blocked.items():
+        names.setdefault(obstacle, []).append(name)
+    return "partly, called: " + "; ".join(f"{', '.join(alike)} ({obstacle})" for obstacle, alike in names.items())
+
+
+def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:
+    """Whether a function is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    if function is None or hasattr(function, "__wrapped__"):
+        return False
+    return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
+
+
+def _weight(projection: nn.Module) -> Tensor:
+    parameters = projection._parameters  # asked first, it is several times as fast as the attribute
+    if "weight" in parameters:
+        return parameters["weight"]
+    return projection.weight
 
 
 def _is_conv1d(kind: type) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" == _CONV1D
-
-
-# Forwards of this package's own layers compute what the class computes.
-_LAYERS = __name__.rpartition(".")[0] + ".layers"

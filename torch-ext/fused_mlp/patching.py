@@ -1,86 +1,27 @@
 """One call that fuses the MLPs of an existing model.
 
-A module is taken for an MLP by its structure (which projections it has, and nothing else), and believed only after its
-fused forward has been compared with its own on a random input. Its weights stay where they are; only the instance's
-forward is replaced, and ``FusionReport.restore`` puts the original back.
+An MLP is what the code of a module computes, whatever its parts are called: its methods are read, and made anew for the
+instance with fused calls where the output of a projection goes through an activation. All else in them stays as it is
+written, so that a module is never taken for something it is not. Weights stay where they are; ``FusionReport.restore``
+gives the original methods back.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from . import forwards, obstacles, verification
-from .activations import BY_CODE, activation_of, name_of
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A kind of MLP: the spellings of its projections, in the order that its forward takes them."""
-
-    name: str
-    spellings: Tuple[Tuple[str, ...], ...]
-    forward: Callable[..., Tensor]
-
-
-PATTERNS = (
-    Pattern(
-        "gated",
-        (
-            ("gate_proj", "up_proj", "down_proj"),
-            ("wi_0", "wi_1", "wo"),
-            ("w1", "w3", "w2"),
-            ("gate", "up", "down"),
-        ),
-        forwards.gated,
-    ),
-    Pattern(
-        "packed gated",
-        (
-            ("gate_up_proj", "down_proj"),
-            ("input_linear", "output_linear"),
-        ),
-        forwards.packed_gated,
-    ),
-    Pattern(
-        "plain",
-        (
-            ("fc1", "fc2"),
-            ("lin1", "lin2"),
-            ("linear_fc1", "linear_fc2"),
-            ("linear1", "linear2"),
-            ("dense_h_to_4h", "dense_4h_to_h"),
-            ("up_proj", "down_proj"),
-            ("wi", "wo"),
-            ("c_fc", "c_proj"),
-        ),
-        forwards.plain,
-    ),
-    Pattern("linear", (("dense",),), forwards.linear),
-)
-
-_PATTERN_BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
-
-_ACTIVATION_ATTRIBUTES = (
-    "act_fn",
-    "activation_fn",
-    "intermediate_act_fn",
-    "act",
-    "activation",
-    "activation_function",
-    "hidden_act",
-)
-
-_PLAN = "_fused_mlp"  # the attribute of a fused module that holds its plan, plain data that pickles anywhere
+from . import forwards, obstacles, rewriting, sites, verification
+from .activations import activation_of, name_of
+from .source import tree_of
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module: its path, its class, the pattern it fits, whether it was fused and why."""
+    """What became of one module: its path, its class, the patterns it holds, whether it was fused and why."""
 
     path: str
     class_name: str
@@ -91,7 +32,10 @@ class ModuleReport:
 
 @dataclass
 class FusionReport:
-    """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data."""
+    """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
+
+    ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes.
+    """
 
     modules: List[ModuleReport] = field(default_factory=list)
     _restored: Dict[str, nn.Module] = field(default_factory=dict, repr=False)
@@ -107,10 +51,16 @@ class FusionReport:
         return [module for module in self.modules if not module.fused]
 
     def restore(self) -> None:
-        """Gives every module that was fused its own forward back."""
+        """Gives every module that was fused its own methods back.
+
+        Where somebody has wrapped a fused method since, the wrapper stays, and what it wraps runs the original.
+        """
         for module in self._restored.values():
-            module.__dict__.pop("forward", None)
-            module.__dict__.pop(_PLAN, None)
+            for name in _fused_methods(module):
+                if hasattr(type(module), name):  # else it is what a wrapper remembers
+                    delattr(module, name)
+            module.__dict__.pop(forwards.FUSED, None)
+            module.__dict__.pop("_replicate_for_data_parallel", None)
         self._restored.clear()
 
     def __str__(self) -> str:
@@ -128,12 +78,13 @@ class FusionReport:
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
-    """Replaces the forwards of the MLPs of ``model``, in place.
+    """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
     Args:
         model: any module; its parameters are neither copied nor changed.
-        verify: compare each module with its own forward before it is fused (on a few random rows, in the module's own
-            dtype and on its device), and leave alone what does not agree.
+        verify: compare each kind of MLP with its parts, called one after the other, before it is fused (on a few
+            random rows, with the module's own weights), and leave alone what does not agree. Nothing is compared where
+            weights are on the meta device, or must not be read.
 
     Returns:
         A report that prints as a table: what was fused, what was not, and why.
@@ -144,118 +95,85 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = FusionReport()
+    check = verification.Verification() if verify else None
     for path, module in model.named_modules():
-        match = _match(module)
-        if match is None:
-            continue
-        pattern, names = match
-        plan, reason = _plan(module, pattern, names)
-        if plan is not None and verify:
-            reason = verification.disagreement(module, plan, _run)
-        if plan is not None and reason is None:
-            setattr(module, _PLAN, plan)
-            module.forward = MethodType(forward, module)
+        pattern, fused, reason = _fuse(module, check)
+        if reason is not None:
+            report.modules.append(ModuleReport(path, type(module).__name__, pattern, fused, reason))
+        if fused:
             report._restored[path] = module
-            reason = explain_plan(module)
-            report.modules.append(ModuleReport(path, type(module).__name__, pattern.name, True, reason))
-        else:
-            report.modules.append(ModuleReport(path, type(module).__name__, pattern.name, False, reason or ""))
     return report
 
 
-def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The forward of a fused module: takes what the original takes, and runs the original where that is safer."""
-    plan = getattr(self, _PLAN)
-    if len(args) + len(kwargs) != 1 or (kwargs and plan["input"] not in kwargs) or original_is_needed(self):
-        return type(self).forward(self, *args, **kwargs)
-    return _run(self, plan, args[0] if args else kwargs[plan["input"]])
-
-
-def original_is_needed(module: nn.Module) -> Optional[str]:
-    """Why a fused module runs its original forward in its present state, or None."""
-    plan = getattr(module, _PLAN)
-    if not module.training:
-        return None
-    for name in plan["dropouts"]:
-        dropout = getattr(module, name)
-        if dropout.training and dropout.p > 0.0:
-            return f"dropout ({name}) is active in training"
-    return None
+def is_fused(module: nn.Module) -> bool:
+    """Whether a method of ``module`` is one that :func:`fuse_mlps` put there, and that was not restored since."""
+    return forwards.FUSED in vars(module) and bool(_fused_methods(module))
 
 
 def explain_plan(module: nn.Module) -> str:
     """How far a fused module is fused in its present state, in a few words."""
-    needed = original_is_needed(module)
-    if needed is not None:
-        return f"original forward: {needed}"
-    plan = getattr(module, _PLAN)
-    blocked = []
-    for name in plan["projections"]:
-        obstacle = obstacles.of_projection(getattr(module, name))
-        if obstacle is not None:
-            blocked.append(f"{name} {obstacle}")
-    if not blocked:
-        return "GEMMs and activation"
-    return "partly: " + "; ".join(blocked) + " and is called"
+    mlps = (mlp for method in _fused_methods(module).values() for mlp in rewriting.mlps_in(method, module))
+    return "; ".join(sorted({_explain(mlp) for mlp in mlps}, key=lambda words: (not words.startswith("partly"), words)))
 
 
-def _run(module: nn.Module, plan: Dict[str, Any], x: Tensor) -> Tensor:
-    projections = [getattr(module, name) for name in plan["projections"]]
-    act = getattr(module, plan["activation_attribute"])
-    activation = BY_CODE[plan["activation"]]
-    if activation_of(act) is not activation:  # replaced or hooked since the module was fused
-        activation = activation_of(act)
-    return _PATTERN_BY_NAME[plan["pattern"]].forward(x, *projections, activation, act)
+def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tuple[str, bool, Optional[str]]:
+    """Fuses one module: the patterns in it, whether it was fused, and why; None for why if it is no MLP."""
+    if is_fused(module):
+        return _patterns(module, _fused_methods(module)), False, "already fused"
+    methods, unknown = rewriting.fused_methods(module)
+    if not methods:
+        return "", False, f"activation {', '.join(unknown)} is not known" if unknown else _why_nothing(module)
+    pattern = _patterns(module, methods)
+    for name, method in methods.items():
+        own = vars(module).get(name)
+        own = getattr(own, "__func__", own)
+        if own not in (None, getattr(type(module), name)) and not rewriting.is_fused(own):
+            return pattern, False, f"has a {name} of its own"
+        for mlp in rewriting.mlps_in(method, module):
+            reason = None if check is None else check.disagreement(mlp)
+            if reason is not None:
+                return pattern, False, reason
+    for name, method in methods.items():
+        setattr(module, name, MethodType(method, module))
+    setattr(module, forwards.FUSED, True)
+    module._replicate_for_data_parallel = MethodType(_replicate_for_data_parallel, module)
+    return pattern, True, explain_plan(module)
 
 
-def _match(module: nn.Module) -> Optional[Tuple[Pattern, Tuple[str, ...]]]:
-    """The pattern whose projections the module has, if it also has an activation."""
-    children = module._modules
-    activated = any(callable(getattr(module, attribute, None)) for attribute in _ACTIVATION_ATTRIBUTES)
-    for pattern in PATTERNS:
-        for names in pattern.spellings:
-            if activated and all(isinstance(children.get(name), nn.Module) for name in names):
-                return pattern, names
-    return None
+def _why_nothing(module: nn.Module) -> Optional[str]:
+    """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
+    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
+    if not {sites.PROJECTION, sites.ACTIVATION} <= roles or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return None
+    if tree_of(type(module).forward) is None:
+        return "the source of its forward cannot be had"
+    return "its forward does not apply its activation to the output of a projection in a form that is known"
 
 
-def _plan(
-    module: nn.Module, pattern: Pattern, names: Tuple[str, ...]
-) -> Tuple[Optional[Dict[str, Any]], Optional[str]]:
-    """The plan of a fused forward as plain data, or None and the reason why there is none."""
-    own = module.__dict__.get("forward")
-    own = getattr(own, "__func__", own)
-    if own is forward:
-        return None, "already fused"
-    if own not in (None, type(module).forward):
-        return None, "has a forward of its own"
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return None, f"forward takes {len(parameters)} arguments, not one"
-    attributes = [name for name in _ACTIVATION_ATTRIBUTES if callable(getattr(module, name, None))]
-    if len(attributes) != 1:
-        return None, f"has {len(attributes)} activations: {', '.join(attributes)}"
-    activation = activation_of(getattr(module, attributes[0]))
-    if activation is None:
-        return None, f"activation {name_of(getattr(module, attributes[0]))} is not known"
-    projections = [getattr(module, name) for name in names]
-    dtypes = {str(part.weight.dtype) for part in projections if obstacles.of_projection(part) is None}
-    if len(dtypes) > 1:
-        return None, f"its projections differ in dtype: {', '.join(sorted(dtypes))}"
-    dropouts = []
-    for name, child in module._modules.items():
-        if isinstance(child, nn.Dropout):
-            dropouts.append(name)
-        elif name not in (*names, attributes[0]) and not isinstance(child, nn.Identity) and child is not None:
-            return None, f"has another part: {name}, a {type(child).__name__}"
-    if module._parameters or module._buffers:
-        return None, f"has parameters of its own: {', '.join([*module._parameters, *module._buffers])}"
-    plan = {
-        "pattern": pattern.name,
-        "projections": names,
-        "activation": activation.code,
-        "activation_attribute": attributes[0],
-        "dropouts": tuple(dropouts),
-        "input": parameters[0].name,
-    }
-    return plan, None
+def _explain(mlp: rewriting.FoundMLP) -> str:
+    """How far one MLP is fused in its present state."""
+    found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
+    found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
+    if activation_of(mlp.act) is None:
+        found[name_of(mlp.act)] = "an activation that is not known"
+    blocked = {name: obstacle for name, obstacle in found.items() if obstacle is not None}
+    return "activation and product" if not blocked and not mlp.projections else obstacles.summary(blocked)
+
+
+def _patterns(module: nn.Module, methods: Dict[str, Callable[..., Any]]) -> str:
+    mlps = (mlp for method in methods.values() for mlp in rewriting.mlps_in(method, module))
+    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))
+
+
+def _fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    own = {name: getattr(value, "__func__", None) for name, value in vars(module).items()}
+    return {name: function for name, function in own.items() if rewriting.is_fused(function)}
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """A replica shares the attributes of its module: its methods would be bound to the weights of another device."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    for name, value in vars(self).items():
+        if isinstance(value, MethodType) and value.__self__ is self:
+            replica.__dict__[name] = MethodType(value.__func__, replica)
+    return replica

@@ -1,0 +1,50 @@
+"""transformers' `use_kernels=True` with a `KernelConfig`: a model's MLPs are replaced while it is loaded.
+
+`PackedGatedMLP` brings its own layout: `gate_proj` and `up_proj` of the checkpoint are loaded into one `gate_up_proj`.
+`save_pretrained` writes the original's checkpoint again.
+"""
+
+import tempfile
+from pathlib import Path
+
+import local_build
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.utils import kernel_config
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":  # transformers 5.22 takes a KernelConfig for accelerators alone; the kernels here serve CPUs too
+    kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")
+
+config = transformers.LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
+)
+original = transformers.LlamaForCausalLM(config).to(device).eval()
+ids = torch.randint(3, 512, (2, 16), device=device)
+
+with tempfile.TemporaryDirectory() as folder:
+    checkpoint, saved = Path(folder, "checkpoint"), Path(folder, "saved")
+    original.save_pretrained(checkpoint)
+    layer = (
+        f"{local_build.REPO_ID}:PackedGatedMLP",
+        {"revision": f"v{local_build.VERSION}", "trust_remote_code": True},
+    )
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        checkpoint,
+        device_map=device,
+        use_kernels=True,
+        kernel_config=transformers.KernelConfig({"LlamaMLP": layer}, inherit_mapping=False),
+    )
+    print(model.model.layers[0].mlp)
+    with torch.no_grad():
+        difference = (model(ids).logits - original(ids).logits).abs().max().item()
+
+    model.save_pretrained(saved)
+    before, after = (load_file(path / "model.safetensors") for path in (checkpoint, saved))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+print(f"saved and loaded: {len(after)} tensors, bit for bit the original's")
+print(f"largest difference of the logits {difference:.1e}")
+assert difference < 1e-4

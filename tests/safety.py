@@ -1,0 +1,161 @@
+"""What the safety tests share: equal modules of which one is fused, in either way, and the comparison of the two."""
+
+import copy
+
+import kernels
+import pytest
+import torch
+import transformers
+from kernels import LayerRepository, Mode
+from torch import nn
+
+import machine
+import project
+from modules import Gated, Intermediate, PackedGated, Plain
+
+WAYS = ("fuse_mlps", "kernelize")
+ways = pytest.mark.parametrize("way", WAYS)
+kinds = pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Intermediate])
+
+LAYER_OF = {
+    Gated: "GatedMLP",
+    PackedGated: "PackedGatedMLP",
+    Plain: "MLP",
+    Intermediate: "Intermediate",
+    transformers.models.llama.modeling_llama.LlamaMLP: "GatedMLP",
+    transformers.models.bert.modeling_bert.BertIntermediate: "Intermediate",
+}
+
+
+def fuse(fused_mlp, way, model):
+    """Fuses all MLPs of a model in place, and returns it."""
+    if way == "fuse_mlps":
+        fused_mlp.fuse_mlps(model)
+        return model
+    repository = {
+        layer: LayerRepository(project.repo_id(), layer_name=layer, revision=f"v{project.version()}")
+        for layer in LAYER_OF.values()
+    }
+    for kind, layer in LAYER_OF.items():
+        kernels.replace_kernel_forward_from_hub(kind, f"Test{layer}")
+    mapping = {f"Test{layer}": {machine.device_type(): repository[layer]} for layer in repository}
+    try:
+        with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+            return kernels.kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=machine.device_type())
+    finally:
+        for kind in LAYER_OF:
+            del kind.kernel_layer_name, kind.kernel_condition
+
+
+def pair(fused_mlp, way, model):
+    """The model, and a copy of it that is fused."""
+    fused = fuse(fused_mlp, way, copy.deepcopy(model))
+    assert states(fused_mlp, fused) == {"fused"}
+    return model, fused
+
+
+def mlps(model):
+    return [module for module in model.modules() if isinstance(module, tuple(LAYER_OF))]
+
+
+def states(fused_mlp, model):
+    """How far the MLPs of a model are fused, as explain has it."""
+    return {fused_mlp.explain(module).implementation for module in mlps(model)}
+
+
+def reasons(fused_mlp, model):
+    return {fused_mlp.explain(module).reason for module in mlps(model)}
+
+
+def llama(device, **options):
+    """A whole model, tiny, with grouped heads and biases in its MLPs, and input ids for it."""
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mlp_bias=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        **options,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # a fresh model's MLPs hardly show in its logits
+        for parameter in (parameter for mlp in mlps(model) for parameter in mlp.parameters()):
+            parameter.normal_(std=0.2)
+    return model.to(device).eval(), torch.randint(3, 64, (2, 9), device=device)
+
+
+def outcome(model, *args, **kwargs):
+    """Output, output without autograd, gradients of the inputs and of all parameters that want one."""
+    model.zero_grad()
+    args = tuple(arg.detach().clone().requires_grad_() if arg.is_floating_point() else arg for arg in args)
+    output = _tensor(model(*args, **kwargs))
+    gradients = {}
+    if output.requires_grad:
+        output.square().mean().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        without = _tensor(model(*args, **kwargs))
+    return output.detach(), without, [arg.grad for arg in args if arg.is_floating_point()], gradients
+
+
+def assert_same(model, fused, *args, tolerance=1e-4, **kwargs):
+    """Both have the same outcome; the state of the random numbers is the same for both."""
+    outcomes = []
+    for candidate in (fused, model):
+        torch.manual_seed(0)
+        outcomes.append(outcome(candidate, *args, **kwargs))
+    assert_close(*outcomes, tolerance)
+
+
+def assert_close(got, expected, tolerance=1e-4):
+    """Alike in structure, kind and shape, and everywhere in value as compared with the largest value of a tensor."""
+    if isinstance(expected, torch.Tensor):
+        assert (type(got), got.shape, got.dtype) == (type(expected), expected.shape, expected.dtype)
+        if expected.numel():
+            error, largest = (got - expected).abs().max().item(), expected.abs().max().item()
+            assert error <= tolerance * largest + 1e-6, f"error {error:.1e}, largest value {largest:.1e}"
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key in expected:
+            assert_close(got[key], expected[key], tolerance)
+    elif expected is not None:
+        for one, other in zip(got, expected, strict=True):
+            assert_close(one, other, tolerance)
+    else:
+        assert got is None
+
+
+def alike(function, *modules):
+    """The results of a function that changes modules, the same random numbers for each."""
+    results = []
+    for module in modules:
+        torch.manual_seed(1)
+        results.append(function(module))
+    return results
+
+
+def _tensor(output):
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def x_of(device, *shape):
+    return torch.randn(*(shape or (3, 7)), 32, device=device)
+
+
+class Blocks(nn.Module):
+    """Two MLPs of a kind, one after the other, with a residual and a norm."""
+
+    def __init__(self, kind=Gated):
+        super().__init__()
+        self.mlps = nn.ModuleList(kind(bias=True) for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        for mlp in self.mlps:
+            x = x + mlp(self.norm(x))
+        return x

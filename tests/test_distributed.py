@@ -1,0 +1,73 @@
+"""More than one device: tensor parallelism, FSDP2, DDP, and transformers' own plan, in two processes.
+
+On CPUs through gloo; where there are two GPUs, the same cases through NCCL.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_cases import CASES
+from modules import Gated, PackedGated
+from safety import Blocks, assert_close, pair
+
+RANKS = 2
+
+has_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="NCCL needs two GPUs")
+
+
+@functools.cache
+def results(backend):
+    """What each rank wrote."""
+    script = Path(__file__).with_name("distributed_cases.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, *launch, str(script), backend, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=300)
+        finally:
+            process.terminate()  # the launcher ends its processes
+        files = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
+        assert all(file.exists() for file in files), output[-5000:]
+        return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=has_gpus)])
+@pytest.mark.parametrize("case", CASES)
+def test_distributed(backend, case):
+    """Outputs and gradients are those of one process; explain says the same on every rank."""
+    seen = [result[case] for result in results(backend)]
+    assert not any(isinstance(one, str) for one in seen), "\n".join(str(one) for one in seen)
+    assert seen[0] == seen[1]
+    expected = "partly fused" if case.startswith(("tensor", "transformers")) else "fused"
+    if case.startswith("FSDP2") and "by model" not in case:  # shards but during a call; a root model keeps them whole
+        expected = "partly fused"
+        assert all("DTensor" in reason or "FSDPLinear" in reason for reason in seen[0]["reasons"])
+    assert seen[0]["states"] == [expected]
+
+
+@has_gpus
+@pytest.mark.parametrize("kind", [Gated, PackedGated])
+def test_threads_of_data_parallel(fused_mlp, kind):
+    """nn.DataParallel, one process with a thread for each GPU."""
+    model, fused = pair(fused_mlp, "fuse_mlps", Blocks(kind).cuda())
+    x = torch.randn(8, 32, device="cuda")
+    outcomes = []
+    for candidate in (torch.nn.DataParallel(fused), model):
+        candidate.zero_grad()
+        output = candidate(x)
+        output.square().mean().backward()
+        with torch.no_grad():
+            outcomes.append([output.detach(), candidate(x), [p.grad for p in candidate.parameters()]])
+    assert_close(*outcomes)

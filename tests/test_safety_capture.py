@@ -1,0 +1,129 @@
+"""Fused models are compiled, exported and traced as unfused ones are."""
+
+import io
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from modules import Gated
+from safety import Blocks, alike, assert_close, assert_same, kinds, llama, outcome, pair, ways, x_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+modes = pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def compiled(model):
+    """In place, so that the model keeps its names."""
+    model.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+class Dropping(Blocks):
+    """With dropout, whose mode a compiled model has to follow."""
+
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 1.0, self.training))
+
+
+@ways
+def test_compiled(fused_mlp, device, way):
+    """Against eager, through switches of the mode and of gradients."""
+    model, fused = pair(fused_mlp, way, Dropping().to(device))
+    compiled(fused)
+    x = x_of(device)
+    for training in (False, True, False):
+        assert_same(model.train(training), fused.train(training), x)
+    with torch.inference_mode():
+        assert_close(fused(x), model(x))
+
+
+def test_compiled_before_it_is_fused(fused_mlp, device):
+    model, x = Blocks().to(device), x_of(device)
+    expected, report = outcome(model, x), None
+    compiled(model)
+    for _ in range(2):
+        assert_close(outcome(model, x), expected)
+        report = fused_mlp.fuse_mlps(model)
+        assert len(report.fused) == 2
+        assert_close(outcome(model, x), expected)
+        report.restore()
+    assert_close(outcome(model, x), expected)
+
+
+@ways
+def test_changed_after_it_was_compiled(fused_mlp, device, way):
+    """Children, activations, what wants a gradient. Hooks that come later torch.compile does not see, fused or not."""
+    model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
+    compiled(fused)
+    x = x_of(device)
+    assert_same(model, fused, x)
+    for change in (
+        lambda module: setattr(module, "act_fn", torch.nn.ReLU()),
+        lambda module: setattr(module, "gate_proj", torch.nn.Linear(32, 88).to(device)),
+        lambda module: setattr(module, "down_proj", torch.nn.Sequential(module.down_proj, torch.nn.Tanh())),
+        lambda module: module.requires_grad_(False),
+    ):
+        alike(change, model, fused)
+        assert_same(model, fused, x)
+
+
+@ways
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@modes
+@kinds
+def test_exported(fused_mlp, device, way, kind, with_grad, strict):
+    """With inputs by name and dynamic rows; the program needs no op of this package, and its gradients are right."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    name = "x" if kind is Gated else "hidden_states"
+    with torch.set_grad_enabled(with_grad):
+        program = torch.export.export(
+            fused, (x_of(device, 4),), dynamic_shapes={name: {0: torch.export.Dim.DYNAMIC}}, strict=strict
+        )
+    assert not any("fused_mlp" in str(node.target) for node in program.graph.nodes)
+    assert_same(model, program.module(), x_of(device, 9))
+    assert_same(model, program.run_decompositions().module(), x_of(device, 2))
+
+
+@ways
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_exported_whole(fused_mlp, device, way, strict):
+    model, ids = llama(device)
+    model, fused = pair(fused_mlp, way, model)
+    with torch.no_grad():
+        program = torch.export.export(fused, (ids,), kwargs={"use_cache": False}, strict=strict)
+        saved = io.BytesIO()
+        torch.export.save(program, saved)
+        saved.seek(0)
+        loaded = torch.export.load(saved).module()
+        assert_close(loaded(ids, use_cache=False).logits, model(ids).logits)
+
+
+@modes
+@ways
+@kinds
+def test_traced(fused_mlp, device, way, kind, with_grad):
+    """torch.jit.trace: other rows, gradients, saved and loaded."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    with torch.set_grad_enabled(with_grad):
+        traced = torch.jit.trace(fused, x_of(device, 4))
+    saved = io.BytesIO()
+    torch.jit.save(traced, saved)
+    saved.seek(0)
+    assert_same(model, traced, x_of(device, 7))
+    assert_same(model, torch.jit.load(saved), x_of(device, 7))
+
+
+@ways
+@kinds
+def test_recorded_by_fx(fused_mlp, device, way, kind):
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    x = x_of(device, 4)
+    with torch.no_grad():
+        assert_close(make_fx(fused)(x)(x), model(x))
+    assert_same(model, torch.fx.symbolic_trace(fused), x)

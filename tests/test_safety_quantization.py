@@ -1,0 +1,142 @@
+"""Quantised projections, by torchao and bitsandbytes: their own products are called, before fusing and after."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerGroup
+
+from modules import Gated
+from safety import Blocks, fuse, llama, mlps, pair, reasons, states, ways, x_of
+
+TORCHAO = {
+    "int8": lambda: Int8WeightOnlyConfig(),
+    "int8 activations": lambda: Int8DynamicActivationInt8WeightConfig(),
+    "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
+}
+configs = pytest.mark.parametrize("config", TORCHAO)
+
+
+def quantized(model, config, only=lambda name: "mlp" in name):
+    quantize_(model, TORCHAO[config](), filter_fn=lambda module, name: isinstance(module, nn.Linear) and only(name))
+    return model
+
+
+def assert_close(model, fused, x, plain):
+    """The quantised model's output; `plain` is that of the weights which it was made of, and far from both.
+
+    Activations that are rounded to few bits follow the smallest difference of their inputs.
+    """
+    with torch.no_grad():
+        got, expected = (_tensor(candidate(x)).double() for candidate in (fused, model))
+    effect = (expected - plain.double()).norm()
+    assert effect > 1e-3 * plain.double().norm()
+    assert (got - expected).norm() <= 0.5 * effect
+
+
+def _tensor(output):
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+@torch.no_grad()
+def llama_and_logits(device):
+    model, ids = llama(device)
+    return model, ids, model(ids).logits
+
+
+@ways
+@configs
+def test_quantised_after(fused_mlp, device, way, config):
+    model, ids, plain = llama_and_logits(device)
+    model, fused = pair(fused_mlp, way, model)
+    assert_close(quantized(model, config), quantized(fused, config), ids, plain)
+    assert states(fused_mlp, fused) == {"partly fused"}
+    assert all("Tensor" in reason for reason in reasons(fused_mlp, fused))
+
+
+@ways
+@configs
+def test_quantised_before(fused_mlp, device, way, config):
+    """Where the quantised product cannot be compared with confidence, the report says so."""
+    model, ids, plain = llama_and_logits(device)
+    model = quantized(model, config)
+    fused = copy.deepcopy(model)
+    report = fused_mlp.fuse_mlps(fused) if way == "fuse_mlps" else fuse(fused_mlp, way, fused)
+    assert_close(model, fused, ids, plain)
+    assert states(fused_mlp, fused) <= {"partly fused", "original"}
+    if way == "fuse_mlps":
+        assert all(module.reason for module in report.modules)
+
+
+@ways
+def test_one_quantised_projection(fused_mlp, device, way):
+    model, ids, plain = llama_and_logits(device)
+    model, fused = pair(fused_mlp, way, model)
+    for candidate in (model, fused):
+        quantized(candidate, "int4", lambda name: "down_proj" in name)
+    assert_close(model, fused, ids, plain)
+    assert all("down_proj" in reason and "up_proj" not in reason for reason in reasons(fused_mlp, fused))
+
+
+def test_the_linear_layer_on_a_quantised_linear(fused_mlp, device):
+    """kernelize puts our Linear in the place of nn.Linear's forward; the weight's own product still runs."""
+    linear = nn.Linear(32, 48, device=device)
+    quantize_(linear, Int8WeightOnlyConfig())
+    x = x_of(device)
+    with torch.no_grad():
+        expected = linear(x)
+        linear.forward = fused_mlp.layers.Linear.forward.__get__(linear)
+        assert torch.equal(linear(x), expected)
+
+
+def linear_8bit(bnb, source):
+    linear = bnb.nn.Linear8bitLt(source.in_features, source.out_features, has_fp16_weights=False)
+    linear.load_state_dict(source.state_dict())
+    return linear
+
+
+def linear_4bit(bnb, source):
+    linear = bnb.nn.Linear4bit(source.in_features, source.out_features, quant_type="nf4", compute_dtype=torch.bfloat16)
+    linear.load_state_dict(source.state_dict())
+    return linear
+
+
+@ways
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("make", [linear_8bit, linear_4bit])
+def test_bitsandbytes(fused_mlp, device, way, when, make):
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
+    dtype = torch.bfloat16 if make is linear_4bit else torch.float32
+    model = nn.Sequential(Gated(bias=True, sizes=(64, 128, 64))).to(device, dtype)
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    plain, fused = model(x).detach(), copy.deepcopy(model)
+    if when == "after":
+        fuse(fused_mlp, way, fused)
+    for candidate in (model, fused):
+        for mlp in mlps(candidate):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                setattr(mlp, name, make(bnb, getattr(mlp, name)).to(device))
+    if when == "before":
+        fuse(fused_mlp, way, fused)
+    assert_close(model, fused, x, plain)
+    assert states(fused_mlp, fused) == {"partly fused"}
+    assert all("bitsandbytes" in reason for reason in reasons(fused_mlp, fused))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@ways
+def test_dynamic_quantisation_of_torch(fused_mlp, way):
+    """On the CPU, the only device that has it."""
+    model, x = Blocks().eval(), x_of("cpu")
+    plain = model(x).detach()
+    model, fused = pair(fused_mlp, way, model)
+    model, fused = (torch.ao.quantization.quantize_dynamic(candidate, {nn.Linear}) for candidate in (model, fused))
+    assert_close(model, fused, x, plain)
+    assert states(fused_mlp, fused) == {"partly fused"}

@@ -1,0 +1,190 @@
+"""What runs a fused model otherwise than by a plain call: torch.func, checkpointing, higher derivatives, hooks on what
+autograd saves."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
+from torch.utils.checkpoint import checkpoint
+
+from modules import Gated, Intermediate, PackedGated, Plain, TanhGelu
+from safety import Blocks, assert_close, assert_same, fuse, kinds, llama, outcome, pair, ways, x_of
+
+modes = pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+
+
+def parameters_like(model):
+    return {name: 0.3 * torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+
+
+@modes
+@ways
+@kinds
+def test_functional_call(fused_mlp, device, way, kind, with_grad):
+    """The parameters of the call count: plain tensors, parameters, and what is computed from others."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    x, given = x_of(device), parameters_like(model)
+    with torch.set_grad_enabled(with_grad):
+        for values in (
+            given,
+            {name: nn.Parameter(value) for name, value in given.items()},
+            {name: 2 * nn.Parameter(value) for name, value in given.items()},
+        ):
+            assert_close(functional_call(fused, values, (x,)), functional_call(model, values, (x,)))
+    assert_same(model, fused, x)
+
+
+@ways
+def test_functional_call_of_a_whole_model(fused_mlp, device, way):
+    model, ids = llama(device)
+    model, fused = pair(fused_mlp, way, model)
+    given = parameters_like(model)
+    with torch.no_grad():
+        assert_close(functional_call(fused, given, (ids,)).logits, functional_call(model, given, (ids,)).logits)
+
+
+@modes
+@ways
+@kinds
+def test_vmap(fused_mlp, device, way, kind, with_grad):
+    """Over inputs, and over an ensemble's weights."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    stacked, _ = stack_module_state([kind(bias=True).to(device) for _ in range(3)])
+    x = x_of(device, 4, 5)
+    with torch.set_grad_enabled(with_grad):
+        assert_close(vmap(fused)(x), vmap(model)(x))
+        assert_close(vmap(fused, in_dims=1)(x), vmap(model, in_dims=1)(x))
+        got, expected = (
+            vmap(lambda weights, module=module: functional_call(module, weights, (x,)))(stacked)
+            for module in (fused, model)
+        )
+        assert_close(got, expected)
+
+
+@ways
+@kinds
+def test_derivatives_by_torch_func(fused_mlp, device, way, kind):
+    """Gradients by sample, Jacobians both ways, products forward, second derivatives."""
+    model, fused = pair(fused_mlp, way, kind(TanhGelu, bias=True).to(device))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    x, one = x_of(device, 4), x_of(device, 1)
+
+    def all_of(module):
+        def loss(weights, x):
+            return functional_call(module, weights, (x,)).square().sum()
+
+        return [
+            vmap(grad(loss), in_dims=(None, 0))(weights, x),
+            jacrev(module)(one),
+            jacfwd(module)(one),
+            jvp(module, (x,), (torch.ones_like(x),)),
+            hessian(lambda x: module(x).square().sum())(one),
+        ]
+
+    for got, expected in zip(all_of(fused), all_of(model), strict=True):
+        assert_close(got, expected, 1e-3)
+
+
+@modes
+@ways
+@kinds
+def test_forward_mode_of_frozen_weights(fused_mlp, device, way, kind, with_grad):
+    """Nothing wants a gradient, and the tangents are there all the same."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device).requires_grad_(False))
+    x, tangent = x_of(device), x_of(device)
+    with torch.set_grad_enabled(with_grad):
+        assert_close(jvp(fused, (x,), (tangent,)), jvp(model, (x,), (tangent,)))
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(x, tangent)
+            assert_close(*(forward_ad.unpack_dual(module(x)).tangent for module in (fused, model)))
+
+
+@kinds
+def test_second_derivatives(fused_mlp, device, kind):
+    _, fused = pair(fused_mlp, "fuse_mlps", kind(TanhGelu, sizes=(5, 6, 4)[: 2 if kind is Intermediate else 3]))
+    fused.to(device, torch.float64)
+    x = torch.randn(2, 5, device=device, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(fused, x)
+    assert torch.autograd.gradgradcheck(fused, x)
+
+
+@ways
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(fused_mlp, device, way, use_reentrant):
+    """The model's own, and around single MLPs, with dropout that must repeat itself."""
+    model, ids = llama(device, attention_dropout=0.5)
+    model, fused = pair(fused_mlp, way, model.train())
+    for candidate in (model, fused):
+        candidate.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        candidate.enable_input_require_grads()
+    assert_same(model, fused, ids)
+
+    module, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
+    outcomes = []
+    for candidate in (fused, module):
+        x = torch.linspace(-2, 2, 96, device=device).view(3, 32).requires_grad_()
+        checkpoint(candidate, x, use_reentrant=use_reentrant).square().sum().backward()
+        outcomes.append([x.grad, *(parameter.grad for parameter in candidate.parameters())])
+    assert_close(*outcomes)
+
+
+@ways
+def test_what_autograd_saves_is_moved(fused_mlp, device, way):
+    model, fused = pair(fused_mlp, way, Blocks().to(device))
+    x = x_of(device)
+    expected = outcome(model, x)
+    with torch.autograd.graph.save_on_cpu():
+        assert_close(outcome(fused, x), expected)
+
+
+@ways
+def test_anomaly_detection(fused_mlp, device, way):
+    model, fused = pair(fused_mlp, way, Blocks().to(device))
+    x = x_of(device)
+    expected = outcome(model, x)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert_close(outcome(fused, x), expected)
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast(fused_mlp, device, way, kind, dtype):
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    with torch.autocast(device.type, dtype):
+        assert_same(model, fused, x_of(device), tolerance=3e-2)
+        assert_same(model, fused, x_of(device).to(dtype), tolerance=3e-2)
+
+
+@ways
+def test_inference_mode(fused_mlp, device, way):
+    """Fused there and elsewhere, called there and elsewhere."""
+    model, ids = llama(device)
+    _, outside = pair(fused_mlp, way, model)
+    inside = copy.deepcopy(model)
+    with torch.inference_mode():
+        fuse(fused_mlp, way, inside)
+        assert_close(inside(ids).logits, model(ids).logits)
+        assert_close(outside(ids).logits, model(ids).logits)
+        module, x = Gated().to(device), x_of(device)
+    assert_same(model, inside, ids)
+    assert_same(model, outside, ids)
+    with torch.no_grad():
+        assert_close(fuse(fused_mlp, way, copy.deepcopy(module))(x), module(x))
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+def test_training_to_the_same_weights(fused_mlp, device, kind):
+    """Twenty steps with an optimiser that keeps state."""
+    model, fused = pair(fused_mlp, "fuse_mlps", Blocks(kind).to(device))
+    x = x_of(device)
+    for candidate in (model, fused):
+        optimizer = torch.optim.AdamW(candidate.parameters(), lr=1e-2, eps=1e-3)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (candidate(x) - x.flip(-1)).square().mean().backward()
+            optimizer.step()
+    assert_close(dict(fused.named_parameters()), dict(model.named_parameters()), 1e-2)
