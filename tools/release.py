@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Checks a build before it is released, and rehearses the release: `make release-check`, `make release-dry-run`.
 
-Releases themselves are built and published by kernel-builder (`kernel-builder build-and-upload`).
+Releases themselves are built and published by kernel-builder, in .github/workflows/release.yaml, which calls `tag`,
+`gate`, `sign` and `smoke`.
 """
 
 import argparse
+import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +17,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 
 import project
-from releasing import api, check, dry_run, publish
+from releasing import api, check, dry_run, publish, signature
 
 console = Console(width=100, highlight=False)
 
@@ -25,7 +28,9 @@ def main() -> None:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.__doc__, description=command.__doc__)
         subparser.set_defaults(command=command)
-        if command is not rehearse:
+        if command is check_tag:
+            subparser.add_argument("tag")
+        elif command not in (rehearse, smoke):
             subparser.add_argument("--build", type=Path, default=project.BUILD, help="the folder of the variants")
     options = vars(parser.parse_args())
     command = options.pop("command")
@@ -54,13 +59,44 @@ def publish_build(build: Path) -> str | None:
     console.print(publish.publish(build, hub))
 
 
+def check_tag(tag: str) -> str | None:
+    """Checks that a tag is one of this version: v1.0, v1.1, ... release version 1."""
+    version = project.version()
+    if not re.fullmatch(rf"v{version}\.\d+", tag):
+        return f"error: the tag is {tag}, and build.toml says version {version}: v{version}.<number> is needed"
+
+
+def check_gate(build: Path) -> str | None:
+    """Checks variants that Nix built, and that none is missing which the Hub has of this version."""
+    return check.gate(build, publish.published_variants(HfApi()), console)
+
+
+def sign(build: Path) -> str | None:
+    """Signs the metadata of every variant as the workflow that runs this, and verifies it as `kernels` does."""
+    return signature.sign(build, os.environ["GITHUB_REPOSITORY"], os.environ["GITHUB_WORKFLOW_REF"])
+
+
+def smoke() -> int:
+    """Loads the published kernel from the Hub in a clean process, fuses a model and compares."""
+    return dry_run.smoke()
+
+
 def rehearse() -> str | None:
     """From a fresh clone: builds, checks, publishes to a Hub on loopback, loads from there and fuses a model."""
     with tempfile.TemporaryDirectory() as folder:
         return dry_run.run(Path(folder), console)
 
 
-COMMANDS = {"check": check_build, "snapshot": snapshot, "publish": publish_build, "dry-run": rehearse}
+COMMANDS = {
+    "check": check_build,
+    "snapshot": snapshot,
+    "publish": publish_build,
+    "dry-run": rehearse,
+    "tag": check_tag,
+    "gate": check_gate,
+    "sign": sign,
+    "smoke": smoke,
+}
 
 if __name__ == "__main__":
     main()

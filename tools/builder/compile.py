@@ -81,8 +81,8 @@ class _Compiler:
         command += [f"-Xcompiler={flag}" for flag in host_flags]
         if is_cuda:
             command += ["--expt-relaxed-constexpr", f"--threads={self.threads}"]
-            # Two builds are the same byte for byte: no process ids in the names of nvcc's intermediate files, and no path
-            # of this checkout in the hash that it names anonymous namespaces by.
+            # Two builds are the same byte for byte: no process ids in the names of nvcc's intermediate files, and no
+            # path of this checkout in the hash that it names anonymous namespaces by.
             command += ["--objdir-as-tempdir", f"-Xcudafe=--orig_src_path_name={source}"]
             command += [*_gencode(section), *section.cuda_flags]
         return command

@@ -44,6 +44,13 @@ def run(folder: Path, console: Console) -> str | None:
     console.print(f"[green]rehearsed: {project.repo_id()} version {project.version()} can be released")
 
 
+def smoke() -> int:
+    """What a user does first, with the Hub that the environment names and a cache that may be warm."""
+    command = [sys.executable, "-I", str(SMOKE), project.repo_id(), str(project.version())]
+    kept = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HOME") if name in os.environ}
+    return subprocess.run(command, env=_environment(**kept)).returncode
+
+
 @contextmanager
 def _hub(clone: Path, folder: Path):
     """A Hub in a process of its own: its address, a token to write, and a home without a cache."""

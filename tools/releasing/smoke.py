@@ -13,7 +13,7 @@ REPO_ID, VERSION = sys.argv[1], int(sys.argv[2])
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
-fused_mlp = get_kernel(REPO_ID, version=VERSION)
+fused_mlp = get_kernel(REPO_ID, version=VERSION, trust_remote_code=[REPO_ID])  # it is our own
 (loaded,) = get_loaded_kernels()
 print(f"loaded {REPO_ID} version {loaded.metadata.version}, commit {loaded.repo_info.revision}")
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,14 +9,14 @@ of its layer, so that it computes the same where nobody kernelizes it.
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
 
 from . import forwards, functional, obstacles
 from .activations import activation_of, get_activation
+from .checkpoints import PackedWeights
 
 
 class GatedMLP(nn.Module):
@@ -265,29 +265,13 @@ class SwiGLUMLPLayout(GatedMLPLayout):
     forward = SwiGLUMLP.forward
 
 
-class _PackedWeights:
-    """Tells transformers to load ``gate_proj`` and ``up_proj`` of a checkpoint into ``gate_up_proj``, and back to save.
-
-    The rules are objects of transformers, which asks for them: it is loaded by then, and not imported from here.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        loading = sys.modules["transformers.core_model_loading"]
-        for parameter in ("weight", "bias"):
-            yield loading.WeightConverter(
-                source_patterns=[rf"\.gate_proj\.{parameter}", rf"\.up_proj\.{parameter}"],
-                target_patterns=rf"\.gate_up_proj\.{parameter}",
-                operations=[loading.Concatenate(dim=0)],
-            )
-
-
 class PackedGatedMLPLayout(nn.Module):
     """A :class:`PackedGatedMLP` that stands alone, from a config as :class:`GatedMLPLayout` takes it.
 
     In place of an MLP with ``gate_proj`` and ``up_proj`` it loads that one's checkpoints, both weights into one.
     """
 
-    conversion_mapping = _PackedWeights()
+    conversion_mapping = PackedWeights()
 
     def __init__(self, config: Any) -> None:
         super().__init__()

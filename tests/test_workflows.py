@@ -1,0 +1,146 @@
+"""The workflows: what they run is there, and what they use is pinned."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from huggingface_hub import JobHardware, JobStage
+
+import gpu_job
+import project
+
+WORKFLOWS = sorted((project.ROOT / ".github/workflows").glob("*.yaml"))
+SCRIPTS = [path for path in (project.ROOT / ".ci").iterdir() if path.is_file()]
+
+
+def unpinned(text: str) -> list[str]:
+    """The actions that are not named by a commit with its version beside."""
+    used = re.findall(r"^\s*(?:- )?uses: *(.+)$", text, re.MULTILINE)
+    local = r"\./\.github/workflows/\S+\.yaml( # .+)?"
+    return [use for use in used if not re.fullmatch(rf"[\w./-]+@[0-9a-f]{{40}} # v[\d.]+|{local}", use)]
+
+
+def unknown_targets(text: str) -> set[str]:
+    """What is given to make and is no target of the Makefile."""
+    makefile = (project.ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    lines = re.findall(r"^\s*(?:- run: )?make ([a-z -]+)$", text, re.MULTILINE)
+    return {name for line in lines for name in line.split()} - targets
+
+
+def missing_scripts(text: str) -> set[str]:
+    """The scripts of this tree that are called and are not there."""
+    return {
+        name
+        for name in re.findall(r"\b(?:tools|tests)/[\w/]+\.py|\.ci/\w+", text)
+        if not Path(project.ROOT / name).exists()
+    }
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow(workflow):
+    text = workflow.read_text()
+    assert unpinned(text) == []
+    loaded = yaml.safe_load(text)
+    assert loaded["permissions"] == {"contents": "read"}  # a job that needs more asks for it
+    assert "group" in loaded["concurrency"]
+    for job in loaded["jobs"].values():
+        assert "timeout-minutes" in job or "uses" in job
+        called = job.get("uses", "")
+        assert not called or (project.ROOT / called).is_file()
+
+
+@pytest.mark.parametrize("script", [*WORKFLOWS, *SCRIPTS], ids=lambda path: path.name)
+def test_what_is_called_exists(script):
+    text = script.read_text()
+    assert unknown_targets(text) == set()
+    assert missing_scripts(text) == set()
+
+
+def test_faults_are_found():
+    assert unpinned("      - uses: actions/checkout@v7\n") == ["actions/checkout@v7"]
+    assert unpinned(f"        uses: actions/checkout@{'a' * 40}\n") == [f"actions/checkout@{'a' * 40}"]
+    assert unpinned(f"      - uses: actions/checkout@{'a' * 39} # v7.0.1\n") != []
+    assert unknown_targets("make lint\n      - run: make test tset\n") == {"tset"}
+    assert missing_scripts("run: python tools/gpu_jobs.py --out x\nrun: .ci/rum\n") == {"tools/gpu_jobs.py", ".ci/rum"}
+
+
+def test_the_releases_api_and_variants_are_guarded():
+    """The upload comes after every check, and nothing else has the token that may write."""
+    jobs = yaml.safe_load((project.ROOT / ".github/workflows/release.yaml").read_text())["jobs"]
+    assert jobs["publish"]["needs"] == ["build", "gpu"]
+    assert jobs["build"]["needs"] == jobs["gpu"]["needs"] == "check" and jobs["smoke"]["needs"] == "publish"
+    (upload,) = [step for step in jobs["publish"]["steps"] if "secrets.HF_TOKEN" in str(step)]
+    assert "-- upload ." in upload["run"] and upload == jobs["publish"]["steps"][-1]
+    runs = [step.get("run", "") for step in jobs["check"]["steps"] + jobs["publish"]["steps"]]
+    assert runs.index("make release-check") < runs.index("make release-gate") < runs.index("make release-sign")
+
+
+# The job on a GPU: with a Hub that answers as the real one does.
+
+
+def test_the_gpus_are_for_hire():
+    matrix = yaml.safe_load((project.ROOT / ".github/workflows/gpu.yaml").read_text())["jobs"]["gpu"]["strategy"][
+        "matrix"
+    ]
+    rows = matrix["include"]
+    assert {row["generation"] for row in rows} == {"Ampere", "Ada", "Hopper", "Blackwell"}
+    assert {row["flavor"] for row in rows} <= {hardware.value for hardware in JobHardware}
+
+
+class FakeHub:
+    def __init__(self, lines: list[str], stage: JobStage, dies: type[BaseException] | None = None):
+        self.lines, self.stage, self.dies = lines, stage, dies
+        self.started, self.cancelled = None, False
+
+    def run_job(self, **job):
+        self.started = job
+        return SimpleNamespace(id="1", url="https://hub.invalid/jobs/1")
+
+    def fetch_job_logs(self, *, job_id, follow, namespace):
+        yield from self.lines
+        if self.dies:
+            raise self.dies
+
+    def wait_for_job(self, job_id, *, namespace):
+        return SimpleNamespace(status=SimpleNamespace(stage=self.stage))
+
+    def cancel_job(self, *, job_id, namespace):
+        self.cancelled = True
+
+
+LINES = [f"line {number}\n" for number in range(100)]
+FIGURES = (project.ROOT / "benchmarks/results/h100-mlp.json").read_text()
+CALL = {"flavor": "l4x1", "repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "timeout": "1m"}
+
+
+def test_a_job_that_succeeds(tmp_path):
+    hub = FakeHub([*LINES, gpu_job.FIGURES + "\n", *FIGURES.splitlines(keepends=True)], JobStage.COMPLETED)
+    assert gpu_job.run(hub, **CALL, out=tmp_path) is None
+    assert (tmp_path / "log.txt").read_text() == "".join(LINES)
+    assert (tmp_path / "figures.json").read_text() == FIGURES
+    summary = (tmp_path / "summary.md").read_text().splitlines()
+    assert summary[0] == "## l4x1" and "line 99" in summary and "line 0" not in summary
+    assert hub.started["flavor"] == "l4x1" and hub.started["namespace"] == project.repo_id().split("/")[0]
+    assert hub.started["env"]["COMMIT"] == CALL["commit"] and "HF_TOKEN" not in str(hub.started)
+    assert not hub.cancelled
+
+
+def test_a_job_that_fails(tmp_path):
+    hub = FakeHub(LINES, JobStage.ERROR)
+    assert gpu_job.run(hub, **CALL, out=tmp_path).startswith("error: the job on l4x1 ended as ERROR: https://")
+    assert (tmp_path / "log.txt").exists() and not (tmp_path / "figures.json").exists()
+
+
+def test_a_job_that_nobody_waits_for_is_cancelled(tmp_path):
+    hub = FakeHub(LINES, JobStage.COMPLETED, dies=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_job.run(hub, **CALL, out=tmp_path)
+    assert hub.cancelled and (tmp_path / "log.txt").exists()
+
+
+def test_the_script_prints_what_the_job_reads():
+    assert f"echo '{gpu_job.FIGURES}'\n" in (project.ROOT / ".ci/gpu").read_text()
+    assert "exec .ci/gpu\n" in gpu_job.SCRIPT

@@ -1,0 +1,22 @@
+"""How transformers loads the checkpoint of a replaced class into a layer that packs its weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Iterator
+
+
+class PackedWeights:
+    """Tells transformers to load ``gate_proj`` and ``up_proj`` of a checkpoint into ``gate_up_proj``, and back to save.
+
+    The rules are objects of transformers, which asks for them: it is loaded by then, and not imported from here.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        loading = sys.modules["transformers.core_model_loading"]
+        for parameter in ("weight", "bias"):
+            yield loading.WeightConverter(
+                source_patterns=[rf"\.gate_proj\.{parameter}", rf"\.up_proj\.{parameter}"],
+                target_patterns=rf"\.gate_up_proj\.{parameter}",
+                operations=[loading.Concatenate(dim=0)],
+            )
