@@ -17,7 +17,7 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix compat sanitize demo profile bench tune lint format clean
+.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix compat sanitize coverage demo profile bench tune lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
@@ -27,7 +27,7 @@ venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set)))
 build: $(call installed,build) ## build the kernel for the CPU and, where there is an nvcc, for CUDA, into build/
 	$(python) tools/build.py
 
-test: $(call installed,test) build ## build, then run all tests that this machine can run
+test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
 	$(python) -m pytest
 
 release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
@@ -54,6 +54,9 @@ compat: $(call installed,bench) build ## build, then load it under every torch t
 
 sanitize: $(call installed,test) build ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
 	$(python) tests/sanitizer_cases.py
+
+coverage: $(call installed,coverage) $(call installed,timm) build ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md
+	$(python) tools/coverage.py
 
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py
@@ -89,6 +92,11 @@ format: $(call installed,lint) ## bring all code into style
 
 clean: ## remove what was built (.venv stays)
 	rm -rf build .pytest_cache .ruff_cache
+
+# Apart from the other packages, and without what it wants: tools/survey/blocks.py says why.
+.venv/timm.installed: requirements/timm.txt | .venv/bin/python
+	.venv/bin/python -m pip install --no-deps --target .venv/timm -r $<
+	@touch $@
 
 .venv/%.installed: requirements/%.txt $(wildcard requirements/*.txt) | .venv/bin/python
 	.venv/bin/python -m pip install -r $<

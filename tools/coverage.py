@@ -56,7 +56,7 @@ def main() -> None:
     quiet()
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cpu")
     coverage = survey(fused_mlp, arguments.types or tiny.model_types())
-    found = blocks.survey(fused_mlp)
+    found = survey_blocks(fused_mlp)
     show(coverage, found)
     if not arguments.types:
         DOCUMENT.write_text(document(coverage, found))
@@ -102,6 +102,16 @@ def count(coverage: Coverage, model_type: str, model, report) -> None:
                 types.append(model_type)
 
 
+def survey_blocks(fused_mlp) -> list[tuple[str, str, str, str]]:
+    """Package, block, outcome and what is fused."""
+    found = []
+    for package, name in blocks.NAMES:
+        entries = fused_mlp.fuse_mlps(blocks.make(package, name)).modules
+        patterns = ", ".join(f"{entry.class_name}: {entry.pattern}" for entry in entries if entry.fused)
+        found.append((package, name, outcome_of(entries), patterns))
+    return found
+
+
 def outcome_of(entries) -> str:
     patterns = {pattern for entry in entries if entry.fused for pattern in entry.pattern.split(", ")}
     return FUSED if patterns - {"pointwise"} else POINTWISE if patterns else LEFT
@@ -127,8 +137,7 @@ COLUMNS = ("model types", "MLPs", "fused", "pointwise", "left", "share")
 
 
 def rows(coverage: Coverage) -> list[tuple[str, ...]]:
-    made = []
-    whole = [kind for kind in kinds.ALL]
+    made, whole = [], list(kinds.ALL)
     for name, group in [*((kind, [kind]) for kind in whole), ("all of these", whole), ("MoE experts", ["MoE experts"])]:
         numbers = [sum(coverage.counts[kind, outcome] for kind in group) for outcome in (FUSED, POINTWISE, LEFT)]
         types = sum(coverage.types[kind] for kind in group)
@@ -138,8 +147,15 @@ def rows(coverage: Coverage) -> list[tuple[str, ...]]:
 
 
 def left(coverage: Coverage) -> list[tuple[str, str, str]]:
-    ordered = sorted(coverage.left.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
-    return [(reason, name, listed(types)) for (reason, name), types in ordered]
+    """Reasons, with the classes and the model types that they hold for; the most common first."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for (reason, name), types in sorted(coverage.left.items()):
+        by_reason.setdefault(reason, {})[name] = types
+    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    return [
+        (reason, ", ".join(classes), listed(sorted({name for types in classes.values() for name in types})))
+        for reason, classes in ordered
+    ]
 
 
 def listed(types: list[str], most: int = 4) -> str:
@@ -168,7 +184,7 @@ def show(coverage: Coverage, found) -> None:
         table.add_row(*row)
     console.print(table)
     if coverage.left:
-        table = Table("left because", "class", "model types", title="MLPs that were left")
+        table = Table("left because", "classes", "model types", title="MLPs that were left")
         for row in left(coverage):
             table.add_row(*row)
         console.print(table)
@@ -181,10 +197,10 @@ def document(coverage: Coverage, found) -> str:
         "# What `fuse_mlps` fuses",
         "",
         "Made by `make coverage`: a tiny model with random weights of every type in transformers",
-        f"{transformers.__version__} ({built} of {total}; the others are at the end), fused. *Fused* runs a GEMM with its",
-        "activation in the epilogue, or a whole MLP as one op; *pointwise* runs `act(gate) * up` as one kernel; *left* is",
-        "as it was. What an MLP is, is decided apart from the fuser, by names of classes and shapes of layers",
-        "(`tools/survey/mlps.py`). Models have two layers where they can.",
+        f"{transformers.__version__} ({built} of {total}; the others are at the end), fused. *Fused* runs a GEMM",
+        "with its activation in the epilogue, or a whole MLP as one op; *pointwise* runs `act(gate) * up` as one",
+        "kernel; *left* is as it was. What an MLP is, is decided apart from the fuser, by names of classes and shapes",
+        "of layers (`tools/survey/mlps.py`). Models have two layers where they can.",
         "",
         *markdown(("kind", *COLUMNS), rows(coverage)),
         "",
@@ -196,7 +212,7 @@ def document(coverage: Coverage, found) -> str:
         "",
         "## What is left, and why",
         "",
-        *markdown(("reason", "class", "model types"), left(coverage)),
+        *markdown(("reason", "classes", "model types"), left(coverage)),
         "",
         "## Model types that were not built",
         "",

@@ -1,61 +1,45 @@
-"""The MLP blocks of diffusers and timm, for any fuser to try."""
+"""The MLP blocks of diffusers and timm."""
 
+import functools
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
-TIMM = Path(sys.prefix, "timm")
+WIDTH = 32
+TIMM = Path(sys.prefix, "timm")  # not where Python looks for packages
+
+_ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
+_TIMM = ("Mlp", "GluMlp", "SwiGLUPacked", "SwiGLU", "GatedMlp", "GlobalResponseNormMlp")
+
+NAMES = [("diffusers", f"FeedForward({name})") for name in _ACTIVATIONS] + [("timm", name) for name in _TIMM]
 
 
-def blocks() -> dict[tuple[str, str], Callable[[], nn.Module]]:
-    """What makes each block, by package and name."""
-    made = {("diffusers", name): make for name, make in _diffusers().items()}
-    return made | {("timm", name): make for name, make in _timm().items()}
-
-
-def survey(fused_mlp) -> list[tuple[str, str, str, str]]:
-    """Package, block, outcome and what is fused."""
-    found = []
-    for (package, name), make in blocks().items():
-        report = fused_mlp.fuse_mlps(make())
-        patterns = ", ".join(f"{entry.class_name}: {entry.pattern}" for entry in report.fused)
-        only = {entry.pattern for entry in report.fused} == {"pointwise"}
-        found.append((package, name, "pointwise" if only else "fused" if patterns else "left", patterns))
-    return found
-
-
-def _diffusers() -> dict[str, Callable[[], nn.Module]]:
+def make(package: str, name: str) -> nn.Module:
+    """A block with random weights that takes inputs of WIDTH."""
+    if package == "timm":
+        return getattr(_timm_mlp(), name)(WIDTH, 88)
     attention = importlib.import_module("diffusers.models.attention")
-    names = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
-    return {f"FeedForward({name})": lambda name=name: attention.FeedForward(32, activation_fn=name) for name in names}
+    activation = name.partition("(")[2].rstrip(")")
+    return attention.FeedForward(WIDTH, activation_fn=activation, dropout=0.0)
 
 
-def _timm() -> dict[str, Callable[[], nn.Module]]:
-    mlp = _timm_layers("mlp")
-    return {
-        "Mlp": lambda: mlp.Mlp(32, 88),
-        "GluMlp": lambda: mlp.GluMlp(32, 88),
-        "SwiGLUPacked": lambda: mlp.SwiGLUPacked(32, 88),
-        "SwiGLU": lambda: mlp.SwiGLU(32, 88),
-        "GatedMlp": lambda: mlp.GatedMlp(32, 88),
-        "GlobalResponseNormMlp": lambda: mlp.GlobalResponseNormMlp(32, 88),
-    }
+@functools.cache
+def _timm_mlp() -> ModuleType:
+    """timm.layers.mlp without the rest of timm, which imports torchvision, whose wheels need a GPU's torch.
 
-
-def _timm_layers(name: str) -> ModuleType:
-    """A file of timm.layers, without the rest of timm: that imports torchvision, whose wheels need a GPU's torch.
-
-    For the same reason timm lies in a folder of its own, where transformers does not see it and rely on it.
+    For the same reason timm lies in a folder of its own, where transformers does not find it and rely on it.
     """
     if not TIMM.is_dir():
-        raise FileNotFoundError(
-            f"timm is not in {TIMM}: pip install --no-deps --target {TIMM} -r requirements/timm.txt"
-        )
-    for package in ("timm", "timm.layers"):
-        module = sys.modules.setdefault(package, ModuleType(package))
-        module.__path__ = [str(TIMM / package.replace(".", "/"))]
-    return importlib.import_module(f"timm.layers.{name}")
+        command = f"{sys.executable} -m pip install --no-deps --target {TIMM} -r requirements/timm.txt"
+        raise FileNotFoundError(f"timm is not in {TIMM}: {command}")
+    try:
+        for package in ("timm", "timm.layers"):
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = [str(TIMM / package.replace(".", "/"))]
+        return importlib.import_module("timm.layers.mlp")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+            del sys.modules[name]

@@ -14,9 +14,9 @@ MAX_PARAMETERS = 400_000_000
 
 # Options of a configuration, by the end of their names, and what they become. The widths of an MLP differ from all
 # others, by which its layers are told from those of an attention.
-_WIDTHS = (
+_WIDTHS = (  # the first that fits
+    (r"intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feedforward\w*", 96),
     (r"hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|width|n_embed|embedding_size|emb_dim", 64),
-    (r"intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feedforward", 96),
     (r"(key_value|kv)_heads", 2),
     (r"heads|n_head", 4),
     (r"head_dim", 16),
@@ -65,11 +65,14 @@ def _classes(model_type: str) -> Iterator[tuple[type, type]]:
         raise NoModelError(f"no module {error.name}") from error
     names = MODEL_MAPPING_NAMES.get(model_type, ())
     names = (names,) if isinstance(names, str) else names
-    own = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == name]
-    for kind in [*(vars(module).get(first) for first in names), *own]:
-        if kind is not None and issubclass(kind, PreTrainedModel) and not kind.__name__.endswith("PreTrainedModel"):
-            if kind.__name__ in names or getattr(kind, "config_class", None) is config_class:
-                yield config_class, kind
+    models = [
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and not kind.__name__.endswith("PreTrainedModel")
+    ]
+    for kind in sorted(models, key=lambda kind: kind.__name__ not in names):
+        if kind.__name__ in names or (kind.__module__ == name and getattr(kind, "config_class", None) is config_class):
+            yield config_class, kind
 
 
 def _build(model_class: type, config: PreTrainedConfig) -> PreTrainedModel:

@@ -116,10 +116,9 @@ def _call_of_original(definition: ast.FunctionDef, condition: str) -> ast.stmt:
 def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:
     """The code of a definition; the free names of the original, and ``names``, are those of a function around it."""
     text = f"def around({', '.join((*original.__code__.co_freevars, *names))}): pass"
-    # A call of what a module has compiles differently where the module is imported, if only under some condition.
-    known = {**vars(builtins), **original.__globals__}
-    modules = [name for name in original.__code__.co_names if isinstance(known.get(name, builtins), ModuleType)]
-    outer = ast.parse("\n".join((text, *(f"import {name}" for name in modules))))
+    # A call of an attribute compiles differently where its owner was imported, if only under some condition.
+    imported = [name for name in original.__code__.co_names if _is_imported(name, original)]
+    outer = ast.parse("\n".join((text, *(f"import {name}" for name in imported))))
     outer.body[0].body = [definition]
     ast.fix_missing_locations(outer)
     flags = original.__code__.co_flags & annotations.compiler_flag
@@ -127,6 +126,13 @@ def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[
     for _ in range(2):
         code = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     return code
+
+
+def _is_imported(name: str, function: FunctionType) -> bool:
+    if name not in function.__globals__:
+        return not hasattr(builtins, name)
+    found = function.__globals__[name]
+    return isinstance(found, ModuleType) or getattr(found, "__module__", function.__module__) != function.__module__
 
 
 def _content(code: CodeType) -> List[Any]:

@@ -1,0 +1,146 @@
+"""fuse_mlps on models of many types of transformers, and on the MLP blocks of diffusers and timm."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from survey import blocks, mlps, tiny
+
+# The model types whose tiny models are quick, and run with nothing but the inputs below.
+TYPES = Path(__file__).with_name("model_types.txt").read_text().split()
+
+IN_BFLOAT16 = ("bert", "clip_vision_model", "deepseek_v4", "gemma2", "glm", "gpt2", "llama", "opt", "vit")
+
+
+def inputs_of(model, dtype=torch.float32):
+    """Random inputs of the least that a model takes, and the same again."""
+    config, name = model.config, model.main_input_name
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {name: torch.randn(2, getattr(config, "num_channels", 3), height, width, dtype=dtype)}
+    if name == "input_values":
+        return {name: torch.randn(2, 4000, dtype=dtype)}
+    if name == "input_features":
+        features = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
+        return {name: features} | decoder(config)
+    return {"input_ids": torch.randint(3, 200, (2, 9))} | decoder(config)
+
+
+def decoder(config):
+    return {"decoder_input_ids": torch.randint(3, 200, (2, 5))} if config.is_encoder_decoder else {}
+
+
+def built(model_type, dtype=torch.float32):
+    """A tiny model whose biases are not zeros, and whose MLPs show in its outputs."""
+    model = tiny.build(model_type).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for module in mlps.find(model).values():
+            for parameter in module.parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.to(dtype)
+
+
+def outcome(model, inputs):
+    """All floating outputs in evaluation, and the gradients of all parameters."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    outputs = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    # Weighted at random: a norm at the end makes the sum, or the sum of squares, of its outputs a constant.
+    sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return [output.detach() for output in outputs], gradients
+
+
+def largest_error(got, expected):
+    """The norm of the difference in units of the norm of what is expected, of a model's outputs as one."""
+    difference = sum((one.double() - other.double()).square().sum() for one, other in zip(got, expected, strict=True))
+    return (difference / sum(other.double().square().sum() for other in expected)).sqrt().item()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_models(fused_mlp, model_type):
+    """Outputs and gradients, float32: some 1e-7 of rounding a product, a few of which add up in two layers.
+
+    The bound leaves a factor of a hundred for models that amplify; an MLP left out, or fused wrongly, is off by 0.1.
+    """
+    model = built(model_type)
+    inputs = inputs_of(model)
+    before, gradients = outcome(model, inputs)
+    report = fused_mlp.fuse_mlps(model)
+    assert report.fused
+    after, fused_gradients = outcome(model, inputs)
+    assert largest_error(after, before) <= 1e-5
+    assert fused_gradients.keys() == gradients.keys()
+    assert largest_error(fused_gradients.values(), gradients.values()) <= 1e-4
+    with torch.no_grad():  # whole MLPs run as one op here
+        torch.manual_seed(0)
+        alone = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor)]
+    alone = [value for value in alone if value.is_floating_point()][: len(before)]
+    assert largest_error(alone, before) <= 1e-5
+    report.restore()
+    torch.testing.assert_close(outcome(model, inputs), (before, gradients), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", IN_BFLOAT16)
+def test_models_in_bfloat16(fused_mlp, model_type):
+    """As near to the model in float32 as the unfused one is, give or take half: a rounding is 4e-3."""
+    model = built(model_type, torch.bfloat16)
+    inputs = inputs_of(model, torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+    with torch.no_grad():
+        expected, unfused = exact(**wide)[0], model(**inputs)[0]
+        assert fused_mlp.fuse_mlps(model).fused
+        fused = model(**inputs)[0]
+    assert fused.dtype == torch.bfloat16
+    assert largest_error([fused], [expected]) <= 1.5 * largest_error([unfused], [expected]) + 4e-3
+
+
+# Blocks of other packages. FeedForward("geglu-approximate") writes its activation out: x * sigmoid(1.702 x).
+LEFT = {("diffusers", "FeedForward(geglu-approximate)")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block", blocks.NAMES, ids=" ".join)
+def test_blocks(fused_mlp, block, dtype):
+    module = blocks.make(*block).to(dtype)
+    plain = copy.deepcopy(module)
+    report = fused_mlp.fuse_mlps(module)
+    assert bool(report.fused) == (block not in LEFT)
+    x = torch.randn(2, 5, blocks.WIDTH, dtype=dtype)
+    results = []
+    for candidate in (module, plain):
+        given = x.clone().requires_grad_()
+        result = candidate.train()(given)
+        result.square().sum().backward()
+        with torch.no_grad():
+            alone = candidate.eval()(x)
+        results.append([result.detach(), given.grad, *(part.grad for part in candidate.parameters()), alone])
+    assert largest_error(*results) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+# What the survey takes for an MLP.
+
+
+def test_what_counts_as_an_mlp():
+    """It does not depend on what is fused: an MLP by name, one by shape alone, neither attention nor a pooler."""
+    bert = mlps.find(tiny.build("bert"))
+    assert {type(module).__name__ for module in bert.values()} == {"BertIntermediate"} and len(bert) == 2
+    opt = mlps.find(tiny.build("opt"))
+    assert {type(module).__name__ for module in opt.values()} == {"OPTDecoderLayer"} and len(opt) == 2
+    mixtral = mlps.find(tiny.build("mixtral"))
+    assert {type(module).__name__ for module in mixtral.values()} == {"MixtralExperts"}
+    assert all(map(mlps.is_experts, mixtral.values()))
+    assert mlps.find(torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64))) == {}
+
+
+def test_a_type_without_a_model():
+    with pytest.raises(tiny.NoModelError, match="part of another model"):
+        tiny.build("sam_mask_decoder")
