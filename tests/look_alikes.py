@@ -263,7 +263,8 @@ class HeldByAClosure(Plain):
             return hidden.sum()
 
         hidden = self.fc1(x)
-        return self.fc2(self.activation_fn(hidden)) + peek()
+        result = self.fc2(self.activation_fn(hidden))
+        return result + peek()
 
 
 class BoundByAWalrus(Plain):
