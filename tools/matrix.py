@@ -103,9 +103,11 @@ def _check(toolkit: device.Toolkit, jobs: int) -> Row:
             except BuildError as error:
                 errors.append(f"{tasks[task]}: {error}")
     spilled = sum(cubin.spilled for cubin in cubins if cubin)
-    findings = errors or ["compiled, not linked", f"{spilled} bytes of registers spilled"]
+    serialized = sum(cubin.serialized for cubin in cubins if cubin)
+    findings = ["compiled, not linked", f"{spilled} bytes of registers spilled", f"{serialized} serialized kernels"]
     size = sum(cubin.bytes for cubin in cubins if cubin)
-    return Row(_compute(variant), variant.archs, size, time.monotonic() - start, findings, bool(errors))
+    failed = bool(errors) or serialized > 0
+    return Row(_compute(variant), variant.archs, size, time.monotonic() - start, errors or findings, failed)
 
 
 def _compiled(section: plan.Section, source: str) -> Path:

@@ -188,6 +188,15 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Cl
 #pragma unroll
     for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
+#if __CUDACC_VER_MAJOR__ < 13
+  // The first wgmma does not read its accumulators, but that is known at run time only: unless they are defined here,
+  // ptxas takes what the epilogue left in them for a definition inside the pipeline, and has every wgmma wait (C7515).
+#pragma unroll
+  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+#pragma unroll
+    for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
+  }
+#endif
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);

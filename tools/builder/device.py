@@ -58,6 +58,7 @@ class Toolkit:
 class Cubin:
     bytes: int
     spilled: int  # bytes of registers kept in local memory, over all its kernels
+    serialized: int  # kernels whose wgmma instructions wait for each other
 
 
 def kernels(compiled: Path) -> list[str]:
@@ -85,7 +86,9 @@ def compile(toolkit: Toolkit, section: plan.Section, names: list[str], arch: str
     if result.returncode != 0:
         raise BuildError(f"ptxas {toolkit.version} for {arch}: {_first_error(result.stderr)}")
     spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", result.stderr))
-    return Cubin(out.stat().st_size, spilled)
+    # ptxas says it for information only, and the kernel is right: but it runs at a fraction of its speed.
+    serialized = len(re.findall(r"wgmma\.mma_async instructions are serialized", result.stderr))
+    return Cubin(out.stat().st_size, spilled, serialized)
 
 
 def _ptx(library: ctypes.CDLL, text: str, names: list[str], options: list[str]) -> bytes:

@@ -123,8 +123,8 @@ def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[
     ast.fix_missing_locations(outer)
     flags = original.__code__.co_flags & annotations.compiler_flag
     code = compile(outer, original.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-    for _ in range(2):
-        code = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
+    for name in ("around", definition.name):  # by name: Python 3.14 has code for annotations beside it
+        code = next(part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name)
     return code
 
 
