@@ -39,6 +39,36 @@ def test_the_kernels_of_an_object_file(section):
             assert len(names) == len(set(names)) > 1
 
 
+def test_the_kernels_are_told_from_other_functions(tmp_path):
+    (tmp_path / "kernels.cpp").write_text("""
+namespace some {
+namespace {
+struct Op {};
+}
+template <typename T, int N> void pointwise_kernel(T) {}
+template <typename T> void no_kernel_at_all(T) {}
+template void pointwise_kernel<Op, 3>(Op);
+template void pointwise_kernel<float, 1>(float);
+template void no_kernel_at_all<int>(int);
+}
+""")
+    command = [toolchain.cxx(), "-c", "kernels.cpp", "-o", "kernels.o"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    names = device.kernels(tmp_path / "kernels.o")
+    assert names == ["some::pointwise_kernel<float, 1>", "some::pointwise_kernel<some::(anonymous namespace)::Op, 3>"]
+
+
+def test_what_ptxas_says_of_the_kernels():
+    assert device.losses("""
+ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma \
+instructions defining accumulator registers of a wgmma in the function '_Z5firstv'
+ptxas info    : Function properties for _Z5firstv
+    0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Function properties for _Z6secondv
+    0 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+""") == (20, 1)
+
+
 def test_an_object_file_without_kernels(tmp_path):
     source, compiled = tmp_path / "empty.cpp", tmp_path / "empty.o"
     source.write_text("int nothing() { return 0; }\n")

@@ -85,10 +85,13 @@ def compile(toolkit: Toolkit, section: plan.Section, names: list[str], arch: str
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(f"ptxas {toolkit.version} for {arch}: {_first_error(result.stderr)}")
-    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", result.stderr))
-    # ptxas says it for information only, and the kernel is right: but it runs at a fraction of its speed.
-    serialized = len(re.findall(r"wgmma\.mma_async instructions are serialized", result.stderr))
-    return Cubin(out.stat().st_size, spilled, serialized)
+    return Cubin(out.stat().st_size, *losses(result.stderr))
+
+
+def losses(messages: str) -> tuple[int, int]:
+    """What ptxas says for information only, as such kernels are right, but slow: `spilled` and `serialized`."""
+    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", messages))
+    return spilled, len(re.findall(r"wgmma\.mma_async instructions are serialized", messages))
 
 
 def _ptx(library: ctypes.CDLL, text: str, names: list[str], options: list[str]) -> bytes:
