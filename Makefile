@@ -56,7 +56,7 @@ sanitize: $(call installed,test) build ## build, then run every CUDA kernel unde
 	$(python) tests/sanitizer_cases.py
 
 coverage: $(call installed,coverage) $(call installed,timm) build ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md
-	$(python) tools/coverage.py
+	$(python) tools/model_coverage.py
 
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py

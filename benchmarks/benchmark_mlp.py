@@ -1,4 +1,4 @@
-"""The whole gated MLP, for `kernels benchmark`. The shapes are those of peers.py, which compares with more."""
+"""The whole gated MLP, for `kernels benchmark`. peers.py compares with more at these shapes."""
 
 from functools import partialmethod
 

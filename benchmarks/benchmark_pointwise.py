@@ -1,4 +1,4 @@
-"""gelu(gate) * up, for `kernels benchmark`. The shapes are those of peers.py."""
+"""gelu(gate) * up, for `kernels benchmark`. peers.py compares with more at these shapes."""
 
 from functools import partialmethod
 

@@ -23,6 +23,9 @@ import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
+import benchmark_linear
+import benchmark_mlp
+import benchmark_pointwise
 import display
 import kernels
 import measure
@@ -30,21 +33,7 @@ import providers
 import torch
 from tqdm import tqdm
 
-TABLES = {
-    "mlp": [
-        (8192, 768, 3072),
-        (1024, 1024, 4096),
-        (8192, 2048, 16384),
-        (8192, 4096, 14336),
-        (2048, 4096, 14336),
-        (256, 4096, 14336),
-        (16, 4096, 14336),
-        (1, 4096, 14336),
-        (1, 2048, 16384),
-    ],
-    "linear": [(8192, 768, 3072), (8192, 3072, 768), (4096, 1024, 4096), (16384, 1280, 5120)],
-    "pointwise": [(8192, 3072), (1024, 4096), (8192, 14336)],
-}
+TABLES = {"mlp": benchmark_mlp.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
 SWEEP_M = [1, 2, 4, 8, 16, 32, 64, 77, 128, 197, 256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 SWEEP_M_CPU = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 SWEEP_DH = [
