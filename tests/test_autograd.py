@@ -50,10 +50,15 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
     with forced(fused_mlp, implementation, dtype):
         got = gradients(fused(fused_mlp, function, activation), leaves(operands, of=of), grad)
     of_eager = gradients(eager(function, activation), leaves(operands, of=of), grad)
-    of_exact = gradients(exact(function, activation), leaves(operands, torch.float64, of=of), grad)
-    for name, gradient in got.items():
-        what = f"gradient of {name}"
-        assert_no_worse_than_eager(gradient, of_eager[name], of_exact[name], what, ROUNDINGS[function])
+
+    def of_exact(operands):
+        return gradients(exact(function, activation), leaves(operands, torch.float64, of=of), grad).values()
+
+    conditioning = reference.conditioning(of_exact, operands)
+    for name, expected, each in zip(got, of_exact(operands), conditioning, strict=True):
+        assert_no_worse_than_eager(
+            got[name], of_eager[name], expected, f"gradient of {name}", ROUNDINGS[function], conditioning=each
+        )
 
 
 @pytest.mark.kernels_ci
