@@ -1,6 +1,8 @@
 """fuse_mlps on transformers' own models, and on look-alikes that it must leave alone."""
 
 import copy
+import dataclasses
+import importlib
 import inspect
 import io
 import itertools
@@ -616,6 +618,60 @@ def test_verification(fused_mlp, device):
     report = fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device))
     assert "computes something else" in report.left[0].reason
     assert fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device), verify=False).fused
+
+
+def test_verification_of_a_whole_method(fused_mlp, device, monkeypatch):
+    """What is put in the place of an MLP is run where it stands."""
+    rewriting = importlib.import_module(f"{fused_mlp.__name__}.rewriting")
+    call = rewriting._call
+
+    def swapped(site):
+        gate, up, down = site.projections
+        return call(dataclasses.replace(site, projections=(up, gate, down)))
+
+    monkeypatch.setattr(rewriting, "_call", swapped)
+    monkeypatch.setattr(rewriting, "_rewritten", rewriting._rewritten.__wrapped__)  # which remembers
+    report = fused_mlp.fuse_mlps(Gated().to(device))
+    assert "its fused forward computes something else" in report.left[0].reason
+    assert fused_mlp.fuse_mlps(Gated().to(device), verify=False).fused
+
+
+class Counted(Gated):
+    """An MLP that keeps account of what it sees, in all the ways there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.total += x.abs().sum()
+        x = self.norm(x.flatten(0, -2)).view_as(x)
+        x = self.dropout(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_verification_runs_a_copy(fused_mlp, device, monkeypatch, training):
+    verification = importlib.import_module(f"{fused_mlp.__name__}.verification")
+    compared = []
+    run = verification._outputs
+    monkeypatch.setattr(
+        verification, "_outputs", lambda method, module, x: compared.append(module.training) or run(method, module, x)
+    )
+    module = Counted().to(device).train(training)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state = torch.get_rng_state(), [torch.cuda.get_rng_state()] if device.type == "cuda" else []
+    assert fused_mlp.fuse_mlps(module).fused
+    assert set(compared) == {False, True}
+    assert (module.calls, module.training, module.norm.training) == (0, training, training)
+    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random_state[0])
+    assert all(torch.equal(torch.cuda.get_rng_state(), state) for state in random_state[1])
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_verification_leaves_no_trace(fused_mlp, device):

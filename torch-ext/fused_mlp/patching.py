@@ -82,9 +82,11 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
 
     Args:
         model: any module; its parameters are neither copied nor changed.
-        verify: compare each kind of MLP with its parts, called one after the other, before it is fused (on a few
-            random rows, with the module's own weights), and leave alone what does not agree. Nothing is compared where
-            weights are on the meta device, or must not be read.
+        verify: before it is fused, compare each kind of MLP with its parts, called one after the other, and each kind
+            of module with its original, as a whole, in evaluation and in training, if its method needs one tensor alone
+            (on a few random rows, with the module's own weights; what runs as a whole is a copy that shares them), and
+            leave alone what does not agree. Nothing is compared where weights are on the meta device, or must not be
+            read; nothing is run as a whole that has hooks, or in one of several processes.
 
     Returns:
         A report that prints as a table: what was fused, what was not, and why.
@@ -95,7 +97,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = FusionReport()
-    check = verification.Verification() if verify else None
+    check = verification.Verification(model) if verify else None
     for path, module in model.named_modules():
         pattern, fused, reason = _fuse(module, check)
         if reason is not None:
@@ -129,9 +131,10 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tupl
         own = getattr(own, "__func__", own)
         if own not in (None, getattr(type(module), name)) and not rewriting.is_fused(own):
             return pattern, False, f"has a {name} of its own"
-        for mlp in rewriting.mlps_in(method, module):
-            reason = None if check is None else check.disagreement(mlp)
-            if reason is not None:
+        if check is not None:
+            mlps = rewriting.mlps_in(method, module)
+            reasons = (*map(check.of_call, mlps), check.of_method(module, name, method, mlps))
+            for reason in filter(None, reasons):
                 return pattern, False, reason
     for name, method in methods.items():
         setattr(module, name, MethodType(method, module))

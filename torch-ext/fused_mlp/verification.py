@@ -1,8 +1,12 @@
-"""Compares an MLP's fused call with its parts, called one after the other, before it is fused."""
+"""Compares what is fused with what it replaces, before it is: each call with its parts, and each method as a whole."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+import copy
+import inspect
+import itertools
+from types import FunctionType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +24,112 @@ _ROW_SCALES = (0.1, 1.0, 1.0, 10.0, 100.0)  # an activation that is not what it 
 class Verification:
     """Remembers what was compared: a model's layers differ in nothing but the values of their weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._known: Dict[Tuple[Any, ...], Optional[str]] = {}
 
-    def disagreement(self, mlp: FoundMLP) -> Optional[str]:
+    def of_call(self, mlp: FoundMLP) -> Optional[str]:
         """How the fused call differs from the parts on a random input; None if it does not, or cannot be compared."""
-        projections = list(mlp.projections.values())
-        if not projections or any(obstacles.of_projection(part) is not None for part in projections):
+        if not mlp.projections or not _can_be_computed(mlp):
             return None  # its parts are called
-        weights = [obstacles.weight_of(part) for part in projections]
-        if any(weight.dtype not in _TOLERANCE or weight.is_meta for weight in weights):
-            return None
-        kinds = ((type(part), tuple(_kinds(part))) for part in projections)
+        weights = [obstacles.weight_of(part) for part in mlp.projections.values()]
+        kinds = ((type(part), tuple(_kinds(part))) for part in mlp.projections.values())
         key = (mlp.pattern, type(mlp.act), activation_of(mlp.act), *kinds)
         if key not in self._known:
-            self._known[key] = _disagreement(mlp, weights[0])
+            self._known[key] = _difference_of_call(mlp, weights[0])
         return self._known[key]
+
+    def of_method(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
+        """How a fused method differs from the original on a random input, in both modes; None as above.
+
+        A method is run as a whole that needs one tensor alone, on copies of the module that share its parameters.
+        """
+        original = getattr(type(module), name)
+        first = next((part for mlp in mlps if _can_be_computed(mlp) for part in mlp.projections.values()), None)
+        if first is None or not _takes_one_tensor(original) or not _can_be_copied(module):
+            return None
+        key = (original, fused, *map(type, module.modules()), *map(_kind, module.parameters()))
+        if key not in self._known:
+            try:
+                copies = [copy.deepcopy(module, dict(self._parameters)) for _ in range(2)]
+            except Exception:  # a module may hold what cannot be copied
+                return None
+            setattr(copies[1], forwards.FUSED, True)
+            self._known[key] = _difference_of_method(original, fused, copies, _rows(obstacles.weight_of(first)))
+        return self._known[key]
+
+
+def _can_be_computed(mlp: FoundMLP) -> bool:
+    if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
+        return False
+    return all(_is_computable(obstacles.weight_of(part)) for part in mlp.projections.values())
+
+
+def _is_computable(weight: Tensor) -> bool:
+    return weight.dtype in _TOLERANCE and not weight.is_meta
 
 
 def _kinds(projection: nn.Module) -> Iterator[Optional[Tuple[Any, ...]]]:
     for parameter in (projection.weight, projection.bias):
-        yield None if parameter is None else (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        yield None if parameter is None else _kind(parameter)
 
 
-def _disagreement(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
+def _kind(parameter: Tensor) -> Tuple[Any, ...]:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+
+
+def _takes_one_tensor(method: Callable[..., Any]) -> bool:
+    _, *parameters = inspect.signature(method).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in variadic]
+    return len(needed) == 1 and needed[0] is parameters[0] and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def _can_be_copied(module: nn.Module) -> bool:
+    """Whether a copy may be run: nobody watches its parts, and it talks to no other process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    if any(obstacles.of_call(part) is not None for part in module.modules()):
+        return False
+    return all(type(each) is nn.Parameter and _is_computable(each) for each in module.parameters())
+
+
+def _difference_of_method(
+    original: FunctionType, fused: FunctionType, copies: List[nn.Module], rows: Tensor
+) -> Optional[str]:
+    name = f"its fused {original.__name__}"
+    for x, training in itertools.product((rows.unsqueeze(0), rows), (False, True)):
+        try:
+            expected = _outputs(original, copies[0].train(training), x)
+        except Exception:  # whatever it says of an input that it was not written for
+            continue
+        try:
+            got = _outputs(fused, copies[1].train(training), x)
+        except Exception as error:
+            return f"{name} fails: {type(error).__name__}: {error}".splitlines()[0]
+        if [output.shape for output in got] != [output.shape for output in expected]:
+            return f"{name} gives other shapes"
+        difference = max(map(_difference, got, expected), default=0.0)
+        if difference > _TOLERANCE[x.dtype]:
+            return f"{name} computes something else (relative difference {difference:.1e})"
+    return None
+
+
+def _outputs(method: FunctionType, module: nn.Module, x: Tensor) -> List[Tensor]:
+    """The floating-point tensors that a method gives for ``x``; the next call has the same random state."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.no_grad():
+        return [output for output in _tensors(method(module, x.clone())) if output.is_floating_point()]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple, dict)):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)
+
+
+def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
     forward, parts = forwards.BY_PATTERN[mlp.pattern], mlp.projections.values()
     x = _rows(weight)
     try:
@@ -52,7 +138,7 @@ def _disagreement(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
             expected = forward(x, *parts, None, mlp.act)
     except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
-    difference = _difference(got.double(), expected.double())
+    difference = _difference(got, expected)
     if difference <= _TOLERANCE[x.dtype]:
         return None
     return f"its fused call computes something else (relative difference {difference:.1e})"
@@ -67,6 +153,7 @@ def _rows(weight: Tensor) -> Tensor:
 
 def _difference(got: Tensor, expected: Tensor) -> float:
     """The largest relative error of a row; 0 if no row is finite, as where weights are yet to be loaded."""
+    got, expected = got.double(), expected.double()
     finite = torch.isfinite(expected).all(dim=-1)
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(error[finite].max()) if finite.any() else 0.0
