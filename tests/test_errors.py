@@ -1,5 +1,7 @@
 """Bad input: the exception's type, and a message that names the argument, what came and what is needed."""
 
+import functools
+
 import pytest
 import torch
 
@@ -13,6 +15,12 @@ def raises(error, *words):
     return pytest.raises(error, match="".join(f"(?=.*{word})" for word in words))
 
 
+def each(fused_mlp, function):
+    """The function, and what explains a call of it: both refuse the same."""
+    call = getattr(fused_mlp, function)
+    return call, functools.partial(fused_mlp.explain, call)
+
+
 def good(function, device, biases=True):
     return operands(function, (3,), (8, 12, 6), device=device, biases=biases)
 
@@ -21,16 +29,18 @@ def good(function, device, biases=True):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_operand_that_is_no_tensor(fused_mlp, device, function):
     for name in good(function, device):
-        with raises(TypeError, rf"\b{name}\b", "tensor", "list"):
-            getattr(fused_mlp, function)(**good(function, device) | {name: [1.0, 2.0]})
+        for call in each(fused_mlp, function):
+            with raises(TypeError, rf"\b{name}\b", "tensor", "list"):
+                call(**good(function, device) | {name: [1.0, 2.0]})
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int8, torch.complex64], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_operand_of_no_floating_dtype(fused_mlp, device, function, dtype):
     for name, operand in good(function, device).items():
-        with raises(TypeError, rf"\b{name}\b", "floating", str(dtype)):
-            getattr(fused_mlp, function)(**good(function, device) | {name: operand.to(dtype)})
+        for call in each(fused_mlp, function):
+            with raises(TypeError, rf"\b{name}\b", "floating", str(dtype)):
+                call(**good(function, device) | {name: operand.to(dtype)})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -38,8 +48,9 @@ def test_operands_of_two_dtypes(fused_mlp, device, function):
     first, *others = good(function, device)
     for name in others:
         made = good(function, device)
-        with raises(TypeError, rf"\b{name}\b", rf"\b{first}\b", "float32", "bfloat16"):
-            getattr(fused_mlp, function)(**made | {name: made[name].bfloat16()})
+        for call in each(fused_mlp, function):
+            with raises(TypeError, rf"\b{name}\b", rf"\b{first}\b", "float32", "bfloat16"):
+                call(**made | {name: made[name].bfloat16()})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -47,8 +58,9 @@ def test_operands_on_two_devices(fused_mlp, device, function):
     first, *others = good(function, device)
     for name in others:
         made = good(function, device)
-        with raises(ValueError, rf"\b{name}\b", rf"\b{first}\b", device.type, "meta"):
-            getattr(fused_mlp, function)(**made | {name: made[name].to("meta")})
+        for call in each(fused_mlp, function):
+            with raises(ValueError, rf"\b{name}\b", rf"\b{first}\b", device.type, "meta"):
+                call(**made | {name: made[name].to("meta")})
 
 
 # What replaces a good operand of x [3, 8], hidden 12 and out 6, and what the message must say beside its name.
@@ -105,52 +117,61 @@ BAD_SHAPES = {
 )
 def test_a_shape_that_does_not_fit(fused_mlp, device, function, name, shape, words):
     made = good(function, device, biases=(name,))  # no other bias, which would not fit a bad weight either
-    with raises(ValueError, rf"\b{name}\b", *words):
-        getattr(fused_mlp, function)(**made | {name: torch.randn(shape, device=device)})
+    for call in each(fused_mlp, function):
+        with raises(ValueError, rf"\b{name}\b", *words):
+            call(**made | {name: torch.randn(shape, device=device)})
 
 
 @pytest.mark.parametrize("function", PRODUCTS)
 def test_an_input_of_another_width(fused_mlp, device, function):
     made = good(function, device) | {"x": torch.randn(3, 9, device=device)}
     weight = next(name for name in made if name.endswith("weight"))
-    with raises(ValueError, weight, "9", r"\[12, 8\]"):
-        getattr(fused_mlp, function)(**made)
+    for call in each(fused_mlp, function):
+        with raises(ValueError, weight, "9", r"\[12, 8\]"):
+            call(**made)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_activation_that_is_not_known(fused_mlp, device, function):
-    with raises(ValueError, "activation", "'swiglue'", "gelu_pytorch_tanh", "silu", "None"):
-        getattr(fused_mlp, function)(**good(function, device), activation="swiglue")
+    for call in each(fused_mlp, function):
+        with raises(ValueError, "activation", "'swiglue'", "gelu_pytorch_tanh", "silu", "None"):
+            call(**good(function, device), activation="swiglue")
     for wrong, kind in ((torch.nn.SiLU(), "SiLU"), (4, "int"), (["silu"], "list")):
-        with raises(TypeError, "activation", "string", kind):
-            getattr(fused_mlp, function)(**good(function, device), activation=wrong)
+        for call in each(fused_mlp, function):
+            with raises(TypeError, "activation", "string", kind):
+                call(**good(function, device), activation=wrong)
 
 
 @pytest.mark.parametrize("approximate", ["erf", None, True])
 def test_geglu_of_an_unknown_approximation(fused_mlp, device, approximate):
-    with raises(ValueError, "approximate", "'tanh'", "'none'", repr(approximate)):
-        fused_mlp.geglu(**good("act_and_mul", device), approximate=approximate)
+    for call in each(fused_mlp, "geglu"):
+        with raises(ValueError, "approximate", "'tanh'", "'none'", repr(approximate)):
+            call(**good("act_and_mul", device), approximate=approximate)
 
 
 @pytest.mark.parametrize("function", ["geglu", "swiglu"])
 def test_the_short_forms_check_too(fused_mlp, device, function):
     gate = torch.randn(3, 12, device=device)
-    with raises(ValueError, r"\bup\b", r"\[3, 12\]", r"\[12\]"):
-        getattr(fused_mlp, function)(gate, gate[0])
+    for call in each(fused_mlp, function):
+        with raises(ValueError, r"\bup\b", r"\[3, 12\]", r"\[12\]"):
+            call(gate, gate[0])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_missing_or_an_unknown_argument(fused_mlp, device, function):
     first, second, *_ = made = good(function, device)
-    with raises(TypeError, second):
-        getattr(fused_mlp, function)(made[first])
-    with raises(TypeError, "inplace"):
-        getattr(fused_mlp, function)(**made, inplace=True)
+    for call in each(fused_mlp, function):
+        with raises(TypeError, second):
+            call(made[first])
+    for call in each(fused_mlp, function):
+        with raises(TypeError, "inplace"):
+            call(**made, inplace=True)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_errors_are_the_same_under_autograd(fused_mlp, device, function):
     made = {name: operand.requires_grad_() for name, operand in good(function, device).items()}
     name = list(made)[1]
-    with raises(ValueError, name):
-        getattr(fused_mlp, function)(**made | {name: made[name][:, :-1]})
+    for call in each(fused_mlp, function):
+        with raises(ValueError, name):
+            call(**made | {name: made[name][:, :-1]})

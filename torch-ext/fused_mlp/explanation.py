@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Union
 
 from torch import Tensor, nn
 
-from . import dispatch, functional, layers, obstacles, patching
+from . import dispatch, functional, layers, obstacles, operands, patching
 from .activations import activation_of, get_activation, name_of
 from .backends import native
 
@@ -35,6 +35,7 @@ def explain(target: Union[Callable[..., Tensor], nn.Module], *args: Any, **kwarg
 
     Raises:
         TypeError: ``target`` is neither, or the arguments are not those of the function.
+        ValueError, TypeError: what the call would raise, for arguments that do not fit.
     """
     if isinstance(target, nn.Module):
         if args or kwargs:
@@ -59,19 +60,23 @@ _OPERATIONS = {
 def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Explanation:
     op = _OPERATIONS[function]
     call.apply_defaults()
-    operands = [value for value in call.args if value is None or isinstance(value, Tensor)]
-    if not operands or operands[0] is None:
-        raise TypeError(f"the first argument of {function.__name__} must be a tensor")
-    composed = functional.composition_reason(*operands)
-    name, reason = dispatch.reasoned(op, operands[0])
-    if composed is None and name == native.DEVICE_TYPE and op != "act_and_mul":
-        reason = f"{reason}; {_gemm_plans(op, call.arguments)}"
-    if composed is None or op == "act_and_mul":
-        return Explanation(function.__name__, name, reason)
-    if op in ("linear", "mlp"):
+    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate")]
+    if "approximate" in call.arguments:
+        functional.gelu_name(call.arguments["approximate"])
+    get_activation(call.arguments.get("activation"))
+    getattr(operands, f"check_{op}")(*given)
+    pointwise, composed = functional.pointwise_reason(*given), functional.composition_reason(*given)
+    if op == "act_and_mul":
+        composed = pointwise
+    elif composed is not None and op.startswith("gated"):
+        part = "torch" if pointwise is not None else dispatch.reasoned("act_and_mul", given[0])[0]
+        composed = f"{composed}; pointwise part: {part}"
+    if composed is not None:
         return Explanation(function.__name__, "torch", composed)
-    pointwise, _ = dispatch.reasoned("act_and_mul", operands[0])
-    return Explanation(function.__name__, "torch", f"{composed}; pointwise part: {pointwise}")
+    name, reason = dispatch.reasoned(op, given[0])
+    if name == native.DEVICE_TYPE and op != "act_and_mul":
+        reason = f"{reason}; {_gemm_plans(op, call.arguments)}"
+    return Explanation(function.__name__, name, reason)
 
 
 def _gemm_plans(op: str, given: Dict[str, Any]) -> str:

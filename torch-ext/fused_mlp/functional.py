@@ -46,9 +46,14 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up``: :func:`act_and_mul` with GELU, ``approximate`` as in :func:`torch.nn.functional.gelu`."""
+    return act_and_mul(gate, up, gelu_name(approximate))
+
+
+def gelu_name(approximate: str) -> str:
+    """The name of GELU as ``torch.nn.functional.gelu`` has it for ``approximate``."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate must be 'tanh' or 'none', got {approximate!r}")
-    return act_and_mul(gate, up, "gelu_pytorch_tanh" if approximate == "tanh" else "gelu")
+    return "gelu_pytorch_tanh" if approximate == "tanh" else "gelu"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -166,22 +171,28 @@ def mlp(
 
 def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
     """Why a call on these operands (the input first) cannot be one op, or None if it can."""
+    reason = pointwise_reason(*given)
+    if reason is not None:
+        return reason
     x = given[0]
-    grad_enabled = torch.is_grad_enabled()
-    for tensor in given:
-        if tensor is None:
-            continue
-        if type(tensor) not in PLAIN_TENSORS:
-            return f"an operand is a {type(tensor).__name__}"
-        if grad_enabled and tensor.requires_grad:
-            return "autograd follows the parts"
-    if forward_ad._current_level >= 0:
-        return "forward-mode autograd follows the parts"
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        return "autograd follows the parts"
     if autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         if any(tensor is not None and tensor.dtype != dtype for tensor in given):
             return f"autocast casts the operands to {dtype}"
-    if _is_recorded():
+    return None
+
+
+def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
+    """Why not even the pointwise part of a call on these operands can be one op, or None if it can."""
+    for tensor in given:
+        if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+            return f"an operand is a {type(tensor).__name__}"
+    if forward_ad._current_level >= 0:
+        return "forward-mode autograd follows the parts"
+    # A program that outlives this process must not need ops of this build, and may be trained, which ops alone cannot be.
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         return "torch.export and torch.jit.trace record the parts"
     return None
 
@@ -210,12 +221,7 @@ def _composed_gated_linear(
 
 
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    if (
-        type(gate) not in PLAIN_TENSORS
-        or type(up) not in PLAIN_TENSORS
-        or forward_ad._current_level >= 0
-        or _is_recorded()
-    ):
+    if pointwise_reason(gate, up) is not None:
         return reference.act_and_mul(gate, up, activation)
     implementation = dispatch.select("act_and_mul", gate)
     if implementation is not reference and torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
@@ -242,9 +248,3 @@ class _ActAndMul(torch.autograd.Function):
         implementation = reference if torch.is_grad_enabled() else ctx.implementation
         gate_grad, up_grad = implementation.act_and_mul_backward(grad, gate, up, ctx.activation)
         return gate_grad, up_grad, None, None
-
-
-def _is_recorded() -> bool:
-    """Whether the call is being written down: a program that outlives this process must not need ops of this build, and
-    may be trained later, which the ops alone cannot be."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
