@@ -191,7 +191,7 @@ def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
             return f"an operand is a {type(tensor).__name__}"
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
-    # A program that outlives this process must not need ops of this build, and may be trained, which ops alone cannot be.
+    # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
     if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         return "torch.export and torch.jit.trace record the parts"
     return None
