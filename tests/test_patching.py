@@ -715,6 +715,19 @@ def test_weights_that_are_not_finite(fused_mlp, device, fill):
     torch.testing.assert_close(module(x), plain(x))
 
 
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_weights_that_are_elsewhere(fused_mlp, device, kind):
+    """As where every process holds a part of them, and they are gathered when they are needed."""
+    module, plain = kind().to(device), kind().to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    assert fused_mlp.fuse_mlps(module).fused
+    for parameter, full in zip(module.parameters(), plain.parameters(), strict=True):
+        parameter.data = full.data
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
 def test_on_the_meta_device(fused_mlp, device):
     """A model that has no weights yet is fused, and right when it has them."""
     with torch.device("meta"):

@@ -62,7 +62,8 @@ class Verification:
 def _can_be_computed(mlp: FoundMLP) -> bool:
     if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
         return False
-    return all(_is_computable(obstacles.weight_of(part)) for part in mlp.projections.values())
+    weights = [obstacles.weight_of(part) for part in mlp.projections.values()]
+    return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # else it is yet to be gathered
 
 
 def _is_computable(weight: Tensor) -> bool:
