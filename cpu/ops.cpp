@@ -1,8 +1,8 @@
 // The CPU backend's ops: GEMMs on blocks of rows small enough to stay in cache, the pointwise kernels between them.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <string>
 #include <vector>
 
@@ -10,6 +10,7 @@
 #include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
+#include "../torch-ext/torch_gemm.h"
 #include "amx_mlp.h"
 #include "isa.h"
 #include "pointwise.h"
@@ -42,18 +43,6 @@ DType dtype_of(const Tensor& tensor, const char* name) {
 }
 
 int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// torch's ops called from within ours must not record gradients: `out=` variants refuse to.
-class NoGrad {
- public:
-  NoGrad() : enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
-  ~NoGrad() { aoti_torch_grad_mode_set_enabled(enabled_); }
-  NoGrad(const NoGrad&) = delete;
-  NoGrad& operator=(const NoGrad&) = delete;
-
- private:
-  bool enabled_;
-};
 
 // An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
 Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
@@ -104,13 +93,7 @@ Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
   return count == matrix.size(0) ? matrix : torch::stable::narrow(matrix, 0, begin, count);
 }
 
-// out = x weight^T + bias, the bias added before the one rounding.
-void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  using torch::stable::detail::from, torch::stable::detail::to;
-  std::array<StableIValue, 4> stack{from(x), from(weight), from(bias), from(out)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
-  to<Tensor>(stack[0]);
-}
+constexpr auto torch_linear = linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>;
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) for a gated one.
 struct HiddenLayer {
@@ -148,15 +131,15 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
     const Tensor hidden_rows = output ? rows_of(*hidden_block, 0, count) : out_rows;
     const PointwiseShape shape{dtype, count, features};
     const Matrix values = dense_matrix(hidden_rows, features);
-    linear_into(hidden_rows, x_rows, hidden.weight, hidden.bias);
+    torch_linear(hidden_rows, x_rows, hidden.weight, hidden.bias);
     if (hidden.gated()) {
       const Tensor up_rows = rows_of(*up_block, 0, count);
-      linear_into(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
+      torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
       run_pointwise(pointwise().act_and_mul, shape, hidden.activation, values, dense_matrix(up_rows, features), values);
     } else if (static_cast<Activation>(hidden.activation) != Activation::kLinear) {
       run_pointwise(pointwise().act, shape, hidden.activation, values, values);
     }
-    if (output) linear_into(out_rows, hidden_rows, output->weight, output->bias);
+    if (output) torch_linear(out_rows, hidden_rows, output->weight, output->bias);
   }
 }
 
@@ -198,7 +181,6 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 // Both layers for x [..., in], or without `output` the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const DType dtype = dtype_of(x, "x");
-  const NoGrad no_grad;
   const Tensor flat = flatten_rows(x);
   const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
   if (out.numel() == 0) return restore_leading_dims(out, x);
