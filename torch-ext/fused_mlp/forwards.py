@@ -7,7 +7,7 @@ through before the last projection: dropout modules and their like, or probabili
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Callable, List, Optional, Sequence, Tuple, Union
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,18 +31,20 @@ def gated(
     between: Between = (),
 ) -> Tensor:
     """``down(act(gate(x)) * up(x))``."""
-    if not (_are_plain(x, activation, gate, up, down) and _passes(between) and _fit(gate, up)):
-        return _last(gated_linear(x, gate, up, activation, act), between, down)
-    weights = map(obstacles.weight_of, (gate, up, down))
-    return functional.gated_mlp(x, *weights, gate.bias, up.bias, down.bias, activation.name)
+    if _are_plain(x, activation, gate, up, down) and _passes(between):
+        weights, biases = _parameters(gate, up, down)
+        if weights[0].size(0) == weights[1].size(0):  # else an output is broadcast
+            return functional.gated_mlp(x, *weights, *biases, activation.name)
+    return _last(gated_linear(x, gate, up, activation, act), between, down)
 
 
 def gated_linear(x: Tensor, gate: nn.Module, up: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
     """``act(gate(x)) * up(x)``."""
-    if not (_are_plain(x, activation, gate, up) and _fit(gate, up)):
-        return pointwise(gate(x), up(x), activation, act)
-    weights = map(obstacles.weight_of, (gate, up))
-    return functional.gated_linear(x, *weights, gate.bias, up.bias, activation.name)
+    if _are_plain(x, activation, gate, up):
+        weights, biases = _parameters(gate, up)
+        if weights[0].size(0) == weights[1].size(0):
+            return functional.gated_linear(x, *weights, *biases, activation.name)
+    return pointwise(gate(x), up(x), activation, act)
 
 
 def packed_gated(
@@ -58,7 +60,8 @@ def packed_gated(
     if not (_are_plain(x, activation, gate_up, down) and _passes(between)):
         return _last(packed_gated_linear(x, gate_up, activation, act, up_first), between, down)
     gate, up, gate_bias, up_bias = _halves(gate_up, up_first)
-    return functional.gated_mlp(x, gate, up, obstacles.weight_of(down), gate_bias, up_bias, down.bias, activation.name)
+    (last,), (bias,) = _parameters(down)
+    return functional.gated_mlp(x, gate, up, last, gate_bias, up_bias, bias, activation.name)
 
 
 def packed_gated_linear(
@@ -77,14 +80,16 @@ def plain(
     """``fc2(act(fc1(x)))``."""
     if not (_are_plain(x, activation, fc1, fc2) and _passes(between)):
         return _last(linear(x, fc1, activation, act), between, fc2)
-    return functional.mlp(x, obstacles.weight_of(fc1), obstacles.weight_of(fc2), fc1.bias, fc2.bias, activation.name)
+    weights, biases = _parameters(fc1, fc2)
+    return functional.mlp(x, *weights, *biases, activation.name)
 
 
 def linear(x: Tensor, projection: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
     """``act(projection(x))``."""
     if not _are_plain(x, activation, projection):
         return (act or activation.function)(projection(x))
-    return functional.linear(x, obstacles.weight_of(projection), projection.bias, activation.name)
+    (weight,), (bias,) = _parameters(projection)
+    return functional.linear(x, weight, bias, activation.name)
 
 
 def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: Act) -> Tensor:
@@ -154,9 +159,9 @@ def _are_plain(x: Tensor, activation: Optional[Activation], *projections: nn.Mod
     return True
 
 
-def _fit(gate: nn.Module, up: nn.Module) -> bool:
-    """Whether neither output is broadcast."""
-    return obstacles.weight_of(gate).size(0) == obstacles.weight_of(up).size(0)
+def _parameters(*projections: nn.Module) -> Tuple[List[Tensor], List[Optional[Tensor]]]:
+    """The weights and the biases of plain projections."""
+    return [obstacles.weight_of(each) for each in projections], [obstacles.bias_of(each) for each in projections]
 
 
 def _are_alike(gate: Tensor, up: Tensor) -> bool:
@@ -169,8 +174,9 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
 
 def _halves(gate_up: nn.Module, up_first: bool) -> Tuple[Optional[Tensor], ...]:
     """The weights and the biases of gate and up."""
-    first, second = obstacles.weight_of(gate_up).chunk(2)
-    first_bias, second_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+    (weight,), (bias,) = _parameters(gate_up)
+    first, second = weight.chunk(2)
+    first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
     return (second, first, second_bias, first_bias) if up_first else (first, second, first_bias, second_bias)
 
 

@@ -55,7 +55,7 @@ def of_projection(projection: nn.Module) -> Optional[str]:
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
-    weight = _weight(projection)
+    weight = _parameter(projection, "weight")
     if type(weight) not in (nn.Parameter, Tensor):
         return f"a weight of type {type(weight).__name__}"
     if not weight.dtype.is_floating_point:
@@ -74,7 +74,13 @@ def of_input(x: Tensor) -> Optional[str]:
 
 def weight_of(projection: nn.Module) -> Tensor:
     """The weight of a plain projection as ``[out, in]``."""
-    return _weight(projection) if type(projection) is nn.Linear else _weight(projection).t()
+    weight = _parameter(projection, "weight")
+    return weight if type(projection) is nn.Linear else weight.t()
+
+
+def bias_of(projection: nn.Module) -> Optional[Tensor]:
+    """The bias of a plain projection."""
+    return _parameter(projection, "bias")
 
 
 def summary(blocked: Dict[str, str]) -> str:
@@ -94,11 +100,9 @@ def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
 
 
-def _weight(projection: nn.Module) -> Tensor:
+def _parameter(projection: nn.Module, name: str) -> Optional[Tensor]:
     parameters = projection._parameters  # asked first, it is several times as fast as the attribute
-    if "weight" in parameters:
-        return parameters["weight"]
-    return projection.weight
+    return parameters[name] if name in parameters else getattr(projection, name)
 
 
 def _is_conv1d(kind: type) -> bool:
