@@ -674,6 +674,26 @@ def test_verification_runs_a_copy(fused_mlp, device, monkeypatch, training):
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+class Particular(Gated):
+    """One that takes matrices alone, and counts its calls before it looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        _, _ = x.shape
+        return self.calls * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_verification_starts_anew(fused_mlp, device):
+    """An input that the original refuses leaves nothing behind for the next."""
+    module = Particular().to(device)
+    assert fused_mlp.fuse_mlps(module).fused
+    assert module.calls == 0
+
+
 def test_verification_leaves_no_trace(fused_mlp, device):
     """Neither in the random state, nor in gradients, nor in hooks, nor in the mode."""
     module = nn.Sequential(Gated(), Decoder(), Plain()).to(device).train()

@@ -131,11 +131,9 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tupl
         own = getattr(own, "__func__", own)
         if own not in (None, getattr(type(module), name)) and not rewriting.is_fused(own):
             return pattern, False, f"has a {name} of its own"
-        if check is not None:
-            mlps = rewriting.mlps_in(method, module)
-            reasons = (*map(check.of_call, mlps), check.of_method(module, name, method, mlps))
-            for reason in filter(None, reasons):
-                return pattern, False, reason
+        reason = check and check.disagreement(module, name, method, rewriting.mlps_in(method, module))
+        if reason is not None:
+            return pattern, False, reason
     for name, method in methods.items():
         setattr(module, name, MethodType(method, module))
     setattr(module, forwards.FUSED, True)

@@ -28,35 +28,60 @@ class Verification:
         self._parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._known: Dict[Tuple[Any, ...], Optional[str]] = {}
 
-    def of_call(self, mlp: FoundMLP) -> Optional[str]:
-        """How the fused call differs from the parts on a random input; None if it does not, or cannot be compared."""
+    def disagreement(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
+        """How a fused method, or one of the ``mlps`` in it, differs from what it replaces on a random input; None if it
+        does not, or cannot be compared."""
+        reasons = (self._of_call(mlp) for mlp in mlps)
+        return next(filter(None, reasons), None) or self._of_method(module, name, fused, mlps)
+
+    def _of_call(self, mlp: FoundMLP) -> Optional[str]:
         if not mlp.projections or not _can_be_computed(mlp):
             return None  # its parts are called
-        weights = [obstacles.weight_of(part) for part in mlp.projections.values()]
-        kinds = ((type(part), tuple(_kinds(part))) for part in mlp.projections.values())
+        parts = list(mlp.projections.values())
+        kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
         key = (mlp.pattern, type(mlp.act), activation_of(mlp.act), *kinds)
         if key not in self._known:
-            self._known[key] = _difference_of_call(mlp, weights[0])
+            self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
 
-    def of_method(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
-        """How a fused method differs from the original on a random input, in both modes; None as above.
-
-        A method is run as a whole that needs one tensor alone, on copies of the module that share its parameters.
-        """
+    def _of_method(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
+        """A method that needs one tensor alone is run whole, in both modes, on copies that share the parameters."""
         original = getattr(type(module), name)
         first = next((part for mlp in mlps if _can_be_computed(mlp) for part in mlp.projections.values()), None)
         if first is None or not _takes_one_tensor(original) or not _can_be_copied(module):
             return None
         key = (original, fused, *map(type, module.modules()), *map(_kind, module.parameters()))
         if key not in self._known:
-            try:
-                copies = [copy.deepcopy(module, dict(self._parameters)) for _ in range(2)]
-            except Exception:  # a module may hold what cannot be copied
-                return None
-            setattr(copies[1], forwards.FUSED, True)
-            self._known[key] = _difference_of_method(original, fused, copies, _rows(obstacles.weight_of(first)))
+            rows = _rows(obstacles.weight_of(first))
+            tries = itertools.product((rows.unsqueeze(0), rows), (False, True))
+            reasons = (self._difference_of_method(module, original, fused, x, training) for x, training in tries)
+            self._known[key] = next(filter(None, reasons), None)
         return self._known[key]
+
+    def _difference_of_method(
+        self, module: nn.Module, original: FunctionType, fused: FunctionType, x: Tensor, training: bool
+    ) -> Optional[str]:
+        try:
+            expected = _outputs(original, self._copy(module, training), x)
+        except Exception:  # it holds what cannot be copied, or was not written for such an input
+            return None
+        name = f"its fused {original.__name__}"
+        try:
+            got = _outputs(fused, self._copy(module, training), x)
+        except Exception as error:
+            return f"{name} fails: {type(error).__name__}: {error}".splitlines()[0]
+        if [output.shape for output in got] != [output.shape for output in expected]:
+            return f"{name} gives other shapes"
+        difference = max(map(_difference, got, expected), default=0.0)
+        if difference <= _TOLERANCE[x.dtype]:
+            return None
+        return f"{name} computes something else (relative difference {difference:.1e})"
+
+    def _copy(self, module: nn.Module, training: bool) -> nn.Module:
+        """A copy in which fused methods run."""
+        copied = copy.deepcopy(module, dict(self._parameters)).train(training)
+        setattr(copied, forwards.FUSED, True)
+        return copied
 
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
@@ -68,11 +93,6 @@ def _can_be_computed(mlp: FoundMLP) -> bool:
 
 def _is_computable(weight: Tensor) -> bool:
     return weight.dtype in _TOLERANCE and not weight.is_meta
-
-
-def _kinds(projection: nn.Module) -> Iterator[Optional[Tuple[Any, ...]]]:
-    for parameter in (projection.weight, projection.bias):
-        yield None if parameter is None else _kind(parameter)
 
 
 def _kind(parameter: Tensor) -> Tuple[Any, ...]:
@@ -93,27 +113,6 @@ def _can_be_copied(module: nn.Module) -> bool:
     if any(obstacles.of_call(part) is not None for part in module.modules()):
         return False
     return all(type(each) is nn.Parameter and _is_computable(each) for each in module.parameters())
-
-
-def _difference_of_method(
-    original: FunctionType, fused: FunctionType, copies: List[nn.Module], rows: Tensor
-) -> Optional[str]:
-    name = f"its fused {original.__name__}"
-    for x, training in itertools.product((rows.unsqueeze(0), rows), (False, True)):
-        try:
-            expected = _outputs(original, copies[0].train(training), x)
-        except Exception:  # whatever it says of an input that it was not written for
-            continue
-        try:
-            got = _outputs(fused, copies[1].train(training), x)
-        except Exception as error:
-            return f"{name} fails: {type(error).__name__}: {error}".splitlines()[0]
-        if [output.shape for output in got] != [output.shape for output in expected]:
-            return f"{name} gives other shapes"
-        difference = max(map(_difference, got, expected), default=0.0)
-        if difference > _TOLERANCE[x.dtype]:
-            return f"{name} computes something else (relative difference {difference:.1e})"
-    return None
 
 
 def _outputs(method: FunctionType, module: nn.Module, x: Tensor) -> List[Tensor]:
