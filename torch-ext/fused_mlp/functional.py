@@ -50,7 +50,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 def gelu_name(approximate: str) -> str:
-    """The name of GELU as ``torch.nn.functional.gelu`` has it for ``approximate``."""
+    """The name of GELU as ``torch.nn.functional.gelu`` has it for ``approximate``; ValueError for what it has not."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate must be 'tanh' or 'none', got {approximate!r}")
     return "gelu_pytorch_tanh" if approximate == "tanh" else "gelu"
