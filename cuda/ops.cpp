@@ -1,6 +1,7 @@
 // The CUDA backend's ops: each layer in one fused kernel where the GPU and the shape have one, else through torch's
 // GEMMs with a pointwise kernel behind them.
 #include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -13,10 +14,11 @@
 #include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
+#include "../torch-ext/torch_gemm.h"
 #include "pointwise.h"
 #include "sm90/gemm.h"
 
-// torch's header declares it only under USE_CUDA.
+// torch's headers declare it only under USE_CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace fused_mlp {
@@ -144,20 +146,22 @@ struct FusedGemm {
   }
 };
 
-Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
-                                    torch::stable::detail::from(bias)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
+                    const OptionalTensor& bias) {
+  const int64_t n = weight.size(0);
+  const Tensor out = new_dense(x.tensor, out_sizes);
+  linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(
+      matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1}), weight, bias);
+  return out;
 }
 
 // torch's GEMMs, and one pointwise kernel that overwrites the first one's result.
-Tensor torch_layer(const Tensor& x, const Layer& layer) {
-  const Tensor out = torch_linear(x, layer.weight, layer.bias);
+Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Layer& layer) {
+  const Tensor out = torch_linear(x, out_sizes, layer.weight, layer.bias);
   const bool gated = layer.up_weight != nullptr;
   if (!gated && static_cast<Activation>(layer.activation) == Activation::kLinear) return out;
   const TensorRows rows(out);
-  const Tensor up = gated ? torch_linear(x, *layer.up_weight, layer.up_bias) : out;
+  const Tensor up = gated ? torch_linear(x, out_sizes, *layer.up_weight, layer.up_bias) : out;
   check(launch_act_and_mul(dense_matrix(out, rows.cols), gated ? dense_matrix(up, rows.cols) : kNoMatrix,
                            dense_matrix(out, rows.cols), rows.rows, rows.cols, dtype_of(out, "x"), layer.activation,
                            current_stream(out)));
@@ -169,8 +173,9 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
   const TensorRows rows(x);
   FusedGemm gemm(rows, layer, *fused);
   *fused = gemm.refused == nullptr;
-  if (!*fused) return torch_layer(x, layer);
-  const Tensor out = new_dense(x, with_last_size(x, gemm.problem.n));
+  const auto out_sizes = with_last_size(x, layer.weight.size(0));
+  if (!*fused) return torch_layer(rows, out_sizes, layer);
+  const Tensor out = new_dense(x, out_sizes);
   gemm.problem.out.data = out.mutable_data_ptr();
   gemm.launch(current_stream(x));
   return out;

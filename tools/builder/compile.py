@@ -125,11 +125,13 @@ def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
 
 
 def _torch_cuda_stub(include: Path) -> str:
-    """Stands in for libtorch_cuda.so, which a CPU-only torch lacks, at link time: the shims declared under USE_CUDA."""
+    """Stands in for libtorch_cuda.so, which a CPU-only torch lacks, at link time: its shims."""
     shims = ["torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h"]
     text = "".join((include / shim).read_text() for shim in shims)
     declared = "".join(re.findall(r"#ifdef USE_CUDA(.*?)#endif // USE_CUDA", text, re.DOTALL))
-    return "".join(f'extern "C" void {name}() {{}}\n' for name in re.findall(r"\b(?:aoti_)?torch_\w+(?=\()", declared))
+    declared += (include / "torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h").read_text()
+    names = set(re.findall(r"\b(?:aoti_)?torch_\w+(?=\()", declared))
+    return "".join(f'extern "C" void {name}() {{}}\n' for name in sorted(names))
 
 
 def _gencode(section: Section) -> Iterator[str]:
