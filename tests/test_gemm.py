@@ -99,7 +99,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         eager_norm, eager_maximum = reference.errors(reference.eager(function, made, activation), exact)
         # What decides the error of a single call may be the rounding of one large element, which is left to chance,
         # within limits. Over all calls chance evens out.
-        assert norm <= 2 * eager_norm + rounding * exact.numel() ** -0.5, f"{what}: {norm}, eager's {eager_norm}"
+        assert norm <= 3 * eager_norm + rounding * exact.numel() ** -0.5, f"{what}: {norm}, eager's {eager_norm}"
         assert maximum <= 3 * eager_maximum + rounding, f"{what}: {maximum}, eager's {eager_maximum}"
         ours.append((norm, maximum))
         eager.append((eager_norm, eager_maximum))

@@ -54,7 +54,7 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
                       encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kBoxRowsB, Gemm::kBlockK) &&
                       (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k,
                                                           Gemm::kBoxRowsB, Gemm::kBlockK)) &&
-                      encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, 64, Gemm::kBoxN);
+                      encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = epilogue_args(p);
   args.n = static_cast<int>(p.n);

@@ -54,6 +54,12 @@ __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared_float(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }

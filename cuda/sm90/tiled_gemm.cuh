@@ -26,6 +26,8 @@ struct TiledGemmArgs {
   bool follows_gemm;
 };
 
+constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+
 template <typename Element_, bool kGated_, int kBlockN_, bool kPingPong_, int kMulticast_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
@@ -51,26 +53,35 @@ struct TiledGemm {
   static constexpr int kMmas = kRows / 64;
   static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for 64 rows
 
-  // The output leaves through shared memory, kStepN columns at a time, in TMA boxes of kBoxN columns.
+  // The output leaves through shared memory, kStepN columns of a warp's 16 rows at a time, in TMA boxes of kBoxN
+  // columns. Every warp has buffers of its own: warps that waited for each other would be ready at the same time too.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
   static constexpr int kStepN = kCrowded ? 32 : kShareN % 64 == 0 ? 64 : kShareN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
-  static constexpr int kSteps = kShareN / kStepN;
-  static constexpr int kStoreBuffers = kMmas * kSteps > 1 ? 2 : 1;
-  static_assert(kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
+  static constexpr int kBoxRows = 16;
+  // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
+  // instruction cache (12 KB), or the epilogue waits for instructions more than it computes.
+  static constexpr int kChunks = !kGated && kShareN / kStepN >= 4 ? 2 : 1;
+  static constexpr int kChunkN = kShareN / kChunks;
+  static constexpr int kSteps = kChunkN / kStepN;  // of a chunk
+  static_assert(kChunks * kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kStoreBytes = 64 * kStepN * sizeof(Element);
+  static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
+  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
   static constexpr int kBarrierBytes = 256;
-  static constexpr int kSharedLimit = 227 * 1024;
   static constexpr int kAlignment = 1024;
-  static constexpr int kFixedBytes = kConsumers * kStoreBuffers * kStoreBytes + kBarrierBytes + kAlignment;
-  static constexpr int kStages =
-      (kSharedLimit - kFixedBytes) / kStageBytes < 8 ? (kSharedLimit - kFixedBytes) / kStageBytes : 8;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes;
-  static_assert(kStoreBytes % kAlignment == 0 && kStageBytes % kAlignment == 0);
+  static constexpr int kBiasBytes = kParts * kShareN * 4;  // of a warpgroup
+  static constexpr int kSharedBudget = 227 * 1024 - kBarrierBytes - kConsumers * kBiasBytes - kAlignment;
+  static constexpr int kStages = at_most(8, (kSharedBudget - 2 * kConsumers * 4 * kStoreBytes) / kStageBytes);
+  // What the stages leave, up to the stores of a tile.
+  static constexpr int kStoreBuffers = at_most(at_most(4, kMmas * kChunks * kSteps),
+                                               (kSharedBudget - kStages * kStageBytes) / (kConsumers * 4 * kStoreBytes));
+  static constexpr int kSharedBytes =
+      227 * 1024 - kSharedBudget + kStages * kStageBytes + kConsumers * 4 * kStoreBuffers * kStoreBytes;
+  static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
 };
 
 // Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2.
@@ -99,10 +110,13 @@ struct TiledGemmShared {
       : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
   __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Gemm::kBytesA; }
-  __device__ __forceinline__ uint32_t store(int consumer) const {
-    return ring + Gemm::kStages * Gemm::kStageBytes + consumer * Gemm::kStoreBuffers * Gemm::kStoreBytes;
+  __device__ __forceinline__ uint32_t store(int warp) const {
+    return ring + Gemm::kStages * Gemm::kStageBytes + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
   }
-  __device__ __forceinline__ uint32_t full(int stage) const { return store(Gemm::kConsumers) + stage * 8; }
+  __device__ __forceinline__ uint32_t bias(int consumer) const {
+    return store(Gemm::kConsumers * 4) + consumer * Gemm::kBiasBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const { return bias(Gemm::kConsumers) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
 
@@ -270,93 +284,129 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
   }
 }
 
-// Where in a store buffer this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
+// Where in a TMA box this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
 // over their whole width; XOR with 2 c then leads c columns (a multiple of 16) to the right.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t store_offset() {
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t offset = (row * Gemm::kBoxN + lane / 16 * 8) * 2;
+  const uint32_t offset = (lane % 16 * Gemm::kBoxN + lane / 16 * 8) * 2;
   return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// value = the accumulators of a part's step-th kStepN columns, from `column` of the output on, plus their biases.
-template <typename Gemm, int kCount>
-__device__ __forceinline__ void add_bias(float (&value)[kCount], const float (&accumulator)[Gemm::kAccumulators],
-                                         int first, const void* bias, int column, int n) {
+// The biases of the columns of a tile, on their way to shared memory: read early, written when the tile before is done.
+template <typename Gemm>
+struct TileBias {
+  static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
+  static constexpr int kPerThread = (kCount + 127) / 128;
+  float values[kPerThread];
+
+  __device__ __forceinline__ void load(const TiledGemmArgs& args, int first_column) {
+    using Element = typename Gemm::Element;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) value[i] = accumulator[first + i];
-  if (bias == nullptr) return;
+    for (int i = 0; i < kPerThread; ++i) {
+      const int index = threadIdx.x % 128 + i * 128;
+      const void* bias = index < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
+      const int column = min(first_column + index % Gemm::kShareN, args.n - 1);  // those past the end are never stored
+      values[i] = bias == nullptr ? 0.0f : to_float(__ldg(static_cast<const Element*>(bias) + column));
+    }
+  }
+
+  __device__ __forceinline__ void store(uint32_t shared) const {
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const float2 pair =
-        to_float2(load_bias_pair<typename Gemm::Element>(bias, column + i * 2 + threadIdx.x % 4 * 2, n));
-    value[i] += pair.x;
-    value[i + 1] += pair.y;
-    value[i + 2] += pair.x;
-    value[i + 3] += pair.y;
+    for (int i = 0; i < kPerThread; ++i) {
+      const int index = threadIdx.x % 128 + i * 128;
+      if (index < kCount) store_shared_float(shared + index * 4, values[i]);
+    }
+  }
+};
+
+// Calls combine(value, the accumulator plus its bias, if there are any in shared memory) for a thread's accumulators of
+// a step, from `first` on.
+template <typename Gemm, typename Combine>
+__device__ __forceinline__ void for_each_biased(float (&value)[Gemm::kStepN / 2],
+                                                const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
+                                                uint32_t shared, Combine&& combine) {
+  if (biased) {
+#pragma unroll
+    for (int i = 0; i < Gemm::kStepN / 2; i += 4) {
+      const float2 pair = load_shared_float2(shared + (i * 2 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) combine(value[j], accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Gemm::kStepN / 2; ++i) combine(value[i], accumulator[first + i]);
   }
 }
 
-// Finishes the step-th kStepN columns of 64 rows and sends them to (row, column) of the output.
-template <typename Gemm, Activation A>
-__device__ __forceinline__ void store_step(const TiledGemmArgs& args, const float (&accumulator)[Gemm::kAccumulators],
-                                           uint32_t store, uint32_t thread_store, int step, int row, int column,
-                                           int consumer) {
+template <typename Gemm>
+__device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 2], uint32_t store) {
   using Element = typename Gemm::Element;
-  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread
-  constexpr int kBoxBytes = 64 * Gemm::kBoxN * sizeof(Element);
-  const int thread = threadIdx.x % 128;
-  const int barrier = 1 + consumer;
-
-  float value[kCount];
-  add_bias<Gemm>(value, accumulator, step * kCount, args.epilogue.bias, column, args.n);
-  activate<A>(value);
-  if constexpr (Gemm::kGated) {
-    float up[kCount];
-    add_bias<Gemm>(up, accumulator, Gemm::kAccumulators / 2 + step * kCount, args.epilogue.up_bias, column, args.n);
+  const uint32_t thread_store = store + store_offset<Gemm>();
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) value[i] *= up[i];
-  }
-
-  if (thread == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
-  named_barrier_sync(barrier, 128);
-#pragma unroll
-  for (int j = 0; j < kCount; j += 8) {  // 16 columns
+  for (int j = 0; j < Gemm::kStepN / 2; j += 8) {  // 16 columns
     const int box = j * 2 / Gemm::kBoxN;
-    store_matrix_x4((thread_store ^ j * 2 % Gemm::kBoxN * 2) + box * kBoxBytes,
+    store_matrix_x4((thread_store ^ j * 2 % Gemm::kBoxN * 2) + box * Gemm::kBoxBytes,
                     round_pair<Element>(value[j], value[j + 1]), round_pair<Element>(value[j + 2], value[j + 3]),
                     round_pair<Element>(value[j + 4], value[j + 5]), round_pair<Element>(value[j + 6], value[j + 7]));
   }
+}
+
+// Sends what the warp wrote to (row, column) of the output.
+template <typename Gemm>
+__device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t store, int row, int column) {
   fence_shared_to_async();
-  named_barrier_sync(barrier, 128);
-  if (thread == 0) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&args.out, store + box * kBoxBytes, column + box * Gemm::kBoxN, row);
+      tma_store(&args.out, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
     }
     tma_store_commit();
   }
 }
 
-// Stores the tile's rows, 64 at a time, leaving the accumulators undefined. The loop over them is not unrolled: the
-// code of one activation must fit the instruction cache, or the epilogue waits for instructions more than it computes.
+// Stores the warp's rows of the tile, 16 of every 64, leaving the accumulators undefined.
 template <typename Gemm, Activation A>
-__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator, uint32_t store,
-                                           int& buffer, int row, int column, int consumer) {
-  static_assert(Gemm::kMmas <= 2);
+__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
+                                           uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
+                                           int first_column) {
+  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread and step
+  constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
+  constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;
 #pragma unroll 1
-  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+  for (int chunk = 0; chunk <= kLastChunk; ++chunk) {
+    const int row = first_row + chunk / Gemm::kChunks * 64;
+    const int chunk_column = chunk % Gemm::kChunks * Gemm::kChunkN;
+    const int column = first_column + chunk_column;
+    const uint32_t bias = tile_bias + chunk_column * 4;
+    uint32_t store = 0;
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
-      const uint32_t destination = store + buffer * Gemm::kStoreBytes;
-      store_step<Gemm, A>(args, accumulator[0], destination, destination + store_offset<Gemm>(), step, row + mma * 64,
-                          column + step * Gemm::kStepN, consumer);
-      buffer = (buffer + 1) % Gemm::kStoreBuffers;
+      const int step_column = step * Gemm::kStepN;
+      float value[kCount];
+      for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr,
+                            bias + step_column * 4, [](float& result, float gate) { result = gate; });
+      activate<A>(value);
+      if constexpr (Gemm::kGated) {
+        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + step * kCount,
+                              args.epilogue.up_bias != nullptr, bias + (Gemm::kShareN + step_column) * 4,
+                              [](float& result, float up) { result *= up; });
+      }
+      // The boxes of the step before are sent only now: the fence does not wait for their writing.
+      if (step > 0) send_boxes<Gemm>(args, store, row, column + step_column - Gemm::kStepN);
+      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
+      __syncwarp();
+      store = stores + buffer * Gemm::kStoreBytes;
+      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+      write_boxes<Gemm>(value, store);
     }
-    if constexpr (Gemm::kMmas == 2) {
+    send_boxes<Gemm>(args, store, row, column + (Gemm::kSteps - 1) * Gemm::kStepN);
 #pragma unroll
-      for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[0][i] = accumulator[1][i];
+    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators take the place of this one's
+      const int next = i + kShift;
+      accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
+          accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];
     }
   }
 }
@@ -365,11 +415,13 @@ template <typename Gemm>
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared,
                                         ClusterPlace<Gemm> place) {
   const TileOrder tiles{args.tiles_m, args.tiles_n};
-  const int consumer = warp_uniform(threadIdx.x / 128);
+  const int warp = warp_uniform(threadIdx.x / 32);
+  const int consumer = warp / 4;
   const int first_row = Gemm::kPingPong ? 0 : consumer * Gemm::kRows;
   const int2 k = place.k_range(args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kCluster;
+  const bool biased = args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr;
   int buffer = 0;  // the next store's
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kCluster;
@@ -379,25 +431,34 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   }
   // In ping-pong a warpgroup waits until the other has seen its whole tile arrive: an mbarrier tells rounds apart only
   // by their parity, so nobody may wait for a round before the one before it is complete.
-  constexpr int kTurnBarrier = 1 + Gemm::kConsumers;
+  constexpr int kTileBarrier = 1;
+  constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const int2 tile = tiles[index];
-    if (Gemm::kPingPong) named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
+    const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
+    TileBias<Gemm> bias;
+    if (biased) bias.load(args, column);
+    if (Gemm::kPingPong) {
+      named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
+    } else if (biased) {
+      named_barrier_sync(kTileBarrier + consumer, 128);
+    }
+    if (biased) bias.store(shared.bias(consumer));  // all warps have passed a barrier since they read the last ones
     multiply<Gemm>(shared, place, at, accumulator, k_blocks, first_row, [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
     });
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
-    const int row = place.row(tile.x) + first_row;
-    const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
+    const int row = place.row(tile.x) + first_row + warp % 4 * Gemm::kBoxRows;
+    if (biased) named_barrier_sync(kTileBarrier + consumer, 128);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
-      store_tile<Gemm, A>(args, accumulator, shared.store(consumer), buffer, row, column, consumer);
+      store_tile<Gemm, A>(args, accumulator, shared.bias(consumer), shared.store(warp), buffer, row, column);
     });
   }
-  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+  if (threadIdx.x % 32 == 0) tma_store_wait_read<0>();
   __syncwarp();
 }
 

@@ -192,7 +192,8 @@ def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
     # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+    # The flag, not torch.compiler.is_exporting(), which is true in all that torch 2.11 compiles.
+    if torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag:
         return "torch.export and torch.jit.trace record the parts"
     return None
 
