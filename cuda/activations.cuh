@@ -7,8 +7,10 @@ namespace fused_mlp {
 // Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
 // sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken, but sigmoid(-x).
 //
-// `Fast` is for fp16 and bf16 results: the hardware's approximations (relative error about 1e-6), and for the erf form
-// of gelu a short fit, whose error is below theirs too.
+// What the result is for. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the erf
+// form of gelu a fit whose error is below the result's rounding.
+enum class Precision { kFloat32, kFloat16, kBFloat16 };
+
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 1 / (1 + 2^-x), from two instructions of the special function unit.
@@ -19,20 +21,22 @@ __device__ __forceinline__ float fast_sigmoid_base2(float x) {
   return inverse;
 }
 
-template <bool Fast>
+template <Precision P>
 __device__ __forceinline__ float sigmoid(float x) {
-  if constexpr (Fast) {
-    return fast_sigmoid_base2(kLog2E * x);
-  } else {
+  if constexpr (P == Precision::kFloat32) {
     return 1.0f / (1.0f + expf(-x));
+  } else {
+    return fast_sigmoid_base2(kLog2E * x);
   }
 }
 
-template <bool Fast>
+// sigmoid(x p(x^2)), p a minimax fit to logit(cdf(x)) / x on |x| < 5. Given is the relative error of the cdf at x < 0; at
+// x > 0 it is that of one minus the cdf.
+template <Precision P>
 __device__ __forceinline__ float normal_cdf(float x) {
-  if constexpr (Fast) {
-    // sigmoid(x p(x^2)), p a minimax fit to logit(cdf(x)) / x on |x| < 5: the relative error of the cdf is under 2e-4
-    // (at x < 0; at x > 0 that of one minus the cdf).
+  if constexpr (P == Precision::kFloat32) {
+    return normcdff(x);
+  } else if constexpr (P == Precision::kFloat16) {  // 2e-4
     const float t = fminf(x * x, 25.0f);
     float p = -3.6794857e-8f * kLog2E;
     p = fmaf(p, t, 2.3637104e-6f * kLog2E);
@@ -41,8 +45,13 @@ __device__ __forceinline__ float normal_cdf(float x) {
     p = fmaf(p, t, 7.3523976e-2f * kLog2E);
     p = fmaf(p, t, 1.5951872f * kLog2E);
     return fast_sigmoid_base2(x * p);
-  } else {
-    return normcdff(x);
+  } else {  // 1.3e-3; p grows for all t, so that x needs no limit
+    const float t = x * x;
+    float p = 9.0331374e-6f * kLog2E;
+    p = fmaf(p, t, -9.8673564e-4f * kLog2E);
+    p = fmaf(p, t, 7.5828059e-2f * kLog2E);
+    p = fmaf(p, t, 1.5926073f * kLog2E);
+    return fast_sigmoid_base2(x * p);
   }
 }
 
@@ -51,31 +60,31 @@ __device__ __forceinline__ float normal_pdf(float x) {
   return kInvSqrt2Pi * expf(-0.5f * x * x);
 }
 
-template <Activation A, bool Fast>
+template <Activation A, Precision P>
 struct ActivationFn;
 
-template <bool Fast>
-struct ActivationFn<Activation::kLinear, Fast> {
+template <Precision P>
+struct ActivationFn<Activation::kLinear, P> {
   static __device__ __forceinline__ float value(float x) { return x; }
   static __device__ __forceinline__ float derivative(float) { return 1.0f; }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kGelu, Fast> {
-  static __device__ __forceinline__ float value(float x) { return x * normal_cdf<Fast>(x); }
-  static __device__ __forceinline__ float derivative(float x) { return normal_cdf<Fast>(x) + x * normal_pdf(x); }
+template <Precision P>
+struct ActivationFn<Activation::kGelu, P> {
+  static __device__ __forceinline__ float value(float x) { return x * normal_cdf<P>(x); }
+  static __device__ __forceinline__ float derivative(float x) { return normal_cdf<P>(x) + x * normal_pdf(x); }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kGeluTanh, Fast> {
+template <Precision P>
+struct ActivationFn<Activation::kGeluTanh, P> {
   static constexpr float kTwoSqrt2OverPi = 1.59576912160573071f;
   static constexpr float kCubic = 0.044715f;
   static __device__ __forceinline__ float weight(float x) {
-    if constexpr (Fast) {
+    if constexpr (P == Precision::kFloat32) {
+      return sigmoid<P>(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
+    } else {
       constexpr float kSlope = kTwoSqrt2OverPi * kLog2E;
       return fast_sigmoid_base2(x * fmaf(kSlope * kCubic, x * x, kSlope));
-    } else {
-      return sigmoid<false>(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
     }
   }
   static __device__ __forceinline__ float value(float x) { return x * weight(x); }
@@ -85,42 +94,42 @@ struct ActivationFn<Activation::kGeluTanh, Fast> {
   }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kQuickGelu, Fast> {
+template <Precision P>
+struct ActivationFn<Activation::kQuickGelu, P> {
   static constexpr float kSlope = 1.702f;
-  static __device__ __forceinline__ float value(float x) { return x * sigmoid<Fast>(kSlope * x); }
+  static __device__ __forceinline__ float value(float x) { return x * sigmoid<P>(kSlope * x); }
   static __device__ __forceinline__ float derivative(float x) {
-    const float s = sigmoid<Fast>(kSlope * x);
-    return s + kSlope * x * s * sigmoid<Fast>(-kSlope * x);
+    const float s = sigmoid<P>(kSlope * x);
+    return s + kSlope * x * s * sigmoid<P>(-kSlope * x);
   }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kSilu, Fast> {
-  static __device__ __forceinline__ float value(float x) { return x * sigmoid<Fast>(x); }
+template <Precision P>
+struct ActivationFn<Activation::kSilu, P> {
+  static __device__ __forceinline__ float value(float x) { return x * sigmoid<P>(x); }
   static __device__ __forceinline__ float derivative(float x) {
-    const float s = sigmoid<Fast>(x);
-    return s + x * s * sigmoid<Fast>(-x);
+    const float s = sigmoid<P>(x);
+    return s + x * s * sigmoid<P>(-x);
   }
 };
 
 // `x <= 0 ? 0 : x` rather than fmaxf: NaN passes through, as in torch.
-template <bool Fast>
-struct ActivationFn<Activation::kRelu, Fast> {
+template <Precision P>
+struct ActivationFn<Activation::kRelu, P> {
   static __device__ __forceinline__ float value(float x) { return x <= 0.0f ? 0.0f : x; }
   static __device__ __forceinline__ float derivative(float x) { return x <= 0.0f ? 0.0f : 1.0f; }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kRelu2, Fast> {
+template <Precision P>
+struct ActivationFn<Activation::kRelu2, P> {
   static __device__ __forceinline__ float value(float x) { return x <= 0.0f ? 0.0f : x * x; }
   static __device__ __forceinline__ float derivative(float x) { return x <= 0.0f ? 0.0f : 2.0f * x; }
 };
 
-template <bool Fast>
-struct ActivationFn<Activation::kSigmoid, Fast> {
-  static __device__ __forceinline__ float value(float x) { return sigmoid<Fast>(x); }
-  static __device__ __forceinline__ float derivative(float x) { return sigmoid<Fast>(x) * sigmoid<Fast>(-x); }
+template <Precision P>
+struct ActivationFn<Activation::kSigmoid, P> {
+  static __device__ __forceinline__ float value(float x) { return sigmoid<P>(x); }
+  static __device__ __forceinline__ float derivative(float x) { return sigmoid<P>(x) * sigmoid<P>(-x); }
 };
 
 }  // namespace fused_mlp

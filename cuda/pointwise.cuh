@@ -38,8 +38,9 @@ struct alignas(sizeof(T) * Width) Vector {
   T lane[Width];
 };
 
+// Memory is what bounds these kernels: the finer of the two fits costs nothing.
 template <Activation A, typename T>
-using Fn = ActivationFn<A, !std::is_same_v<T, float>>;
+using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
 // The two operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
 template <Activation A, typename T, bool Gated>

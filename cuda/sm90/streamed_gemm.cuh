@@ -202,7 +202,7 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     };
     const float4 gate = biased_sum(0, args.epilogue.bias);
     float value[4] = {gate.x, gate.y, gate.z, gate.w};
-    visit_activation(args.epilogue.activation, [&]<Activation A>() { activate<A>(value); });
+    visit_activation(args.epilogue.activation, [&]<Activation A>() { activate<A, Element>(value); });
     if constexpr (Gemm::kGated) {
       const float4 up = biased_sum(1, args.epilogue.up_bias);
       value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;

@@ -73,14 +73,17 @@ struct TiledGemm {
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
-  static constexpr int kBiasBytes = kParts * kShareN * 4;  // of a warpgroup
-  static constexpr int kSharedBudget = 227 * 1024 - kBarrierBytes - kConsumers * kBiasBytes - kAlignment;
-  static constexpr int kStages = at_most(8, (kSharedBudget - 2 * kConsumers * 4 * kStoreBytes) / kStageBytes);
-  // What the stages leave, up to the stores of a tile.
-  static constexpr int kStoreBuffers = at_most(at_most(4, kMmas * kChunks * kSteps),
-                                               (kSharedBudget - kStages * kStageBytes) / (kConsumers * 4 * kStoreBytes));
+  static constexpr int kTileBiasBytes = kParts * kShareN * 4;
+  static constexpr int kSharedBudget =
+      227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
+  // Stages first; then as many buffers as have room, up to the stores of a tile.
+  static constexpr int kStoresOfTile = kMmas * kChunks * kSteps;
+  static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
+  static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
+  static constexpr int kStoreBuffers =
+      at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
   static constexpr int kSharedBytes =
-      227 * 1024 - kSharedBudget + kStages * kStageBytes + kConsumers * 4 * kStoreBuffers * kStoreBytes;
+      227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
   static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
 };
 
@@ -113,10 +116,12 @@ struct TiledGemmShared {
   __device__ __forceinline__ uint32_t store(int warp) const {
     return ring + Gemm::kStages * Gemm::kStageBytes + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
   }
-  __device__ __forceinline__ uint32_t bias(int consumer) const {
-    return store(Gemm::kConsumers * 4) + consumer * Gemm::kBiasBytes;
+  __device__ __forceinline__ uint32_t bias(int group) const {
+    return store(Gemm::kConsumers * 4) + group * Gemm::kTileBiasBytes;
   }
-  __device__ __forceinline__ uint32_t full(int stage) const { return bias(Gemm::kConsumers) + stage * 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return bias(Gemm::kConsumers / Gemm::kConsumersOfTile) + stage * 8;
+  }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
 
@@ -293,20 +298,22 @@ __device__ __forceinline__ uint32_t store_offset() {
   return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// The biases of the columns of a tile, on their way to shared memory: read early, written when the tile before is done.
+// The biases of a tile's columns, on their way to shared memory: read early, written when the tile before is done.
 template <typename Gemm>
 struct TileBias {
   static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
-  static constexpr int kPerThread = (kCount + 127) / 128;
+  static constexpr int kThreads = Gemm::kConsumersOfTile * 128;
+  static constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
   float values[kPerThread];
+
+  __device__ __forceinline__ static int index(int i) { return threadIdx.x % kThreads + i * kThreads; }
 
   __device__ __forceinline__ void load(const TiledGemmArgs& args, int first_column) {
     using Element = typename Gemm::Element;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int index = threadIdx.x % 128 + i * 128;
-      const void* bias = index < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
-      const int column = min(first_column + index % Gemm::kShareN, args.n - 1);  // those past the end are never stored
+      const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
+      const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
       values[i] = bias == nullptr ? 0.0f : to_float(__ldg(static_cast<const Element*>(bias) + column));
     }
   }
@@ -314,8 +321,7 @@ struct TileBias {
   __device__ __forceinline__ void store(uint32_t shared) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int index = threadIdx.x % 128 + i * 128;
-      if (index < kCount) store_shared_float(shared + index * 4, values[i]);
+      if (index(i) < kCount) store_shared_float(shared + index(i) * 4, values[i]);
     }
   }
 };
@@ -387,7 +393,7 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       float value[kCount];
       for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr,
                             bias + step_column * 4, [](float& result, float gate) { result = gate; });
-      activate<A>(value);
+      activate<A, typename Gemm::Element>(value);
       if constexpr (Gemm::kGated) {
         for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + step * kCount,
                               args.epilogue.up_bias != nullptr, bias + (Gemm::kShareN + step_column) * 4,
@@ -417,6 +423,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   const TileOrder tiles{args.tiles_m, args.tiles_n};
   const int warp = warp_uniform(threadIdx.x / 32);
   const int consumer = warp / 4;
+  const int group = consumer / Gemm::kConsumersOfTile;  // of the threads that share a tile
   const int first_row = Gemm::kPingPong ? 0 : consumer * Gemm::kRows;
   const int2 k = place.k_range(args.k_blocks);
   const int k_blocks = k.y - k.x;
@@ -443,9 +450,9 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     if (Gemm::kPingPong) {
       named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
     } else if (biased) {
-      named_barrier_sync(kTileBarrier + consumer, 128);
+      named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     }
-    if (biased) bias.store(shared.bias(consumer));  // all warps have passed a barrier since they read the last ones
+    if (biased) bias.store(shared.bias(group));  // all its threads have passed a barrier since they read the last ones
     multiply<Gemm>(shared, place, at, accumulator, k_blocks, first_row, [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
@@ -453,9 +460,9 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
     const int row = place.row(tile.x) + first_row + warp % 4 * Gemm::kBoxRows;
-    if (biased) named_barrier_sync(kTileBarrier + consumer, 128);
+    if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
-      store_tile<Gemm, A>(args, accumulator, shared.bias(consumer), shared.store(warp), buffer, row, column);
+      store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, row, column);
     });
   }
   if (threadIdx.x % 32 == 0) tma_store_wait_read<0>();

@@ -25,22 +25,22 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kGatedTimes[] = {
-    {256, false, 2, 1, 1.814, 0.658, 0.788, 0.0},
-    {192, true, 2, 1, 4.323, 0.0, 0.565, 0.0},
-    {256, false, 1, 1, 0.499, 0.0, 0.873, 0.0},
-    {192, true, 1, 1, 2.223, 0.0, 0.656, 0.0},
-    {224, false, 2, 1, 2.667, 0.0, 0.722, 0.0},
-    {128, true, 2, 1, 3.954, 0.0, 0.409, 0.0},
-    {128, false, 1, 1, 1.019, 0.0, 0.526, 0.0},
+    {256, false, 2, 1, 1.861, 0.528, 0.779, 0.0},
+    {192, true, 2, 1, 3.69, 0.0, 0.56, 0.0},
+    {256, false, 1, 1, 0.508, 0.0, 0.862, 0.0},
+    {192, true, 1, 1, 1.724, 0.0, 0.656, 0.0},
+    {224, false, 2, 1, 2.436, 0.083, 0.71, 0.0},
+    {128, true, 2, 1, 3.599, 0.0, 0.398, 0.0},
+    {128, false, 1, 1, 0.801, 0.0, 0.529, 0.0},
 };
 constexpr TiledTime kPlainTimes[] = {
-    {256, false, 2, 1, 0.672, 0.0, 0.702, 4.731},
-    {192, true, 2, 1, 4.665, 0.0, 0.504, 1.642},
-    {192, false, 2, 1, 0.855, 0.0, 0.52, 4.165},
-    {128, true, 2, 1, 3.589, 0.0, 0.353, 1.439},
-    {128, false, 1, 1, 0.0, 0.0, 0.38, 3.714},
-    {128, false, 1, 2, 0.0, 0.819, 0.464, 5.099},
-    {128, false, 1, 4, 0.0, 2.807, 0.512, 3.071},
+    {256, false, 2, 1, 0.569, 0.0, 0.696, 4.34},
+    {192, true, 2, 1, 4.158, 0.0, 0.5, 1.401},
+    {192, false, 2, 1, 0.927, 0.0, 0.514, 3.957},
+    {128, true, 2, 1, 3.183, 0.0, 0.352, 1.441},
+    {128, false, 1, 1, 0.0, 0.0, 0.377, 3.569},
+    {128, false, 1, 2, 0.0, 0.732, 0.464, 5.041},
+    {128, false, 1, 4, 0.0, 2.66, 0.512, 3.091},
 };
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
@@ -51,8 +51,8 @@ constexpr double kReduction = 1.0;
 
 constexpr TorchRows kTorchPlain = {65, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is faster for a plain product of more than 64 rows"};
-constexpr TorchRows kTorchActivated = {17, 384,
-    "as measured, cuBLAS and a kernel behind it are faster for 17 to 384 rows"};
+constexpr TorchRows kTorchActivated = {17, 197,
+    "as measured, cuBLAS and a kernel behind it are faster for 17 to 197 rows"};
 // clang-format on
 
 }  // namespace fused_mlp::sm90
