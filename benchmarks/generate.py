@@ -175,6 +175,12 @@ def plot(results, path):
     figure.savefig(path)
 
 
+def write(results, arguments):
+    facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.with_suffix(".json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gemma-2b", "llama-8b"])
@@ -200,13 +206,11 @@ def main():
                 results.append(
                     {"model": name, "layers": layers, "batch": batch, "logits": difference, "setups": figures}
                 )
+                write(results, arguments)  # what is measured is kept, should a later model fail
             del model, ways
             torch._dynamo.reset()
     print_table(results)
     print(f"largest difference of the logits: {max(result['logits'] for result in results):.1e} of the largest logit")
-    facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
     plot(results, arguments.out.with_suffix(".svg"))
 
 

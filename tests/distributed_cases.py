@@ -229,8 +229,11 @@ CASES = {
 
 def refusal(name, backend):
     """Why a case cannot run with the backend here, or None."""
-    if name.startswith("transformers") and backend == "gloo" and torch.cuda.is_available():
-        return "transformers shards over the GPUs wherever there are any"
+    if backend == "gloo" and torch.cuda.is_available():
+        if name.startswith("transformers"):
+            return "transformers shards over the GPUs wherever there are any"
+        if "kernelize" in name:
+            return "kernelize takes the CUDA build, for a model on the CPU too, wherever torch has CUDA"
     return None
 
 
