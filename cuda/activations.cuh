@@ -7,8 +7,8 @@ namespace fused_mlp {
 // Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
 // sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken, but sigmoid(-x).
 //
-// What the result is for. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the erf
-// form of gelu a fit whose error is below the result's rounding.
+// What the result is for. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the
+// erf form of gelu a fit whose error is below the result's rounding.
 enum class Precision { kFloat32, kFloat16, kBFloat16 };
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -30,8 +30,8 @@ __device__ __forceinline__ float sigmoid(float x) {
   }
 }
 
-// sigmoid(x p(x^2)), p a minimax fit to logit(cdf(x)) / x on |x| < 5. Given is the relative error of the cdf at x < 0; at
-// x > 0 it is that of one minus the cdf.
+// sigmoid(x p(x^2)), p a minimax fit to logit(cdf(x)) / x on |x| < 5. Given is the relative error of the cdf at x < 0;
+// at x > 0 it is that of one minus the cdf.
 template <Precision P>
 __device__ __forceinline__ float normal_cdf(float x) {
   if constexpr (P == Precision::kFloat32) {

@@ -82,8 +82,7 @@ struct TiledGemm {
   static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
       at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
-  static constexpr int kSharedBytes =
-      227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
+  static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
   static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
 };
 
@@ -391,8 +390,8 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
     for (int step = 0; step < Gemm::kSteps; ++step) {
       const int step_column = step * Gemm::kStepN;
       float value[kCount];
-      for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr,
-                            bias + step_column * 4, [](float& result, float gate) { result = gate; });
+      for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr, bias + step_column * 4,
+                            [](float& result, float gate) { result = gate; });
       activate<A, typename Gemm::Element>(value);
       if constexpr (Gemm::kGated) {
         for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + step * kCount,
