@@ -38,10 +38,12 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
-    return _gpu_refusal(x.get_device()) if DEVICE_TYPE == "cuda" else None
+    if DEVICE_TYPE == "cpu":
+        return None
+    # Dynamo looks through a cache, and warns of it.
+    return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
 
-@functools.cache
 def _gpu_refusal(device_index: int) -> Optional[str]:
     major, minor = torch.cuda.get_device_capability(device_index)
     for arch in _BACKEND["archs"]:
@@ -55,6 +57,9 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
         if arch.endswith("+PTX") and (major, minor) > (arch_major, arch_minor):
             return None
     return f"GPU of compute capability {major}.{minor}, built for {', '.join(_BACKEND['archs'])}"
+
+
+_cached_gpu_refusal = functools.cache(_gpu_refusal)
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from importlib.util import find_spec
 from typing import Optional
 
@@ -36,12 +35,7 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
     if x.device.type != "cuda":
         return f"Triton kernels run on GPUs and x is on {x.device.type}"
-    return _gpu_refusal(x.device.index)
-
-
-@functools.cache
-def _gpu_refusal(device_index: int) -> Optional[str]:
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability >= _MIN_CAPABILITY:
-        return None
-    return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < _MIN_CAPABILITY:
+        return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
+    return None
