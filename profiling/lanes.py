@@ -1,5 +1,6 @@
 """Draws what each set-up of a workload launched over time, all to one scale, as SVG to be put into a page.
 
+All lanes begin their first launch at zero: where launches take longer than the CPU, it runs ahead of them, unseen.
 The colours are variables of the page's style sheet, so that they follow its colour scheme; each bar says on hovering
 what it is.
 """
@@ -28,17 +29,23 @@ _STYLE = {
     "ytick.color": _COLOR["ink"],
 }
 _LETTER_INCHES = 0.085
+_MARGIN_INCHES = 0.3  # of the figure, left and right together
+_END_LETTERS = 7  # room for the time that stands behind a lane
 
 
 def draw(workload: dict, width_inches: float, prefix: str) -> str:
     """The lanes of a workload; `prefix` makes the ids of this drawing unlike those of others in the page."""
     setups, in_ms = workload["setups"], in_milliseconds(workload)
     unit = 1e3 if in_ms else 1.0
-    longest = max(setup["latency_us"] for setup in setups) / unit
+    starts = [setup["launches"][0]["start"] for setup in setups]
+    lengths = [
+        max(launch["end"] for launch in setup["launches"]) - start for setup, start in zip(setups, starts, strict=True)
+    ]
+    left, right = -max(starts) / unit, max(lengths) / unit
     tooltips = {}
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(width_inches, 0.62 * len(setups) + 0.55), layout="constrained")
-        letters_a_unit = (width_inches - 0.3) / _LETTER_INCHES / (longest * 1.16)
+        letters_a_unit = ((width_inches - _MARGIN_INCHES) / _LETTER_INCHES - _END_LETTERS) / (right - left)
 
         def bar(row, start, end, color, tooltip, label=""):
             tooltips[f"bar-{len(tooltips)}"] = tooltip
@@ -46,29 +53,31 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
                 row,
                 (end - start) / unit,
                 left=start / unit,
-                height=0.44,
+                height=0.5,
                 color=_COLOR[color],
                 edgecolor=_COLOR["surface"],
                 linewidth=0.8,
                 gid=f"bar-{len(tooltips) - 1}",
             )
-            if len(label) < (end - start) / unit * letters_a_unit:
-                center = (start + end) / 2 / unit
-                axes.text(center, row, label, ha="center", va="center", fontsize=9, color=_COLOR["on-bar"])
+            words = _fitting(label, (end - start) / unit * letters_a_unit)
+            center = (start + end) / 2 / unit
+            style = {"fontsize": 9, "linespacing": 0.95, "color": _COLOR["on-bar"]}
+            axes.text(center, row, words, ha="center", va="center_baseline", **style)
 
-        for row, setup in enumerate(setups):
+        for row, (setup, origin, length) in enumerate(zip(setups, starts, lengths, strict=True)):
             waited = setup["cpu_before_launch_us"]
-            bar(row, 0.0, waited, "waiting", f"CPU before the first launch: {time(waited, in_ms=False)}")
+            bar(row, -origin, waited - origin, "waiting", f"CPU before the first launch: {time(waited, in_ms=False)}")
             for launch, label in zip(setup["launches"], _labels(setup), strict=True):
                 spent = time(launch["end"] - launch["start"], in_ms)
-                bar(row, launch["start"], launch["end"], launch["kind"], f"{launch['name']}: {spent}", label)
+                tooltip = f"{launch['name']}: {spent}"
+                bar(row, launch["start"] - origin, launch["end"] - origin, launch["kind"], tooltip, label)
             n = launches(setup)
             title = f"{setup['title']}: {n} launch{'es' if n != '1' else ''}"
-            axes.text(0, row - 0.3, title, ha="left", va="bottom", fontsize=10, fontweight="bold")
-            end = max(launch["end"] for launch in setup["launches"]) / unit
-            axes.text(end + 0.01 * longest, row, time(end * unit, in_ms), ha="left", va="center", fontsize=9)
-        axes.set(xlim=(0, longest * 1.16), ylim=(len(setups) - 0.6, -0.75), yticks=[])
-        axes.set_xlabel(f"{'ms' if in_ms else 'µs'} from the call")
+            axes.text(left, row - 0.32, title, ha="left", va="bottom", fontsize=10, fontweight="bold")
+            end = length / unit + 0.7 / letters_a_unit
+            axes.text(end, row, time(length, in_ms), ha="left", va="center", fontsize=9)
+        axes.set(xlim=(left, right + _END_LETTERS / letters_a_unit), ylim=(len(setups) - 0.6, -0.75), yticks=[])
+        axes.set_xlabel(f"{'ms' if in_ms else 'µs'} since the first launch began to run")
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.patch.set_visible(False)
         figure.patch.set_visible(False)
@@ -84,6 +93,14 @@ def _labels(setup: dict) -> list[str]:
     steps = [launch for launch in setup["launches"] if launch["kind"] != "aux"]
     as_expected = len(steps) == len(setup["steps"])
     return [next(names) if as_expected and launch["kind"] != "aux" else "" for launch in setup["launches"]]
+
+
+def _fitting(label: str, letters: float) -> str:
+    """The label in a line or two that are no longer than so many letters, else nothing."""
+    words = label.split()
+    half = (len(words) + 1) // 2
+    in_two = "\n".join((" ".join(words[:half]), " ".join(words[half:])))
+    return next((text for text in (label, in_two) if max(map(len, text.split("\n"))) < letters), "")
 
 
 def _for_a_page(svg: str, tooltips: dict[str, str], prefix: str, description: str) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import accumulate
 
 import pytest
 
@@ -22,7 +23,8 @@ import session
 import setups
 import timeline
 
-COMMITTED = project.ROOT / "profiling" / "results" / "cpu.json"
+RESULTS = project.ROOT / "profiling" / "results"
+COMMITTED = RESULTS / "cpu.json"
 needs_browser = pytest.mark.skipif(
     browser.missing() is not None,
     reason=f"{browser.missing()}: the page was not opened (Debian: apt-get install chromium chromium-driver)",
@@ -58,10 +60,22 @@ def test_the_commands_of_the_document():
         assert all(re.search(rf"^{v.split('=')[0]} \?=", makefile, re.MULTILINE) for v in variables)
 
 
-@pytest.fixture(scope="module")
-def made_page(tmp_path_factory):
-    """The page of the committed run, with a set-up of many kinds beside those of a CPU, and one trace to link to."""
-    run = json.loads(COMMITTED.read_text())
+def test_the_committed_page():
+    """It is what page.py makes of the document's run, the drawings apart, and has no dead links."""
+    committed = project.ROOT / "docs" / "profile-h100.html"
+    assert f"({committed.name})" in document.DOCUMENT.read_text()
+    html = committed.read_text()
+    made = page.make(json.loads((RESULTS / "h100.json").read_text()), set())
+    drawing = re.compile("<svg.*?</svg>", re.DOTALL)
+    assert drawing.sub("", html) == drawing.sub("", made)
+    assert len(drawing.findall(html)) == len(drawing.findall(made))
+    assert not re.findall(r'<a [^>]*href="(?!#)', html)
+
+
+@pytest.fixture(scope="module", params=["cpu", "h100"])
+def made_page(request, tmp_path_factory):
+    """The page of a committed run, with a set-up of all kinds of launches beside its own, and one trace to link to."""
+    run = json.loads((RESULTS / f"{request.param}.json").read_text())
     forward = timeline.middle(traces.eager_mlp().read())
     planted = dict(run["workloads"][0]["setups"][0])
     planted |= {
@@ -125,6 +139,7 @@ def chromium():
 LANES = """
 return [...document.querySelectorAll('figure')].filter(f => f.getBoundingClientRect().width > 0).map(f => ({
     bars: [...f.querySelectorAll('.bar path')].map(p => getComputedStyle(p).fill),
+    starts: [...f.querySelectorAll('.bar path')].map(p => p.getBoundingClientRect().left),
     titles: f.querySelectorAll('.bar title').length,
     words: [...f.querySelectorAll('text')].map(t => t.textContent),
     smallest: Math.min(...[...f.querySelectorAll('text')].map(t => t.getBoundingClientRect().height)),
@@ -144,6 +159,8 @@ def test_the_page_in_a_browser(chromium, made_page, scheme, width, height):
     for shown, workload in zip(lanes, run["workloads"], strict=True):
         launches = [launch for setup in workload["setups"] for launch in setup["launches"]]
         assert len(shown["bars"]) == shown["titles"] == len(launches) + len(workload["setups"])
+        firsts = accumulate((len(setup["launches"]) + 1 for setup in workload["setups"][:-1]), initial=1)
+        assert len({round(shown["starts"][first]) for first in firsts}) == 1  # the lanes' first launches are aligned
         assert all(any(setup["title"] in words for words in shown["words"]) for setup in workload["setups"])
         assert shown["smallest"] >= 9  # pixels: letters that can be read
     rows = chromium.execute_script(
