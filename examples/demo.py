@@ -7,6 +7,7 @@ package through `kernels.kernelize`, and after `fuse_mlps`. Exits with 1 if an a
 
 import copy
 import logging
+import math
 import os
 import statistics
 import sys
@@ -97,17 +98,26 @@ def kernelized(model, layer_name, replaced_class):
     return model
 
 
+TURN_SECONDS = 0.05  # a turn takes at least as long: single short calls differ by more than what fusing gains
+
+
 def seconds_per_call(variants, inputs, rounds=15):
     """Median seconds of each variant, the variants taking turns so that a drift of the machine's speed meets all."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def seconds(model, calls):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            model(**inputs)
+        synchronize()
+        return (time.perf_counter() - start) / calls
+
+    calls = math.ceil(TURN_SECONDS / seconds(variants["original"], 1))
     samples = {name: [] for name in variants}
     for _ in tqdm(range(rounds), desc="timing", leave=False, disable=None):
         for name, model in variants.items():
-            synchronize()
-            start = time.perf_counter()
-            model(**inputs)
-            synchronize()
-            samples[name].append(time.perf_counter() - start)
+            samples[name].append(seconds(model, calls))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
