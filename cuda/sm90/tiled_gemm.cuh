@@ -6,141 +6,15 @@
 // second: accumulators i and i + kBlockN / 4 of a thread are then gate and up of one output element.
 #pragma once
 
-#include "epilogue.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
+#include "tiled_layout.cuh"
+#include "tiled_store.cuh"
 #include "wgmma.cuh"
 
 namespace fused_mlp::sm90 {
 
-struct TiledGemmArgs {
-  CUtensorMap a;
-  CUtensorMap weight;
-  CUtensorMap up_weight;
-  CUtensorMap out;
-  EpilogueArgs epilogue;
-  int n;
-  int k_blocks;
-  int tiles_m;  // of kMulticast * kBlockM rows
-  int tiles_n;
-  bool follows_gemm;
-};
-
-constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
-
-template <typename Element_, bool kGated_, int kBlockN_, bool kPingPong_, int kMulticast_, int kSplitK_>
-struct TiledGemm {
-  using Element = Element_;
-  static constexpr bool kGated = kGated_;
-  static constexpr int kBlockM = 128;
-  static constexpr int kBlockN = kBlockN_;
-  static constexpr int kBlockK = 64;
-  static constexpr bool kPingPong = kPingPong_;
-  static constexpr int kMulticast = kMulticast_;
-  static constexpr int kSplitK = kSplitK_;
-  static constexpr int kCluster = kMulticast * kSplitK;
-  static_assert(!kPingPong || kSplitK == 1);
-
-  static constexpr int kParts = kGated ? 2 : 1;     // gate and up
-  static constexpr int kTileN = kBlockN / kParts;   // columns of the output
-  static constexpr int kShareN = kTileN / kSplitK;  // of which one CTA finishes these
-  static constexpr int kBoxesB = kParts * kSplitK > kMulticast ? kParts * kSplitK : kMulticast;
-  static constexpr int kBoxRowsB = kBlockN / kBoxesB;
-  static constexpr int kConsumers = 2;
-  static constexpr int kThreads = (kConsumers + 1) * 128;
-  static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
-  static constexpr int kRows = kBlockM / kConsumersOfTile;  // of a tile, multiplied by one warpgroup
-  static constexpr int kMmas = kRows / 64;
-  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for 64 rows
-
-  // The output leaves through shared memory, kStepN columns of a warp's 16 rows at a time, in TMA boxes of kBoxN
-  // columns. Every warp has buffers of its own: warps that waited for each other would be ready at the same time too.
-  static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
-  static constexpr int kStepN = kCrowded ? 32 : kShareN % 64 == 0 ? 64 : kShareN;
-  static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
-  static constexpr int kBoxRows = 16;
-  // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
-  // instruction cache (12 KB), or the epilogue waits for instructions more than it computes.
-  static constexpr int kChunks = !kGated && kShareN / kStepN >= 4 ? 2 : 1;
-  static constexpr int kChunkN = kShareN / kChunks;
-  static constexpr int kSteps = kChunkN / kStepN;  // of a chunk
-  static_assert(kChunks * kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
-
-  static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
-  static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
-  static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
-  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
-  static constexpr int kBarrierBytes = 256;
-  static constexpr int kAlignment = 1024;
-  static constexpr int kTileBiasBytes = kParts * kShareN * 4;
-  static constexpr int kSharedBudget =
-      227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
-  // Stages first; then as many buffers as have room, up to the stores of a tile.
-  static constexpr int kStoresOfTile = kMmas * kChunks * kSteps;
-  static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
-  static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
-  static constexpr int kStoreBuffers =
-      at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
-  static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
-  static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
-};
-
-// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2.
-struct TileOrder {
-  static constexpr int kGroupM = 8;
-  int tiles_m;
-  int tiles_n;
-
-  __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
-  __device__ __forceinline__ int2 operator[](int index) const {
-    const int group = index / (kGroupM * tiles_n);
-    const int in_group = index - group * kGroupM * tiles_n;
-    const int rows = min(kGroupM, tiles_m - group * kGroupM);
-    return {group * kGroupM + in_group % rows, in_group / rows};
-  }
-};
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// Addresses in shared memory.
-template <typename Gemm>
-struct TiledGemmShared {
-  uint32_t ring;
-
-  __device__ __forceinline__ explicit TiledGemmShared(const void* raw)
-      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
-  __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
-  __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Gemm::kBytesA; }
-  __device__ __forceinline__ uint32_t store(int warp) const {
-    return ring + Gemm::kStages * Gemm::kStageBytes + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
-  }
-  __device__ __forceinline__ uint32_t bias(int group) const {
-    return store(Gemm::kConsumers * 4) + group * Gemm::kTileBiasBytes;
-  }
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return bias(Gemm::kConsumers / Gemm::kConsumersOfTile) + stage * 8;
-  }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-};
-
-// A CTA's part in its cluster: kMulticast CTAs with adjacent tiles of rows share their weights; kSplitK such groups
-// share the tiles, each with its part of k.
-template <typename Gemm>
-struct ClusterPlace {
-  int m;
-  int k;
-
-  __device__ __forceinline__ explicit ClusterPlace(int rank) : m(rank % Gemm::kMulticast), k(rank / Gemm::kMulticast) {}
-  __device__ __forceinline__ int rank_of(int other_m, int other_k) const {
-    return other_k * Gemm::kMulticast + other_m;
-  }
-  __device__ __forceinline__ int row(int tile_m) const { return (tile_m * Gemm::kMulticast + m) * Gemm::kBlockM; }
-  // The CTA's k blocks: [x, y).
-  __device__ __forceinline__ int2 k_range(int k_blocks) const {
-    return {k * k_blocks / Gemm::kSplitK, (k + 1) * k_blocks / Gemm::kSplitK};
-  }
-};
 
 // A CTA that splits k with others gets the columns that it will finish first, then those of the next ranks in turn.
 template <typename Gemm>
@@ -190,9 +64,6 @@ __device__ __forceinline__ void release(const TiledGemmShared<Gemm>& shared, Clu
     if (lane < Gemm::kMulticast) mbarrier_arrive_at_rank(shared.empty(stage), place.rank_of(lane, place.k));
   }
 }
-
-template <typename Gemm>
-using Accumulator = float[Gemm::kMmas][Gemm::kAccumulators];
 
 // accumulator = the product over k_blocks blocks, of this warpgroup's rows from `first_row` of the tile on. Calls
 // on_last_block() once all the blocks have arrived.
@@ -284,134 +155,6 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
         accumulator[at + 2] += term.z;
         accumulator[at + 3] += term.w;
       }
-    }
-  }
-}
-
-// Where in a TMA box this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
-// over their whole width; XOR with 2 c then leads c columns (a multiple of 16) to the right.
-template <typename Gemm>
-__device__ __forceinline__ uint32_t store_offset() {
-  const int lane = threadIdx.x % 32;
-  const uint32_t offset = (lane % 16 * Gemm::kBoxN + lane / 16 * 8) * 2;
-  return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
-}
-
-// The biases of a tile's columns, on their way to shared memory: read early, written when the tile before is done.
-template <typename Gemm>
-struct TileBias {
-  static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
-  static constexpr int kThreads = Gemm::kConsumersOfTile * 128;
-  static constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
-  float values[kPerThread];
-
-  __device__ __forceinline__ static int index(int i) { return threadIdx.x % kThreads + i * kThreads; }
-
-  __device__ __forceinline__ void load(const TiledGemmArgs& args, int first_column) {
-    using Element = typename Gemm::Element;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
-      const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
-      values[i] = bias == nullptr ? 0.0f : to_float(__ldg(static_cast<const Element*>(bias) + column));
-    }
-  }
-
-  __device__ __forceinline__ void store(uint32_t shared) const {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (index(i) < kCount) store_shared_float(shared + index(i) * 4, values[i]);
-    }
-  }
-};
-
-// Calls combine(value, the accumulator plus its bias, if there are any in shared memory) for a thread's accumulators of
-// a step, from `first` on.
-template <typename Gemm, typename Combine>
-__device__ __forceinline__ void for_each_biased(float (&value)[Gemm::kStepN / 2],
-                                                const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
-                                                uint32_t shared, Combine&& combine) {
-  if (biased) {
-#pragma unroll
-    for (int i = 0; i < Gemm::kStepN / 2; i += 4) {
-      const float2 pair = load_shared_float2(shared + (i * 2 + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-      for (int j = i; j < i + 4; ++j) combine(value[j], accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Gemm::kStepN / 2; ++i) combine(value[i], accumulator[first + i]);
-  }
-}
-
-template <typename Gemm>
-__device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 2], uint32_t store) {
-  using Element = typename Gemm::Element;
-  const uint32_t thread_store = store + store_offset<Gemm>();
-#pragma unroll
-  for (int j = 0; j < Gemm::kStepN / 2; j += 8) {  // 16 columns
-    const int box = j * 2 / Gemm::kBoxN;
-    store_matrix_x4((thread_store ^ j * 2 % Gemm::kBoxN * 2) + box * Gemm::kBoxBytes,
-                    round_pair<Element>(value[j], value[j + 1]), round_pair<Element>(value[j + 2], value[j + 3]),
-                    round_pair<Element>(value[j + 4], value[j + 5]), round_pair<Element>(value[j + 6], value[j + 7]));
-  }
-}
-
-// Sends what the warp wrote to (row, column) of the output.
-template <typename Gemm>
-__device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t store, int row, int column) {
-  fence_shared_to_async();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-#pragma unroll
-    for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&args.out, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
-    }
-    tma_store_commit();
-  }
-}
-
-// Stores the warp's rows of the tile, 16 of every 64, leaving the accumulators undefined.
-template <typename Gemm, Activation A>
-__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
-                                           uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
-                                           int first_column) {
-  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread and step
-  constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
-  constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;
-#pragma unroll 1
-  for (int chunk = 0; chunk <= kLastChunk; ++chunk) {
-    const int row = first_row + chunk / Gemm::kChunks * 64;
-    const int chunk_column = chunk % Gemm::kChunks * Gemm::kChunkN;
-    const int column = first_column + chunk_column;
-    const uint32_t bias = tile_bias + chunk_column * 4;
-    uint32_t store = 0;
-#pragma unroll
-    for (int step = 0; step < Gemm::kSteps; ++step) {
-      const int step_column = step * Gemm::kStepN;
-      float value[kCount];
-      for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr, bias + step_column * 4,
-                            [](float& result, float gate) { result = gate; });
-      activate<A, typename Gemm::Element>(value);
-      if constexpr (Gemm::kGated) {
-        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + step * kCount,
-                              args.epilogue.up_bias != nullptr, bias + (Gemm::kShareN + step_column) * 4,
-                              [](float& result, float up) { result *= up; });
-      }
-      // The boxes of the step before are sent only now: the fence does not wait for their writing.
-      if (step > 0) send_boxes<Gemm>(args, store, row, column + step_column - Gemm::kStepN);
-      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
-      __syncwarp();
-      store = stores + buffer * Gemm::kStoreBytes;
-      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
-      write_boxes<Gemm>(value, store);
-    }
-    send_boxes<Gemm>(args, store, row, column + (Gemm::kSteps - 1) * Gemm::kStepN);
-#pragma unroll
-    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators take the place of this one's
-      const int next = i + kShift;
-      accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
-          accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];
     }
   }
 }

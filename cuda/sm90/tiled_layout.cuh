@@ -1,0 +1,144 @@
+// How a tiled GEMM is laid out: its tiles over the chip and over a cluster, its stages and buffers in shared memory,
+// its sums in registers.
+#pragma once
+
+#include "epilogue.cuh"
+#include "ptx.cuh"
+
+namespace fused_mlp::sm90 {
+
+struct TiledGemmArgs {
+  CUtensorMap a;
+  CUtensorMap weight;
+  CUtensorMap up_weight;
+  CUtensorMap out;
+  EpilogueArgs epilogue;
+  int n;
+  int k_blocks;
+  int tiles_m;  // of kMulticast * kBlockM rows
+  int tiles_n;
+  bool follows_gemm;
+};
+
+constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+
+template <typename Element_, bool kGated_, int kBlockN_, bool kPingPong_, int kMulticast_, int kSplitK_>
+struct TiledGemm {
+  using Element = Element_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kBlockM = 128;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kBlockK = 64;
+  static constexpr bool kPingPong = kPingPong_;
+  static constexpr int kMulticast = kMulticast_;
+  static constexpr int kSplitK = kSplitK_;
+  static constexpr int kCluster = kMulticast * kSplitK;
+  static_assert(!kPingPong || kSplitK == 1);
+
+  static constexpr int kParts = kGated ? 2 : 1;     // gate and up
+  static constexpr int kTileN = kBlockN / kParts;   // columns of the output
+  static constexpr int kShareN = kTileN / kSplitK;  // of which one CTA finishes these
+  static constexpr int kBoxesB = kParts * kSplitK > kMulticast ? kParts * kSplitK : kMulticast;
+  static constexpr int kBoxRowsB = kBlockN / kBoxesB;
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
+  static constexpr int kRows = kBlockM / kConsumersOfTile;  // of a tile, multiplied by one warpgroup
+  static constexpr int kMmas = kRows / 64;
+  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for 64 rows
+
+  // The output leaves through shared memory, kStepN columns of a warp's 16 rows at a time, in TMA boxes of kBoxN
+  // columns. Every warp has buffers of its own: warps that waited for each other would be ready at the same time too.
+  static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
+  static constexpr int kStepN = kCrowded ? 32 : kShareN % 64 == 0 ? 64 : kShareN;
+  static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
+  static constexpr int kBoxRows = 16;
+  // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
+  // instruction cache (12 KB), or the epilogue waits for instructions more than it computes.
+  static constexpr int kChunks = !kGated && kShareN / kStepN >= 4 ? 2 : 1;
+  static constexpr int kChunkN = kShareN / kChunks;
+  static constexpr int kSteps = kChunkN / kStepN;  // of a chunk
+  static_assert(kChunks * kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
+
+  static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
+  static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
+  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
+  static constexpr int kBarrierBytes = 256;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kTileBiasBytes = kParts * kShareN * 4;
+  static constexpr int kSharedBudget =
+      227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
+  // Stages first; then as many buffers as have room, up to the stores of a tile.
+  static constexpr int kStoresOfTile = kMmas * kChunks * kSteps;
+  static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
+  static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
+  static constexpr int kStoreBuffers =
+      at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
+  static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
+  static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
+};
+
+// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2.
+struct TileOrder {
+  static constexpr int kGroupM = 8;
+  int tiles_m;
+  int tiles_n;
+
+  __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+  __device__ __forceinline__ int2 operator[](int index) const {
+    const int group = index / (kGroupM * tiles_n);
+    const int in_group = index - group * kGroupM * tiles_n;
+    const int rows = min(kGroupM, tiles_m - group * kGroupM);
+    return {group * kGroupM + in_group % rows, in_group / rows};
+  }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Addresses in shared memory.
+template <typename Gemm>
+struct TiledGemmShared {
+  uint32_t ring;
+
+  __device__ __forceinline__ explicit TiledGemmShared(const void* raw)
+      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
+  __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
+  __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Gemm::kBytesA; }
+  __device__ __forceinline__ uint32_t store(int warp) const {
+    return ring + Gemm::kStages * Gemm::kStageBytes + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
+  }
+  __device__ __forceinline__ uint32_t bias(int group) const {
+    return store(Gemm::kConsumers * 4) + group * Gemm::kTileBiasBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return bias(Gemm::kConsumers / Gemm::kConsumersOfTile) + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+};
+
+// A CTA's part in its cluster: kMulticast CTAs with adjacent tiles of rows share their weights; kSplitK such groups
+// share the tiles, each with its part of k.
+template <typename Gemm>
+struct ClusterPlace {
+  int m;
+  int k;
+
+  __device__ __forceinline__ explicit ClusterPlace(int rank) : m(rank % Gemm::kMulticast), k(rank / Gemm::kMulticast) {}
+  __device__ __forceinline__ int rank_of(int other_m, int other_k) const {
+    return other_k * Gemm::kMulticast + other_m;
+  }
+  __device__ __forceinline__ int row(int tile_m) const { return (tile_m * Gemm::kMulticast + m) * Gemm::kBlockM; }
+  // The CTA's k blocks: [x, y).
+  __device__ __forceinline__ int2 k_range(int k_blocks) const {
+    return {k * k_blocks / Gemm::kSplitK, (k + 1) * k_blocks / Gemm::kSplitK};
+  }
+};
+
+template <typename Gemm>
+using Accumulator = float[Gemm::kMmas][Gemm::kAccumulators];
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace fused_mlp::sm90
