@@ -20,7 +20,7 @@ from torch import nn
 
 from . import forwards, obstacles, sites
 from .activations import activation_of, name_of
-from .source import function_of, tree_of, value_of, values_of
+from .source import around, function_of, inside, tree_of, value_of, values_of
 
 _SIGMOID, _UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
 _ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, _UNKNOWN}
@@ -46,16 +46,21 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
         return ({"forward": forwards.sequential} if mlps else {}), []
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in _ACTIVATIONS}
-    # Experts hold their weights themselves, stacked.
+    # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
+    # between it and other ways.
     experts = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
     has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
     made, unknown = {}, {}
-    for name, function in _functions(type(module)).items() if wanted and has_layers else ():
+    for name, decorated in _functions(type(module)).items() if wanted and has_layers else ():
+        inner = inside(decorated) if experts else None
+        function = decorated if inner is None else inner
         if experts or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
             roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
             known = tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
             rewritten, left = _rewritten(function, name, known)
+            if rewritten is not None and inner is not None:
+                rewritten = _decorated(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(value): None for text in left for value in callees[text].values()})
     return made, list(unknown)
@@ -156,6 +161,13 @@ def _rewritten(
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
     return made, tuple(ast.unparse(site.activation) for site in left)
+
+
+def _decorated(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
+    made = around(decorated, inner, rewritten)
+    setattr(made, _SITES, getattr(rewritten, _SITES))
+    _made.add(made)
+    return made
 
 
 def _call(site: sites.Site) -> ast.expr:

@@ -56,6 +56,27 @@ def function_of(
     return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
+def inside(function: FunctionType) -> Optional[FunctionType]:
+    """What a decorator's function stands around: functools.wraps says so, and its closure holds it."""
+    inner = getattr(function, "__wrapped__", None)
+    held = any(_holds(cell, inner) for cell in function.__closure__ or ())
+    return inner if held and isinstance(inner, FunctionType) else None
+
+
+@functools.cache
+def around(function: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
+    """A decorator's function as it is, but around ``other`` in place of ``inner``."""
+    closure = tuple(CellType(other) if _holds(cell, inner) else cell for cell in function.__closure__ or ())
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    functools.update_wrapper(made, function, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    made.__wrapped__ = inner
+    return made
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    return cell != CellType() and cell.cell_contents is value  # an empty cell equals a new one, and has no contents
+
+
 def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     """What names and attributes in a function stand for, given its first argument; None where that is not known."""
     if isinstance(node, ast.Attribute):
