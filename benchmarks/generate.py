@@ -177,6 +177,7 @@ def plot(results, path):
 
 
 def write(results, arguments):
+    """<out>.json, with what has been measured so far."""
     facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")

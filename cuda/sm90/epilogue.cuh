@@ -17,8 +17,6 @@ struct EpilogueArgs {
   int64_t activation;
 };
 
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float2 to_float2(__nv_bfloat162 v) { return __bfloat1622float2(v); }
 __device__ __forceinline__ float2 to_float2(__half2 v) { return __half22float2(v); }
 

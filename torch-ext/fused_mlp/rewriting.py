@@ -60,7 +60,7 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
             known = tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
             rewritten, left = _rewritten(function, name, known)
             if rewritten is not None and inner is not None:
-                rewritten = _decorated(decorated, inner, rewritten)
+                rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(value): None for text in left for value in callees[text].values()})
     return made, list(unknown)
@@ -163,7 +163,8 @@ def _rewritten(
     return made, tuple(ast.unparse(site.activation) for site in left)
 
 
-def _decorated(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
+def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
+    """The decorator's function around what was made of the function inside it."""
     made = around(decorated, inner, rewritten)
     setattr(made, _SITES, getattr(rewritten, _SITES))
     _made.add(made)

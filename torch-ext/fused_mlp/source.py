@@ -52,8 +52,7 @@ def function_of(
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
-    made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
-    return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    return _like(original, code, closure)
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
@@ -67,8 +66,7 @@ def inside(function: FunctionType) -> Optional[FunctionType]:
 def around(function: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
     """A decorator's function as it is, but around ``other`` in place of ``inner``."""
     closure = tuple(CellType(other) if _holds(cell, inner) else cell for cell in function.__closure__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-    functools.update_wrapper(made, function, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    made = _like(function, function.__code__, closure)
     made.__wrapped__ = inner
     return made
 
@@ -121,6 +119,12 @@ def _loops(function: FunctionType) -> Dict[str, ast.expr]:
         if isinstance(target, ast.Name) and stored.count(target.id) == 1:
             found[target.id] = over
     return found
+
+
+def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
+    """A function that differs from the original in its code and its closure alone, and wraps it."""
+    made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
 def _call_of_original(definition: ast.FunctionDef, condition: str) -> ast.stmt:
