@@ -75,15 +75,21 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
     weights = 2 if op == "gated_linear" else 1
     if wide:
         # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
-        row_bytes = 512 if 90 <= gpu.capability < 120 else 256
-        block_m, block_n = 128, row_bytes // element_size // weights
+        block_m, block_n = 128, 128 if 90 <= gpu.capability < 120 else 256 // element_size // weights
     else:
         block_m, block_n = 64, 64 // weights
     block_m = max(16, min(block_m, triton.next_power_of_2(M)))
-    while block_n > 32 and triton.cdiv(M, block_m) * triton.cdiv(N, block_n) < gpu.multiprocessors:
+    least_m, least_n = (64, 64) if wide and block_m >= 64 else (block_m, 32)
+
+    def fills(m: int, n: int) -> bool:
+        return triton.cdiv(M, m) * triton.cdiv(N, n) >= gpu.multiprocessors
+
+    while block_n > least_n and not fills(block_m, block_n):
         block_n //= 2
+    if block_m > least_m and not fills(block_m, block_n):
+        block_m //= 2
     # Bytes of a row that one step takes: a cache line, or two where rows are few and latency counts.
-    k_bytes = 64 if not wide else 128 if block_m >= 64 else 256
+    k_bytes = 64 if not wide else 128 if block_m > 64 else 256
     stage_bytes = (block_m + weights * block_n) * k_bytes
     config = {
         "BLOCK_M": block_m,
@@ -92,7 +98,8 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         "GROUP_M": 8,
         "DESCRIPTORS": wide and block_m >= 64 and gpu.capability >= 90,
         "num_warps": 4 if wide and weights * block_m * block_n < 128 * 128 else 8,
-        "num_stages": min(4, (gpu.shared_memory - 1024) // stage_bytes),  # 1 KiB for the barriers
+        # 1 KiB for the barriers
+        "num_stages": min(6 if block_m >= 64 else 4, (gpu.shared_memory - 1024) // stage_bytes),
     }
     # Unless told that it may take every register, the assembler spills some to fit one block more.
     return config if wide else {**config, "maxnreg": 255}
