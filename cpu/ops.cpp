@@ -237,7 +237,7 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
 }
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation) {
+                 const OptionalTensor& up_bias, int64_t activation, bool /*follows_gemm*/) {
   const char* refusal =
       tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
   if (refusal == nullptr) return "fused GEMM on AMX tiles";

@@ -104,7 +104,7 @@ struct FusedGemm {
       : gpu(fused_mlp::gpu(x.tensor.get_device_index())) {
     refused = describe(x, layer, follows_gemm);
     if (refused == nullptr) refused = sm90::refusal(problem);
-    if (refused == nullptr) refused = sm90::slower_than_torch(problem);
+    if (refused == nullptr) refused = sm90::slower_than_torch(problem, gpu.multiprocessors);
   }
 
   sm90::GemmPlan plan() const { return sm90::plan(problem, gpu.multiprocessors); }
@@ -211,9 +211,9 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
 }
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation) {
+                 const OptionalTensor& up_bias, int64_t activation, bool follows_gemm) {
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const FusedGemm gemm(TensorRows(x), layer, false);
+  const FusedGemm gemm(TensorRows(x), layer, follows_gemm);
   if (gemm.refused != nullptr) return std::string("torch's GEMM and a pointwise kernel: ") + gemm.refused;
   return std::string("fused sm_90a GEMM: ") + gemm.plan().reason;
 }

@@ -85,9 +85,9 @@ def report(constants: fit.Constants, times: Times) -> None:
 
     print("                           present                          fitted")
     print("                   points  mean   worst  slower than torch  mean   worst  slower than torch")
-    for name, streamed in (("streamed", True), ("tiled", False)):
+    for name, few_rows in (("few rows", True), ("more", False)):
         for kind in ("gated", "activated", "plain"):
-            points = [point for point in times.points if point.kind == kind and point.streamed == streamed]
+            points = [point for point in times.points if point.kind == kind and point.few_rows == few_rows]
             quality = [*choice_quality(points, lambda point: point.present), *choice_quality(points, fitted)]
             cells = "{:6.3f} {:6.3f} {:18}  {:6.3f} {:6.3f} {:18}".format(*quality)
             print(f"{f'{name} {kind}':18} {len(points):6} {cells}")

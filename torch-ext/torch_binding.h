@@ -30,9 +30,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation);
 
-// In words, how linear (up_weight absent) or gated_linear would compute these operands, and why.
+// In words, how linear (up_weight absent) or gated_linear would compute these operands, and why; follows_gemm: behind a
+// fused GEMM, in gated_mlp or mlp.
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation);
+                 const OptionalTensor& up_bias, int64_t activation, bool follows_gemm);
 
 // gated_linear(...) down_weight^T + down_bias
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

@@ -21,6 +21,11 @@ bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uin
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kMaxStreamedRows = 64;
+constexpr int64_t kMaxWideRows = 256;  // of the streamed kernel with tiles of 128 rows
+
+// The CPU's time that a call of torch's GEMM takes more than a launch of ours. A product of ours that the GPU finishes
+// within it is never waited for.
+constexpr double kTorchCpuMicroseconds = 12.0;
 
 // The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
 // once the CTAs outnumber what saturates the memory, and every part more has to be added up.
@@ -39,37 +44,59 @@ GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
   return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, "few rows: the weights stream once"};
 }
 
-const char* reason(const TiledTime& kernel) {
+const char* reason(const KernelTime& kernel) {
+  if (kernel.streamed) return "few rows and tiles: the weights stream, k is split";
   if (kernel.ping_pong) return "epilogues hidden behind the other warpgroup's products";
   if (kernel.split_k > 1) return "few tiles: k is split";
   if (kernel.multicast == 1) return "few tiles: small ones";
   return kernel.block_n == 256 ? "large tiles: least traffic" : "tiles that fill whole rounds";
 }
 
-double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
+double microseconds_of_bytes(const GemmProblem& p) {
+  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
+  return bytes / kBytesPerMicrosecond;
+}
+
+double estimated_microseconds(const GemmProblem& p, const KernelTime& c, int multiprocessors) {
   const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.
   const int resident = cluster <= 2 ? multiprocessors / cluster : multiprocessors * 10 / 11 / cluster;
-  const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, p.gated() ? c.block_n / 2 : c.block_n);
+  const int columns = c.streamed ? 64 : p.gated() ? c.block_n / 2 : c.block_n;
+  const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, columns);
   const int64_t rounds = ceil_div(tiles, std::max(resident, 1));
   double round = c.round + c.k_block * ceil_div(ceil_div(p.k, 64), c.split_k);
   if (!p.gated() && p.activation != static_cast<int64_t>(Activation::kLinear)) round += c.activation;
-  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
-  return std::max(c.start + rounds * round, bytes / kBytesPerMicrosecond);
+  return std::max(c.start + rounds * round, microseconds_of_bytes(p));
 }
 
-template <size_t kCount>
-GemmPlan tiled_plan(const GemmProblem& p, const TiledTime (&choices)[kCount], int multiprocessors) {
-  const TiledTime* best = nullptr;
-  double best_time = 0;
-  for (const TiledTime& choice : choices) {
-    if (choice.split_k > 1 && p.k < 64 * choice.split_k) continue;  // every CTA needs a part of k
-    const double time = estimated_microseconds(p, choice, multiprocessors);
-    if (best != nullptr && time >= best_time) continue;
-    best = &choice;
-    best_time = time;
+struct Choice {
+  const KernelTime* kernel;
+  double microseconds;
+};
+
+// The fastest for more than kMaxStreamedRows rows.
+Choice choose(const GemmProblem& p, int multiprocessors) {
+  Choice best{nullptr, 0};
+  const auto consider = [&](const auto& kernels) {
+    for (const KernelTime& kernel : kernels) {
+      if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
+      if (kernel.streamed && p.m > kMaxWideRows) continue;
+      const double time = estimated_microseconds(p, kernel, multiprocessors);
+      if (best.kernel == nullptr || time < best.microseconds) best = {&kernel, time};
+    }
+  };
+  if (p.gated()) {
+    consider(kGatedTimes);
+  } else {
+    consider(kPlainTimes);
   }
-  return {GemmPlan::Kernel::kTiled, best->block_n, best->ping_pong, best->multicast, best->split_k, reason(*best)};
+  return best;
+}
+
+// Of the fused kernel, whichever it is.
+double estimated_microseconds(const GemmProblem& p, int multiprocessors) {
+  constexpr double kStart = 4.0;
+  return p.m <= kMaxStreamedRows ? kStart + microseconds_of_bytes(p) : choose(p, multiprocessors).microseconds;
 }
 
 }  // namespace
@@ -91,16 +118,21 @@ const char* refusal(const GemmProblem& p) {
   return nullptr;
 }
 
-const char* slower_than_torch(const GemmProblem& p) {
+const char* slower_than_torch(const GemmProblem& p, int multiprocessors) {
   if (p.gated()) return nullptr;
   const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
   const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
-  return p.m >= rows.first && p.m <= rows.last ? rows.reason : nullptr;
+  if (p.m < rows.first || p.m > rows.last) return nullptr;
+  const bool part_of_more = !linear || p.follows_gemm;  // of which the rest has saved more of the GPU's time
+  if (part_of_more && estimated_microseconds(p, multiprocessors) <= kTorchCpuMicroseconds) return nullptr;
+  return rows.reason;
 }
 
 GemmPlan plan(const GemmProblem& p, int multiprocessors) {
   if (p.m <= kMaxStreamedRows) return streamed_plan(p, multiprocessors);
-  return p.gated() ? tiled_plan(p, kGatedTimes, multiprocessors) : tiled_plan(p, kPlainTimes, multiprocessors);
+  const KernelTime& kernel = *choose(p, multiprocessors).kernel;
+  const auto kind = kernel.streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
+  return {kind, kernel.block_n, kernel.ping_pong, kernel.multicast, kernel.split_k, reason(kernel)};
 }
 
 cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {

@@ -1,7 +1,9 @@
 // From a problem and a plan to a launch: tensor maps, grid, cluster. Instantiated once per dtype.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "gemm.h"
 #include "streamed_gemm.cuh"
@@ -34,9 +36,11 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-  attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  ++config.numAttrs;
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    ++config.numAttrs;
+  }
   if (follows_gemm) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
@@ -50,7 +54,8 @@ inline EpilogueArgs epilogue_args(const GemmProblem& p) { return {p.bias, p.up_b
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
   TiledGemmArgs args;
-  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kBlockM, Gemm::kBlockK) &&
+  const int box_rows_a = p.m < Gemm::kBlockM ? static_cast<int>(p.m) : Gemm::kBlockM;
+  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
                       encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kBoxRowsB, Gemm::kBlockK) &&
                       (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k,
                                                           Gemm::kBoxRowsB, Gemm::kBlockK)) &&
@@ -59,6 +64,13 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   args.epilogue = epilogue_args(p);
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
+  // TMA takes longer for rows that do not exist. A tile that would pass the edge begins earlier, and computes some of
+  // its neighbour's results, in the same way, again. With multicast that gains nothing.
+  constexpr int kAnywhere = std::numeric_limits<int>::max();
+  const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
+  args.last_row = Gemm::kMulticast == 1 ? last(p.m, Gemm::kBlockM) : kAnywhere;
+  args.last_column = Gemm::kCluster == 1 ? last(p.n, Gemm::kTileN) : kAnywhere;  // parts of k: sums in another order
+  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM * Gemm::kMulticast);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
   args.follows_gemm = p.follows_gemm;
@@ -77,8 +89,10 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
 template <typename Gemm>
 cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stream) {
   StreamedGemmArgs args;
+  args.tiles_m = ceil_div(p.m, Gemm::kTokens);
+  const int tokens = ceil_div(p.m, args.tiles_m);
   const bool mapped =
-      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, Gemm::kTokens, Gemm::kBoxK) &&
+      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBoxK) &&
       encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK) &&
       (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK));
   if (!mapped) return cudaErrorInvalidValue;
@@ -86,6 +100,7 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stre
   args.out = p.out.data;
   args.out_stride = p.out.row_stride;
   args.m = static_cast<int>(p.m);
+  args.tokens = tokens;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
   args.follows_gemm = p.follows_gemm;
@@ -94,8 +109,8 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stre
   static std::atomic<uint64_t> devices_done{0};
   const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, ceil_div(p.n, Gemm::kRows) * split_k, Gemm::kThreads, Gemm::kSharedBytes, split_k,
-                       p.follows_gemm, stream);
+  return launch_kernel(kernel, args, args.tiles_m * ceil_div(p.n, Gemm::kRows) * split_k, Gemm::kThreads,
+                       Gemm::kSharedBytes, split_k, p.follows_gemm, stream);
 }
 
 template <typename Element, bool kGated>
@@ -110,6 +125,9 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
         return launch_streamed<StreamedGemm<Element, kGated, 32>>(p, plan.split_k, stream);
       case 64:
         return launch_streamed<StreamedGemm<Element, kGated, 64>>(p, plan.split_k, stream);
+    }
+    if constexpr (!kGated) {
+      if (plan.block_n == 128) return launch_streamed<StreamedGemm<Element, kGated, 128>>(p, plan.split_k, stream);
     }
     return cudaErrorInvalidValue;
   }

@@ -21,6 +21,8 @@ struct StreamedGemmArgs {
   int m;
   int n;
   int k_blocks;
+  int tiles_m;
+  int tokens;  // of a tile
   bool follows_gemm;
 };
 
@@ -31,8 +33,9 @@ struct StreamedGemm {
   static constexpr int kTokens = kTokens_;
   static constexpr int kRows = 64;
   static constexpr int kBoxK = 64;
-  static constexpr int kParts = kGated ? 2 : 1;   // gate and up
-  static constexpr int kBoxesK = kGated ? 1 : 2;  // boxes of kBoxK a stage
+  static constexpr int kParts = kGated ? 2 : 1;  // gate and up
+  static constexpr bool kWide = kTokens > 64;
+  static constexpr int kBoxesK = kGated || kWide ? 1 : 2;  // boxes of kBoxK a stage
   static constexpr int kBlockK = kBoxesK * kBoxK;
   static constexpr int kThreads = 128 + 32;  // a consumer warpgroup, a producer warp
   static constexpr int kMaxCluster = 8;
@@ -41,7 +44,7 @@ struct StreamedGemm {
   static constexpr int kTokenBytes = kTokens * kBoxK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kBoxesK * kWeightBytes + kBoxesK * kTokenBytes;
   static constexpr int kAlignment = 1024;
-  static constexpr int kCtasPerMultiprocessor = 3;
+  static constexpr int kCtasPerMultiprocessor = kWide ? 2 : 3;
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
@@ -79,7 +82,9 @@ struct StreamedGemmShared {
 
 template <typename Gemm>
 __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared, int row,
-                                       int2 k) {
+                                       int first_token, int2 k) {
+  const uint32_t stage_bytes = Gemm::kParts * Gemm::kBoxesK * Gemm::kWeightBytes +
+                               args.tokens * Gemm::kBoxesK * Gemm::kBoxK * sizeof(typename Gemm::Element);
   const auto load_weights = [&](int stage, int block) {
 #pragma unroll
     for (int box = 0; box < Gemm::kBoxesK; ++box) {
@@ -91,14 +96,15 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   const auto load_tokens = [&](int stage, int block) {
 #pragma unroll
     for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      tma_load(&args.a, shared.full(stage), shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK, 0);
+      tma_load(&args.a, shared.full(stage), shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK,
+               first_token);
     }
   };
 
   // The first round reads only weights until the kernel that writes A is done.
   const int first_round = min(k.y, k.x + Gemm::kStages);
   for (int block = k.x; block < first_round; ++block) {
-    mbarrier_arrive_expect(shared.full(block - k.x), Gemm::kStageBytes);
+    mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
     load_weights(block - k.x, block);
   }
   if (args.follows_gemm) wait_for_previous_kernel();
@@ -107,7 +113,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   RingPosition at(Gemm::kStages);
   for (int block = first_round; block < k.y; ++block, at.advance()) {
     mbarrier_wait(shared.empty(at.stage), at.parity);
-    mbarrier_arrive_expect(shared.full(at.stage), Gemm::kStageBytes);
+    mbarrier_arrive_expect(shared.full(at.stage), stage_bytes);
     load_weights(at.stage, block);
     load_tokens(at.stage, block);
   }
@@ -185,10 +191,11 @@ __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& s
 // This CTA's share of the tile's results: four adjacent columns of a token a thread.
 template <typename Gemm>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
-                                       int first_column, int rank, int ranks) {
+                                       int first_column, int first_token, int rank, int ranks) {
   using Element = typename Gemm::Element;
   constexpr int kQuads = Gemm::kRows / 4;
-  for (int index = rank * 128 + threadIdx.x; index < args.m * kQuads; index += ranks * 128) {
+  for (int index = rank * 128 + threadIdx.x; index < min(args.tokens, args.m - first_token) * kQuads;
+       index += ranks * 128) {
     const int token = index / kQuads;
     const int row = index % kQuads * 4;
     const int column = first_column + row;
@@ -207,7 +214,7 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
       const float4 up = biased_sum(1, args.epilogue.up_bias);
       value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;
     }
-    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + token * args.out_stride + column) =
+    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + (first_token + token) * args.out_stride + column) =
         make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
   }
 }
@@ -222,7 +229,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   const StreamedGemmShared<Gemm> shared(raw_shared);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
-  const int row = blockIdx.x / ranks * Gemm::kRows;
+  const int tile = blockIdx.x / ranks;
+  const int row = tile / args.tiles_m * Gemm::kRows;
+  const int first_token = tile % args.tiles_m * args.tokens;
   const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
 
   if (threadIdx.x == 0) {
@@ -241,11 +250,11 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   if (threadIdx.x < 128) {
     multiply<Gemm>(shared, k);
   } else {
-    if (threadIdx.x == 128) stream<Gemm>(args, shared, row, k);
+    if (threadIdx.x == 128) stream<Gemm>(args, shared, row, first_token, k);
     __syncwarp();
   }
   cluster_sync();
-  if (threadIdx.x < 128) finish<Gemm>(args, shared, row, rank, ranks);
+  if (threadIdx.x < 128) finish<Gemm>(args, shared, row, first_token, rank, ranks);
   cluster_sync();  // no CTA leaves while the others read its sums
 #endif
 }

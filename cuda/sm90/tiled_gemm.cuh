@@ -19,13 +19,13 @@ namespace fused_mlp::sm90 {
 // A CTA that splits k with others gets the columns that it will finish first, then those of the next ranks in turn.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column,
-                                             int tile_n, ClusterPlace<Gemm> place) {
+                                             int first_row, ClusterPlace<Gemm> place) {
   constexpr int kBoxesOfPart = Gemm::kBoxesB / Gemm::kParts;
 #pragma unroll
   for (int box = 0; box < Gemm::kBoxesB; ++box) {
     const CUtensorMap* map = box < kBoxesOfPart ? &args.weight : &args.up_weight;
     const int share = Gemm::kSplitK == 1 ? box % kBoxesOfPart : (box + place.k) % Gemm::kSplitK;
-    const int row = tile_n * Gemm::kTileN + share * Gemm::kBoxRowsB;
+    const int row = first_row + share * Gemm::kBoxRowsB;
     const uint32_t destination = b + box * (Gemm::kBytesB / Gemm::kBoxesB);
     if constexpr (Gemm::kMulticast == 1) {
       tma_load(map, full, destination, column, row);
@@ -43,14 +43,13 @@ __device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGe
   const int2 k = place.k_range(args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kCluster; index < tiles.count(); index += gridDim.x / Gemm::kCluster) {
-    const int2 tile = tiles[index];
-    const int row = place.row(tile.x);
+    const int2 origin = place.origin(args, tiles[index]);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      mbarrier_arrive_expect(full, Gemm::kStageBytes);
-      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, row);
-      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.y, place);
+      mbarrier_arrive_expect(full, args.stage_bytes);
+      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, origin.x);
+      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, origin.y, place);
     }
   }
 }
@@ -185,8 +184,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
-    const int2 tile = tiles[index];
-    const int column = tile.y * Gemm::kTileN + place.k * Gemm::kShareN;
+    const int2 origin = place.origin(args, tiles[index]);
+    const int column = origin.y + place.k * Gemm::kShareN;
     TileBias<Gemm> bias;
     if (biased) bias.load(args, column);
     if (Gemm::kPingPong) {
@@ -201,7 +200,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     });
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, place, accumulator[0]);
-    const int row = place.row(tile.x) + first_row + warp % 4 * Gemm::kBoxRows;
+    const int row = origin.x + first_row + warp % 4 * Gemm::kBoxRows;
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, row, column);

@@ -15,6 +15,9 @@ struct TiledGemmArgs {
   EpilogueArgs epilogue;
   int n;
   int k_blocks;
+  int last_row;     // that a tile may begin at
+  int last_column;  // likewise
+  int stage_bytes;
   int tiles_m;  // of kMulticast * kBlockM rows
   int tiles_n;
   bool follows_gemm;
@@ -129,7 +132,11 @@ struct ClusterPlace {
   __device__ __forceinline__ int rank_of(int other_m, int other_k) const {
     return other_k * Gemm::kMulticast + other_m;
   }
-  __device__ __forceinline__ int row(int tile_m) const { return (tile_m * Gemm::kMulticast + m) * Gemm::kBlockM; }
+  // First row and column of this CTA's tile, moved inwards where it must not pass the edge.
+  __device__ __forceinline__ int2 origin(const TiledGemmArgs& args, int2 tile) const {
+    return {min((tile.x * Gemm::kMulticast + m) * Gemm::kBlockM, args.last_row),
+            min(tile.y * Gemm::kTileN, args.last_column)};
+  }
   // The CTA's k blocks: [x, y).
   __device__ __forceinline__ int2 k_range(int k_blocks) const {
     return {k * k_blocks / Gemm::kSplitK, (k + 1) * k_blocks / Gemm::kSplitK};

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuning.kernels import GATED_TILED, PLAIN_TILED, Kernel, Point, ceil_div, k_blocks
+from tuning.kernels import GATED_KERNELS, PLAIN_KERNELS, Kernel, Point, ceil_div, k_blocks
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 SATURATING = [0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
@@ -15,7 +15,7 @@ REDUCTION = [0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
 
 
 @dataclass
-class TiledTime:
+class KernelTime:
     """Microseconds: max(start + rounds * (round + k_block * blocks of k + activation), bytes / bandwidth)."""
 
     start: float
@@ -34,8 +34,8 @@ class Rows:
 
 @dataclass
 class Constants:
-    gated: dict[Kernel, TiledTime]
-    plain: dict[Kernel, TiledTime]
+    gated: dict[Kernel, KernelTime]
+    plain: dict[Kernel, KernelTime]
     bytes_per_microsecond: float
     saturating: float
     reduction: float
@@ -43,32 +43,32 @@ class Constants:
     torch_activated: Rows | None
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
-        if point.streamed:
+        if point.few_rows:
             return min(point.times, key=lambda kernel: self._streamed_cost(point, kernel, multiprocessors))
-        return min(point.times, key=lambda kernel: self._tiled_time(point, kernel, multiprocessors))
+        return min(point.times, key=lambda kernel: self._time(point, kernel, multiprocessors))
 
     def _streamed_cost(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
         return streamed_cost(p, kernel.split_k, multiprocessors, self.saturating, self.reduction)
 
-    def _tiled_time(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
+    def _time(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
         time = (self.gated if p.gated else self.plain)[kernel]
-        terms = tiled_terms(p, kernel, multiprocessors)
+        terms = terms_of(p, kernel, multiprocessors)
         fitted = np.dot(terms, [time.start, time.round, time.k_block, time.activation])
         return max(fitted, p.bytes / self.bytes_per_microsecond)
 
 
 def fit(points: list[Point], multiprocessors: int) -> Constants:
-    tiled = [point for point in points if not point.streamed]
-    streamed = [point for point in points if point.streamed]
-    large = [point for point in tiled if point.bytes > LARGE_BYTES] or tiled
+    many = [point for point in points if not point.few_rows]
+    few = [point for point in points if point.few_rows]
+    large = [point for point in many if point.bytes > LARGE_BYTES] or many
     bandwidth = round(max(point.bytes / point.best for point in large), -5)
-    gated = [point for point in tiled if point.gated]
-    plain = [point for point in tiled if not point.gated]
-    gated_times = {kernel: tiled_time(kernel, gated, multiprocessors) for kernel in GATED_TILED}
-    plain_times = {kernel: tiled_time(kernel, plain, multiprocessors) for kernel in PLAIN_TILED}
+    gated = [point for point in many if point.gated]
+    plain = [point for point in many if not point.gated]
+    gated_times = {kernel: kernel_time(kernel, gated, multiprocessors) for kernel in GATED_KERNELS}
+    plain_times = {kernel: kernel_time(kernel, plain, multiprocessors) for kernel in PLAIN_KERNELS}
     saturating, reduction = min(
         itertools.product(SATURATING, REDUCTION),
-        key=lambda constants: streamed_loss(streamed, multiprocessors, *constants),
+        key=lambda constants: streamed_loss(few, multiprocessors, *constants),
     )
     constants = Constants(gated_times, plain_times, bandwidth, saturating, reduction, None, None)
     constants.torch_plain, constants.torch_activated = (
@@ -78,25 +78,25 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     return constants
 
 
-def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
+def terms_of(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
     """What start, round, k_block and activation are multiplied by."""
     cluster = kernel.multicast * kernel.split_k
     resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
-    columns = kernel.block_n // 2 if p.gated else kernel.block_n
+    columns = 64 if kernel.streamed else kernel.block_n // 2 if p.gated else kernel.block_n
     tiles = ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns)
     rounds = ceil_div(tiles, max(resident, 1))
     blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
     return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
 
 
-def tiled_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> TiledTime:
+def kernel_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> KernelTime:
     """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
     timed = [point for point in points if kernel in point.times]
     times = np.array([point.times[kernel] for point in timed])
     weights = np.array([point.best for point in timed]) / times
-    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
+    terms = np.array([terms_of(point, kernel, multiprocessors) for point in timed])
     fitted = non_negative_least_squares(terms * (weights / times)[:, None], weights)
-    return TiledTime(*(round(float(constant), 3) for constant in fitted))
+    return KernelTime(*(round(float(constant), 3) for constant in fitted))
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -118,31 +118,27 @@ def streamed_cost(p: Point, split_k: int, multiprocessors: int, saturating: floa
     return ceil_div(k_blocks(p.kind, p.k), split_k) * crowding + reduction * (split_k - 1)
 
 
-def streamed_loss(streamed: list[Point], multiprocessors: int, saturating: float, reduction: float) -> float:
+def streamed_loss(few: list[Point], multiprocessors: int, saturating: float, reduction: float) -> float:
     """The mean square of how much slower than the best kernel the chosen one is."""
 
     def cost(point: Point, kernel: Kernel) -> float:
         return streamed_cost(point, kernel.split_k, multiprocessors, saturating, reduction)
 
-    chosen = [point.times[min(point.times, key=lambda kernel: cost(point, kernel))] for point in streamed]
-    return float(np.mean([(time / point.best - 1) ** 2 for point, time in zip(streamed, chosen)]))
+    chosen = [point.times[min(point.times, key=lambda kernel: cost(point, kernel))] for point in few]
+    return float(np.mean([(time / point.best - 1) ** 2 for point, time in zip(few, chosen)]))
 
 
 def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
-    """The longest run of measured m at which torch's GEMM is faster for most shapes."""
-    votes = defaultdict(list)
+    """The run of measured m for which to take torch's GEMM saves most, in units of the faster way's time."""
+    losses = defaultdict(list)  # of taking torch's way at each m, negative where it is the faster one
     for point in points:
         if point.kind == kind:
-            votes[point.m].append(point.torch < point.times[choose(point)])
-    measured = sorted(votes)
-    won = [m for m in measured if 2 * sum(votes[m]) > len(votes[m])]
-    runs = [
-        measured[start:end]
-        for start, end in itertools.combinations(range(len(measured) + 1), 2)
-        if set(measured[start:end]) <= set(won)
-    ]
-    if not runs:
+            ours = point.times[choose(point)]
+            losses[point.m].append((point.torch - ours) / min(point.torch, ours))
+    measured = sorted(losses)
+    runs = itertools.combinations(range(len(measured) + 1), 2)
+    start, end = min(runs, key=lambda run: sum(sum(losses[m]) for m in measured[slice(*run)]))
+    if sum(sum(losses[m]) for m in measured[start:end]) >= 0:
         return None
-    run = max(runs, key=len)
-    before = [m for m in measured if m < run[0]]
-    return Rows(before[-1] + 1 if before else 1, None if run[-1] == measured[-1] else run[-1])
+    last = None if end == len(measured) else measured[end - 1]
+    return Rows(measured[start - 1] + 1 if start else 1, last)

@@ -1,6 +1,6 @@
 """Writes cuda/sm90/tuning.h."""
 
-from tuning.fit import Constants, Rows, TiledTime
+from tuning.fit import Constants, KernelTime, Rows
 from tuning.kernels import Kernel
 
 HEADER = """\
@@ -13,9 +13,10 @@ HEADER = """\
 
 namespace fused_mlp::sm90 {{
 
-// A tiled kernel and its time, in microseconds: a start, and for every round of tiles (as many as the chip holds at
-// once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
-struct TiledTime {{
+// A kernel for more than 64 rows, and its time in microseconds: a start, and for every round of tiles (as many as the
+// chip holds at once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
+struct KernelTime {{
+  bool streamed;
   int block_n;
   bool ping_pong;
   int multicast;
@@ -30,16 +31,16 @@ struct TorchRows {{
 }};
 
 // clang-format off
-constexpr TiledTime kGatedTimes[] = {{
+constexpr KernelTime kGatedTimes[] = {{
 {gated}
 }};
-constexpr TiledTime kPlainTimes[] = {{
+constexpr KernelTime kPlainTimes[] = {{
 {plain}
 }};
 constexpr double kBytesPerMicrosecond = {bandwidth:.1f}e6;
 
-// Of the streamed kernel: CTAs a multiprocessor that saturate the memory, and what a part of k costs to add up, in
-// blocks of k.
+// Of the streamed kernel for up to 64 rows: CTAs a multiprocessor that saturate the memory, and what a part of k costs
+// to add up, in blocks of k.
 constexpr double kSaturating = {saturating};
 constexpr double kReduction = {reduction};
 
@@ -64,11 +65,11 @@ def header(constants: Constants, gpu: str) -> str:
     )
 
 
-def table(times: dict[Kernel, TiledTime]) -> str:
-    def row(kernel: Kernel, time: TiledTime) -> str:
-        ping_pong = "true" if kernel.ping_pong else "false"
+def table(times: dict[Kernel, KernelTime]) -> str:
+    def row(kernel: Kernel, time: KernelTime) -> str:
+        streamed, ping_pong = ("true" if flag else "false" for flag in (kernel.streamed, kernel.ping_pong))
         return (
-            f"    {{{kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, "
+            f"    {{{streamed}, {kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, "
             f"{time.start}, {time.round}, {time.k_block}, {time.activation}}},"
         )
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_STREAMED_ROWS = 64
+FEW_ROWS = 64  # only streamed kernels up to here
+WIDE_ROWS = 256  # none beyond
 LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
 
 
@@ -21,8 +22,8 @@ class Kernel(NamedTuple):
         return f"{way} {self.block_n}, multicast {self.multicast}, split-k {self.split_k}"
 
 
-# The instantiations of launch.cuh. Where two are equally fast, the first is taken.
-GATED_TILED = [
+# The kernels of launch.cuh for more than FEW_ROWS rows. Where two are equally fast, the first is taken.
+GATED_KERNELS = [
     Kernel(0, 256, 0, 2, 1),
     Kernel(0, 192, 1, 2, 1),
     Kernel(0, 256, 0, 1, 1),
@@ -31,7 +32,7 @@ GATED_TILED = [
     Kernel(0, 128, 1, 2, 1),
     Kernel(0, 128, 0, 1, 1),
 ]
-PLAIN_TILED = [
+PLAIN_KERNELS = [
     Kernel(0, 256, 0, 2, 1),
     Kernel(0, 192, 1, 2, 1),
     Kernel(0, 192, 0, 2, 1),
@@ -39,6 +40,9 @@ PLAIN_TILED = [
     Kernel(0, 128, 0, 1, 1),
     Kernel(0, 128, 0, 1, 2),
     Kernel(0, 128, 0, 1, 4),
+    Kernel(1, 128, 0, 1, 2),
+    Kernel(1, 128, 0, 1, 4),
+    Kernel(1, 128, 0, 1, 8),
 ]
 
 
@@ -59,8 +63,8 @@ class Point:
         return self.kind == "gated"
 
     @property
-    def streamed(self) -> bool:
-        return self.m <= MAX_STREAMED_ROWS
+    def few_rows(self) -> bool:
+        return self.m <= FEW_ROWS
 
     @property
     def bytes(self) -> int:
@@ -72,16 +76,21 @@ class Point:
 
 
 def candidates(kind: str, m: int, k: int) -> list[Kernel]:
-    if m <= MAX_STREAMED_ROWS:
+    if m <= FEW_ROWS:
         rows = next(rows for rows in (8, 16, 32, 64) if m <= rows)
         blocks = k_blocks(kind, k)
         return [Kernel(1, rows, 0, 1, split_k) for split_k in (1, 2, 4, 8) if split_k <= blocks]
-    tiled = GATED_TILED if kind == "gated" else PLAIN_TILED
-    return [kernel for kernel in tiled if kernel.split_k == 1 or k >= 64 * kernel.split_k]
+    kernels = GATED_KERNELS if kind == "gated" else PLAIN_KERNELS
+    return [kernel for kernel in kernels if takes(kernel, m, k)]
+
+
+def takes(kernel: Kernel, m: int, k: int) -> bool:
+    """For more than FEW_ROWS rows, as choose() of cuda/sm90/gemm.cpp."""
+    return (kernel.split_k == 1 or k >= 64 * kernel.split_k) and not (kernel.streamed and m > WIDE_ROWS)
 
 
 def k_blocks(kind: str, k: int) -> int:
-    """Blocks of k that a streamed kernel reads."""
+    """Blocks of k that a streamed kernel for few rows reads."""
     return ceil_div(k, 64 if kind == "gated" else 128)
 
 

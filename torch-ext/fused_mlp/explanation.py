@@ -83,18 +83,20 @@ def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
     """What the compiled ops say of each GEMM of a call."""
     x, code = given["x"], get_activation(given["activation"]).code
     if op == "linear":
-        return native.plan(x, given["weight"], None, given["bias"], None, code)
+        return native.plan(x, given["weight"], None, given["bias"], None, code, False)
     if op == "mlp":
-        first = native.plan(x, given["fc1_weight"], None, given["fc1_bias"], None, code)
+        first = native.plan(x, given["fc1_weight"], None, given["fc1_bias"], None, code, False)
         second, weight, bias = "fc2", given["fc2_weight"], given["fc2_bias"]
     else:
         gate, up = (given["gate_weight"], given["gate_bias"]), (given["up_weight"], given["up_bias"])
-        first = native.plan(x, gate[0], up[0], gate[1], up[1], code)
+        first = native.plan(x, gate[0], up[0], gate[1], up[1], code, False)
         if op == "gated_linear":
             return first
         second, weight, bias = "down", given["down_weight"], given["down_bias"]
     hidden = x.new_empty((*x.shape[:-1], weight.shape[1]))
-    return f"{first}; {second}: {native.plan(hidden, weight, None, bias, None, get_activation(None).code)}"
+    linear = get_activation(None).code
+    follows_gemm = first.startswith("fused")
+    return f"{first}; {second}: {native.plan(hidden, weight, None, bias, None, linear, follows_gemm)}"
 
 
 def _explain_module(module: nn.Module) -> Explanation:
