@@ -123,8 +123,9 @@ const char* slower_than_torch(const GemmProblem& p, int multiprocessors) {
   const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
   const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
   if (p.m < rows.first || p.m > rows.last) return nullptr;
-  const bool part_of_more = !linear || p.follows_gemm;  // of which the rest has saved more of the GPU's time
-  if (part_of_more && estimated_microseconds(p, multiprocessors) <= kTorchCpuMicroseconds) return nullptr;
+  // Behind a fused GEMM, which has saved more of the GPU's time than a few rows cost.
+  const bool counts_cpu = !linear || (p.follows_gemm && p.m <= kMaxWideRows);
+  if (counts_cpu && estimated_microseconds(p, multiprocessors) <= kTorchCpuMicroseconds) return nullptr;
   return rows.reason;
 }
 
