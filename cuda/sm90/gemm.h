@@ -45,8 +45,8 @@ struct GemmPlan {
 // Null where gemm() takes the problem, else the reason, in a few words, why it does not.
 const char* refusal(const GemmProblem& problem);
 
-// Null where gemm() is to be taken, else where torch's GEMM with a pointwise kernel behind it is faster. A call takes the
-// GPU's time or the CPU's, whichever is longer.
+// Null where gemm() is to be taken, else where torch's GEMM with a pointwise kernel behind it is faster. The time of a
+// call is the GPU's or the CPU's, whichever is longer.
 const char* slower_than_torch(const GemmProblem& problem, int multiprocessors);
 
 GemmPlan plan(const GemmProblem& problem, int multiprocessors);
