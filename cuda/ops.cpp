@@ -98,18 +98,17 @@ const OptionalTensor kNoBias;
 // The one-kernel way, with the GEMM of the GPU's architecture. `refused` says why there is none, or is null.
 struct FusedGemm {
   sm90::GemmProblem problem{};
+  sm90::GemmPlan plan{};
   const char* refused = nullptr;
 
   FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm)
       : gpu(fused_mlp::gpu(x.tensor.get_device_index())) {
     refused = describe(x, layer, follows_gemm);
     if (refused == nullptr) refused = sm90::refusal(problem);
-    if (refused == nullptr) refused = sm90::slower_than_torch(problem, gpu.multiprocessors);
+    if (refused == nullptr) refused = sm90::choose(problem, gpu.multiprocessors, &plan);
   }
 
-  sm90::GemmPlan plan() const { return sm90::plan(problem, gpu.multiprocessors); }
-
-  void launch(cudaStream_t stream) const { check(sm90::gemm(problem, plan(), gpu.multiprocessors, stream)); }
+  void launch(cudaStream_t stream) const { check(sm90::gemm(problem, plan, gpu.multiprocessors, stream)); }
 
  private:
   const Gpu& gpu;
@@ -215,7 +214,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
   const FusedGemm gemm(TensorRows(x), layer, follows_gemm);
   if (gemm.refused != nullptr) return std::string("torch's GEMM and a pointwise kernel: ") + gemm.refused;
-  return std::string("fused sm_90a GEMM: ") + gemm.plan().reason;
+  return std::string("fused sm_90a GEMM: ") + gemm.plan.reason;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {

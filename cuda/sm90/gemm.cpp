@@ -27,6 +27,11 @@ constexpr int64_t kMaxWideRows = 256;  // of the streamed kernel with tiles of 1
 // within it is never waited for.
 constexpr double kTorchCpuMicroseconds = 12.0;
 
+double microseconds_of_bytes(const GemmProblem& p) {
+  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
+  return bytes / kBytesPerMicrosecond;
+}
+
 // The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
 // once the CTAs outnumber what saturates the memory, and every part more has to be added up.
 GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
@@ -41,7 +46,9 @@ GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
   for (int split_k = 2; split_k <= 8 && split_k <= k_blocks; split_k *= 2) {
     if (cost(split_k) < cost(best)) best = split_k;
   }
-  return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, "few rows: the weights stream once"};
+  constexpr double kStart = 4.0;  // a launch and its latencies, as in the smallest products measured
+  const double microseconds = kStart + microseconds_of_bytes(p);
+  return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, microseconds, "few rows: the weights stream once"};
 }
 
 const char* reason(const KernelTime& kernel) {
@@ -50,11 +57,6 @@ const char* reason(const KernelTime& kernel) {
   if (kernel.split_k > 1) return "few tiles: k is split";
   if (kernel.multicast == 1) return "few tiles: small ones";
   return kernel.block_n == 256 ? "large tiles: least traffic" : "tiles that fill whole rounds";
-}
-
-double microseconds_of_bytes(const GemmProblem& p) {
-  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
-  return bytes / kBytesPerMicrosecond;
 }
 
 double estimated_microseconds(const GemmProblem& p, const KernelTime& c, int multiprocessors) {
@@ -69,34 +71,20 @@ double estimated_microseconds(const GemmProblem& p, const KernelTime& c, int mul
   return std::max(c.start + rounds * round, microseconds_of_bytes(p));
 }
 
-struct Choice {
-  const KernelTime* kernel;
-  double microseconds;
-};
-
-// The fastest for more than kMaxStreamedRows rows.
-Choice choose(const GemmProblem& p, int multiprocessors) {
-  Choice best{nullptr, 0};
-  const auto consider = [&](const auto& kernels) {
-    for (const KernelTime& kernel : kernels) {
-      if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
-      if (kernel.streamed && p.m > kMaxWideRows) continue;
-      const double time = estimated_microseconds(p, kernel, multiprocessors);
-      if (best.kernel == nullptr || time < best.microseconds) best = {&kernel, time};
-    }
-  };
-  if (p.gated()) {
-    consider(kGatedTimes);
-  } else {
-    consider(kPlainTimes);
+template <size_t kCount>
+GemmPlan timed_plan(const GemmProblem& p, const KernelTime (&kernels)[kCount], int multiprocessors) {
+  const KernelTime* best = nullptr;
+  double best_time = 0;
+  for (const KernelTime& kernel : kernels) {
+    if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
+    if (kernel.streamed && p.m > kMaxWideRows) continue;
+    const double time = estimated_microseconds(p, kernel, multiprocessors);
+    if (best != nullptr && time >= best_time) continue;
+    best = &kernel;
+    best_time = time;
   }
-  return best;
-}
-
-// Of the fused kernel, whichever it is.
-double estimated_microseconds(const GemmProblem& p, int multiprocessors) {
-  constexpr double kStart = 4.0;
-  return p.m <= kMaxStreamedRows ? kStart + microseconds_of_bytes(p) : choose(p, multiprocessors).microseconds;
+  const auto kind = best->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
+  return {kind, best->block_n, best->ping_pong, best->multicast, best->split_k, best_time, reason(*best)};
 }
 
 }  // namespace
@@ -118,22 +106,20 @@ const char* refusal(const GemmProblem& p) {
   return nullptr;
 }
 
-const char* slower_than_torch(const GemmProblem& p, int multiprocessors) {
-  if (p.gated()) return nullptr;
-  const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
-  const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
-  if (p.m < rows.first || p.m > rows.last) return nullptr;
-  // Behind a fused GEMM, which has saved more of the GPU's time than a few rows cost.
-  const bool counts_cpu = !linear || (p.follows_gemm && p.m <= kMaxWideRows);
-  if (counts_cpu && estimated_microseconds(p, multiprocessors) <= kTorchCpuMicroseconds) return nullptr;
-  return rows.reason;
-}
-
 GemmPlan plan(const GemmProblem& p, int multiprocessors) {
   if (p.m <= kMaxStreamedRows) return streamed_plan(p, multiprocessors);
-  const KernelTime& kernel = *choose(p, multiprocessors).kernel;
-  const auto kind = kernel.streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
-  return {kind, kernel.block_n, kernel.ping_pong, kernel.multicast, kernel.split_k, reason(kernel)};
+  return p.gated() ? timed_plan(p, kGatedTimes, multiprocessors) : timed_plan(p, kPlainTimes, multiprocessors);
+}
+
+const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
+  const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
+  const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
+  const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
+  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost.
+  const bool cpu_counts = !linear || (p.follows_gemm && p.m <= kMaxWideRows);
+  if (torch_is_faster && !cpu_counts) return rows.reason;
+  *chosen = plan(p, multiprocessors);
+  return torch_is_faster && chosen->microseconds > kTorchCpuMicroseconds ? rows.reason : nullptr;
 }
 
 cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {

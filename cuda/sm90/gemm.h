@@ -35,21 +35,22 @@ struct GemmProblem {
 struct GemmPlan {
   enum class Kernel { kTiled, kStreamed };
   Kernel kernel;
-  int block_n;     // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
-  bool ping_pong;  // the warpgroups of a CTA take a tile each in turn, not half a tile each
-  int multicast;   // CTAs of a cluster that share their weight tiles
-  int split_k;     // CTAs of a cluster that share one output tile, each with a part of k
+  int block_n;          // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
+  bool ping_pong;       // the warpgroups of a CTA take a tile each in turn, not half a tile each
+  int multicast;        // CTAs of a cluster that share their weight tiles
+  int split_k;          // CTAs of a cluster that share one output tile, each with a part of k
+  double microseconds;  // estimated
   const char* reason;
 };
 
 // Null where gemm() takes the problem, else the reason, in a few words, why it does not.
 const char* refusal(const GemmProblem& problem);
 
-// Null where gemm() is to be taken, else where torch's GEMM with a pointwise kernel behind it is faster. The time of a
-// call is the GPU's or the CPU's, whichever is longer.
-const char* slower_than_torch(const GemmProblem& problem, int multiprocessors);
-
 GemmPlan plan(const GemmProblem& problem, int multiprocessors);
+
+// Null, with the plan in *plan, where gemm() is to be taken; else where torch's GEMM with a pointwise kernel behind it
+// is faster. The time of a call is the GPU's or the CPU's, whichever is longer.
+const char* choose(const GemmProblem& problem, int multiprocessors, GemmPlan* plan);
 
 // Launches on the current device. The problem must be one that refusal() does not refuse.
 cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream);

@@ -1,7 +1,7 @@
-// The GEMM for few rows of A, bound by the reading of the weights: they stream through shared memory once, at full
-// width, whatever the number of rows. The operands swap places: 64 weight rows are the M side of the wgmma, the rows of
-// A (tokens) its N side. A cluster splits k where there are too few tiles for the chip, and adds the parts in the order
-// of its ranks through distributed shared memory.
+// The GEMM for few rows of A, bound by the reading of the weights: they stream through shared memory at full width,
+// once for up to 64 rows, or 128 where there is no gate, and once more for every such tile of rows beyond. The operands
+// swap places: 64 weight rows are the M side of the wgmma, the rows of A (tokens) its N side. A cluster splits k where
+// there are too few tiles for the chip, and adds the parts in the order of its ranks through distributed shared memory.
 #pragma once
 
 #include "epilogue.cuh"

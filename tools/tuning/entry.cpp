@@ -36,7 +36,7 @@ GemmProblem problem(const Shape& s, void* a, void* weight, void* up_weight, void
 extern "C" cudaError_t tune_gemm(const Shape* s, const Kernel* kernel, void* a, void* weight, void* up_weight,
                                  void* out, cudaStream_t stream) {
   const auto way = kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
-  const GemmPlan plan = {way, kernel->block_n, kernel->ping_pong != 0, kernel->multicast, kernel->split_k, ""};
+  const GemmPlan plan = {way, kernel->block_n, kernel->ping_pong != 0, kernel->multicast, kernel->split_k, 0, ""};
   return gemm(problem(*s, a, weight, up_weight, out), plan, static_cast<int>(s->multiprocessors), stream);
 }
 

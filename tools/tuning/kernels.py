@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FEW_ROWS = 64  # only streamed kernels up to here
-WIDE_ROWS = 256  # none beyond
+FEW_ROWS = 64  # up to here, streamed kernels alone
+WIDE_ROWS = 256  # beyond, tiled kernels alone
 LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
 
 
@@ -85,7 +85,7 @@ def candidates(kind: str, m: int, k: int) -> list[Kernel]:
 
 
 def takes(kernel: Kernel, m: int, k: int) -> bool:
-    """For more than FEW_ROWS rows, as choose() of cuda/sm90/gemm.cpp."""
+    """For more than FEW_ROWS rows, as timed_plan() of cuda/sm90/gemm.cpp."""
     return (kernel.split_k == 1 or k >= 64 * kernel.split_k) and not (kernel.streamed and m > WIDE_ROWS)
 
 
