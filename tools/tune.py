@@ -18,7 +18,7 @@ try:
     from builder.toolchain import BuildError
     from tuning import bench, fit
     from tuning.header import header
-    from tuning.kernels import Kernel, Point
+    from tuning.kernels import STREAMED_ROWS, Kernel, Point
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
 
@@ -85,9 +85,9 @@ def report(constants: fit.Constants, times: Times) -> None:
 
     print("                           present                          fitted")
     print("                   points  mean   worst  slower than torch  mean   worst  slower than torch")
-    for name, few_rows in (("few rows", True), ("more", False)):
+    for name, few_rows in ((f"to {STREAMED_ROWS} rows", True), ("more", False)):
         for kind in ("gated", "activated", "plain"):
-            points = [point for point in times.points if point.kind == kind and point.few_rows == few_rows]
+            points = [point for point in times.points if point.kind == kind and (point.m <= STREAMED_ROWS) == few_rows]
             quality = [*choice_quality(points, lambda point: point.present), *choice_quality(points, fitted)]
             cells = "{:6.3f} {:6.3f} {:18}  {:6.3f} {:6.3f} {:18}".format(*quality)
             print(f"{f'{name} {kind}':18} {len(points):6} {cells}")

@@ -4,9 +4,9 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
-#include "../../torch-ext/activation.h"
 #include "tuning.h"
 
 namespace fused_mlp::sm90 {
@@ -20,8 +20,9 @@ bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uin
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kMaxStreamedRows = 64;
-constexpr int64_t kMaxWideRows = 256;  // of the streamed kernel with tiles of 128 rows
+constexpr int64_t kTiledRows = 33;      // from here on; for fewer, the tiles of 128 rows are mostly empty
+constexpr int64_t kStreamedRows = 256;  // up to here
+constexpr int64_t kStreamedTiles = 4;   // of rows, at most: the weights are read once for each
 
 // The CPU's time that a call of torch's GEMM takes more than a launch of ours. A product of ours that the GPU finishes
 // within it is never waited for.
@@ -32,59 +33,69 @@ double microseconds_of_bytes(const GemmProblem& p) {
   return bytes / kBytesPerMicrosecond;
 }
 
-// The number of parts of k that costs least, in blocks of k: a CTA reads its blocks one after the other, more slowly
-// once the CTAs outnumber what saturates the memory, and every part more has to be added up.
-GemmPlan streamed_plan(const GemmProblem& p, int multiprocessors) {
-  const int block_n = p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
-  const int64_t tiles = ceil_div(p.n, 64);
-  const int64_t k_blocks = ceil_div(p.k, p.gated() ? 64 : 128);
-  const auto cost = [&](int split_k) {
-    const double crowding = std::max(1.0, tiles * split_k / (kSaturating * multiprocessors));
-    return ceil_div(k_blocks, split_k) * crowding + kReduction * (split_k - 1);
-  };
-  int best = 1;
-  for (int split_k = 2; split_k <= 8 && split_k <= k_blocks; split_k *= 2) {
-    if (cost(split_k) < cost(best)) best = split_k;
-  }
-  constexpr double kStart = 4.0;  // a launch and its latencies, as in the smallest products measured
-  const double microseconds = kStart + microseconds_of_bytes(p);
-  return {GemmPlan::Kernel::kStreamed, block_n, false, 1, best, microseconds, "few rows: the weights stream once"};
-}
-
-const char* reason(const KernelTime& kernel) {
-  if (kernel.streamed) return "few rows and tiles: the weights stream, k is split";
-  if (kernel.ping_pong) return "epilogues hidden behind the other warpgroup's products";
-  if (kernel.split_k > 1) return "few tiles: k is split";
-  if (kernel.multicast == 1) return "few tiles: small ones";
-  return kernel.block_n == 256 ? "large tiles: least traffic" : "tiles that fill whole rounds";
-}
-
-double estimated_microseconds(const GemmProblem& p, const KernelTime& c, int multiprocessors) {
+double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
   const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.
   const int resident = cluster <= 2 ? multiprocessors / cluster : multiprocessors * 10 / 11 / cluster;
-  const int columns = c.streamed ? 64 : p.gated() ? c.block_n / 2 : c.block_n;
+  const int columns = p.gated() ? c.block_n / 2 : c.block_n;
   const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, columns);
   const int64_t rounds = ceil_div(tiles, std::max(resident, 1));
   double round = c.round + c.k_block * ceil_div(ceil_div(p.k, 64), c.split_k);
-  if (!p.gated() && p.activation != static_cast<int64_t>(Activation::kLinear)) round += c.activation;
+  if (!p.gated() && !p.linear()) round += c.activation;
   return std::max(c.start + rounds * round, microseconds_of_bytes(p));
 }
 
-template <size_t kCount>
-GemmPlan timed_plan(const GemmProblem& p, const KernelTime (&kernels)[kCount], int multiprocessors) {
-  const KernelTime* best = nullptr;
-  double best_time = 0;
-  for (const KernelTime& kernel : kernels) {
-    if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
-    if (kernel.streamed && p.m > kMaxWideRows) continue;
-    const double time = estimated_microseconds(p, kernel, multiprocessors);
-    if (best != nullptr && time >= best_time) continue;
-    best = &kernel;
-    best_time = time;
+double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int rows, int split_k, int multiprocessors) {
+  const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, 64) * split_k);
+  const double load = std::max(1.0, ctas / (c.saturating * multiprocessors));
+  const double rounds = std::ceil(ctas / multiprocessors);
+  const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
+  const double split = split_k == 1 ? 0 : split_k == 2 ? c.split_2 : split_k == 4 ? c.split_4 : c.split_8;
+  return std::max(c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block, microseconds_of_bytes(p));
+}
+
+// The plan that takes the least time of those it is shown.
+class Fastest {
+ public:
+  void consider(const GemmPlan& plan) {
+    if (best_.reason == nullptr || plan.microseconds < best_.microseconds) best_ = plan;
   }
-  const auto kind = best->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
-  return {kind, best->block_n, best->ping_pong, best->multicast, best->split_k, best_time, reason(*best)};
+  const GemmPlan& plan() const { return best_; }
+
+ private:
+  GemmPlan best_{};
+};
+
+void consider_streamed(const GemmProblem& p, int multiprocessors, Fastest* fastest) {
+  const StreamedTime& time = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;
+  for (const int rows : {8, 16, 32, 48, 64, 80, 128}) {
+    if (rows > 64 && p.gated()) break;
+    const int64_t tiles = ceil_div(p.m, rows);
+    if (tiles > kStreamedTiles) continue;
+    for (int split_k = 1; split_k <= 8 && 64 * (split_k - 1) < p.k; split_k *= 2) {
+      const char* reason = split_k > 1 ? "few rows and tiles: the weights stream, k is split"
+                           : tiles > 1 ? "few rows: the weights stream through small tiles"
+                                       : "few rows: the weights stream once";
+      const double microseconds = estimated_microseconds(p, time, rows, split_k, multiprocessors);
+      fastest->consider({GemmPlan::Kernel::kStreamed, rows, false, 1, split_k, microseconds, reason});
+    }
+    if (tiles == 1) break;  // larger ones compute more of nothing
+  }
+}
+
+template <size_t kCount>
+void consider_tiled(const GemmProblem& p, const TiledTime (&kernels)[kCount], int multiprocessors, Fastest* fastest) {
+  for (const TiledTime& kernel : kernels) {
+    if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
+    const char* reason = kernel.ping_pong        ? "epilogues hidden behind the other warpgroup's products"
+                         : kernel.split_k > 1    ? "few tiles: k is split"
+                         : kernel.multicast == 1 ? "few tiles: small ones"
+                         : kernel.block_n == 256 ? "large tiles: least traffic"
+                                                 : "tiles that fill whole rounds";
+    const double microseconds = estimated_microseconds(p, kernel, multiprocessors);
+    fastest->consider({GemmPlan::Kernel::kTiled, kernel.block_n, kernel.ping_pong, kernel.multicast, kernel.split_k,
+                       microseconds, reason});
+  }
 }
 
 }  // namespace
@@ -107,16 +118,18 @@ const char* refusal(const GemmProblem& p) {
 }
 
 GemmPlan plan(const GemmProblem& p, int multiprocessors) {
-  if (p.m <= kMaxStreamedRows) return streamed_plan(p, multiprocessors);
-  return p.gated() ? timed_plan(p, kGatedTimes, multiprocessors) : timed_plan(p, kPlainTimes, multiprocessors);
+  Fastest fastest;
+  if (p.m <= kStreamedRows) consider_streamed(p, multiprocessors, &fastest);
+  if (p.m >= kTiledRows && p.gated()) consider_tiled(p, kTiledGated, multiprocessors, &fastest);
+  if (p.m >= kTiledRows && !p.gated()) consider_tiled(p, kTiledPlain, multiprocessors, &fastest);
+  return fastest.plan();
 }
 
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
-  const bool linear = p.activation == static_cast<int64_t>(Activation::kLinear);
-  const TorchRows& rows = linear ? kTorchPlain : kTorchActivated;
+  const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
   // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost.
-  const bool cpu_counts = !linear || (p.follows_gemm && p.m <= kMaxWideRows);
+  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kStreamedRows);
   if (torch_is_faster && !cpu_counts) return rows.reason;
   *chosen = plan(p, multiprocessors);
   return torch_is_faster && chosen->microseconds > kTorchCpuMicroseconds ? rows.reason : nullptr;

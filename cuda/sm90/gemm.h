@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../../torch-ext/activation.h"
 #include "../pointwise.h"
 
 namespace fused_mlp::sm90 {
@@ -29,6 +30,7 @@ struct GemmProblem {
   bool follows_gemm;
 
   bool gated() const { return up_weight.data != nullptr; }
+  bool linear() const { return activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
 // How a problem is computed: which kernel, over how many CTAs, and why.

@@ -92,9 +92,9 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stre
   args.tiles_m = ceil_div(p.m, Gemm::kTokens);
   const int tokens = ceil_div(p.m, args.tiles_m);
   const bool mapped =
-      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBoxK) &&
-      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK) &&
-      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBoxK));
+      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBlockK) &&
+      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK) &&
+      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK));
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = epilogue_args(p);
   args.out = p.out.data;
@@ -116,19 +116,18 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stre
 template <typename Element, bool kGated>
 cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.kernel == GemmPlan::Kernel::kStreamed) {
-    switch (plan.block_n) {
-      case 8:
-        return launch_streamed<StreamedGemm<Element, kGated, 8>>(p, plan.split_k, stream);
-      case 16:
-        return launch_streamed<StreamedGemm<Element, kGated, 16>>(p, plan.split_k, stream);
-      case 32:
-        return launch_streamed<StreamedGemm<Element, kGated, 32>>(p, plan.split_k, stream);
-      case 64:
-        return launch_streamed<StreamedGemm<Element, kGated, 64>>(p, plan.split_k, stream);
-    }
+#define FUSED_MLP_STREAMED(TOKENS) \
+  if (plan.block_n == TOKENS) return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, stream);
+    FUSED_MLP_STREAMED(8)
+    FUSED_MLP_STREAMED(16)
+    FUSED_MLP_STREAMED(32)
+    FUSED_MLP_STREAMED(48)
+    FUSED_MLP_STREAMED(64)
     if constexpr (!kGated) {
-      if (plan.block_n == 128) return launch_streamed<StreamedGemm<Element, kGated, 128>>(p, plan.split_k, stream);
+      FUSED_MLP_STREAMED(80)
+      FUSED_MLP_STREAMED(128)
     }
+#undef FUSED_MLP_STREAMED
     return cudaErrorInvalidValue;
   }
   const auto is = [&](int block_n, bool ping_pong, int multicast, int split_k) {

@@ -1,7 +1,7 @@
 // The GEMM for few rows of A, bound by the reading of the weights: they stream through shared memory at full width,
-// once for up to 64 rows, or 128 where there is no gate, and once more for every such tile of rows beyond. The operands
-// swap places: 64 weight rows are the M side of the wgmma, the rows of A (tokens) its N side. A cluster splits k where
-// there are too few tiles for the chip, and adds the parts in the order of its ranks through distributed shared memory.
+// once for every tile of rows. The operands swap places: 64 weight rows are the M side of the wgmma, the rows of A
+// (tokens) its N side. A cluster splits k where there are too few tiles for the chip, and adds the parts in the order
+// of its ranks through distributed shared memory.
 #pragma once
 
 #include "epilogue.cuh"
@@ -32,23 +32,20 @@ struct StreamedGemm {
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kRows = 64;
-  static constexpr int kBoxK = 64;
+  static constexpr int kBlockK = 64;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
-  static constexpr bool kWide = kTokens > 64;
-  static constexpr int kBoxesK = kGated || kWide ? 1 : 2;  // boxes of kBoxK a stage
-  static constexpr int kBlockK = kBoxesK * kBoxK;
-  static constexpr int kThreads = 128 + 32;  // a consumer warpgroup, a producer warp
+  static constexpr int kThreads = 128 + 32;      // a consumer warpgroup, a producer warp
   static constexpr int kMaxCluster = 8;
 
-  static constexpr int kWeightBytes = kRows * kBoxK * sizeof(Element);  // of a box
-  static constexpr int kTokenBytes = kTokens * kBoxK * sizeof(Element);
-  static constexpr int kStageBytes = kParts * kBoxesK * kWeightBytes + kBoxesK * kTokenBytes;
+  static constexpr int kWeightBytes = kRows * kBlockK * sizeof(Element);  // of one part
+  static constexpr int kTokenBytes = kTokens * kBlockK * sizeof(Element);
+  static constexpr int kStageBytes = kParts * kWeightBytes + kTokenBytes;
   static constexpr int kAlignment = 1024;
-  static constexpr int kCtasPerMultiprocessor = kWide ? 2 : 3;
+  static constexpr int kCtasPerMultiprocessor = kTokens < 32 ? 3 : 2;
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
-  // A CTA's third of a multiprocessor, of which 1024 bytes are the system's.
+  // A CTA's part of a multiprocessor, of which 1024 bytes are the system's.
   static constexpr int kSharedLimit = 228 * 1024 / kCtasPerMultiprocessor - 1024;
   static constexpr int kStages = (kSharedLimit - kAlignment) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kAlignment;
@@ -64,12 +61,10 @@ struct StreamedGemmShared {
 
   __device__ __forceinline__ explicit StreamedGemmShared(const void* raw)
       : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
-  __device__ __forceinline__ uint32_t weight(int stage, int part, int box) const {
-    return ring + stage * Gemm::kStageBytes + (part * Gemm::kBoxesK + box) * Gemm::kWeightBytes;
+  __device__ __forceinline__ uint32_t weight(int stage, int part) const {
+    return ring + stage * Gemm::kStageBytes + part * Gemm::kWeightBytes;
   }
-  __device__ __forceinline__ uint32_t tokens(int stage, int box) const {
-    return weight(stage, Gemm::kParts, 0) + box * Gemm::kTokenBytes;
-  }
+  __device__ __forceinline__ uint32_t tokens(int stage) const { return weight(stage, Gemm::kParts); }
   __device__ __forceinline__ uint32_t full(int stage) const {
     return ring + Gemm::kStages * Gemm::kStageBytes + stage * 8;
   }
@@ -83,22 +78,15 @@ struct StreamedGemmShared {
 template <typename Gemm>
 __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared, int row,
                                        int first_token, int2 k) {
-  const uint32_t stage_bytes = Gemm::kParts * Gemm::kBoxesK * Gemm::kWeightBytes +
-                               args.tokens * Gemm::kBoxesK * Gemm::kBoxK * sizeof(typename Gemm::Element);
+  const uint32_t stage_bytes =
+      Gemm::kParts * Gemm::kWeightBytes + args.tokens * Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto load_weights = [&](int stage, int block) {
-#pragma unroll
-    for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      const int column = block * Gemm::kBlockK + box * Gemm::kBoxK;
-      tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0, box), column, row);
-      if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1, box), column, row);
-    }
+    const int column = block * Gemm::kBlockK;
+    tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0), column, row);
+    if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1), column, row);
   };
   const auto load_tokens = [&](int stage, int block) {
-#pragma unroll
-    for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      tma_load(&args.a, shared.full(stage), shared.tokens(stage, box), block * Gemm::kBlockK + box * Gemm::kBoxK,
-               first_token);
-    }
+    tma_load(&args.a, shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK, first_token);
   };
 
   // The first round reads only weights until the kernel that writes A is done.
@@ -126,36 +114,36 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
-  RingPosition at(Gemm::kStages);
-  for (int block = k.x; block < k.y; ++block, at.advance()) {
-    mbarrier_wait(shared.full(at.stage), at.parity);
+  const auto fence = [&] {
 #pragma unroll
     for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
+  };
+  RingPosition at(Gemm::kStages);
+  int previous = 0;
+  for (int block = k.x; block < k.y; ++block, at.advance()) {
+    mbarrier_wait(shared.full(at.stage), at.parity);
+    fence();
     wgmma_fence();
 #pragma unroll
-    for (int box = 0; box < Gemm::kBoxesK; ++box) {
-      const uint32_t tokens = shared.tokens(at.stage, box);
+    for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
-      for (int step = 0; step < Gemm::kBoxK / kWgmmaK; ++step) {
-#pragma unroll
-        for (int part = 0; part < Gemm::kParts; ++part) {
-          Mma::multiply(accumulator[part],
-                        wgmma_descriptor(shared.weight(at.stage, part, box) + step * kWgmmaStepBytes),
-                        wgmma_descriptor(tokens + step * kWgmmaStepBytes), true);
-        }
+      for (int part = 0; part < Gemm::kParts; ++part) {
+        Mma::multiply(accumulator[part], wgmma_descriptor(shared.weight(at.stage, part) + step * kWgmmaStepBytes),
+                      wgmma_descriptor(shared.tokens(at.stage) + step * kWgmmaStepBytes), true);
       }
     }
     wgmma_commit();
-#pragma unroll
-    for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
-    wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(shared.empty(at.stage));
+    fence();
+    wgmma_wait<1>();
+    if (block > k.x && lane == 0) mbarrier_arrive(shared.empty(previous));
+    previous = at.stage;
   }
+  wgmma_wait<0>();
+  fence();
 
   named_barrier_sync(1, 128);  // all warps are done with the ring, where the sums go
 #pragma unroll
   for (int part = 0; part < Gemm::kParts; ++part) {
-    fence_accumulator(accumulator[part]);
 #pragma unroll
     for (int i = 0; i < Gemm::kTokens / 2; ++i) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;

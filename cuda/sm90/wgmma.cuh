@@ -45,8 +45,10 @@ struct Wgmma;
 #define WGMMA_REGISTERS_4 "%0, %1, %2, %3"
 #define WGMMA_REGISTERS_8 WGMMA_REGISTERS_4 ", %4, %5, %6, %7"
 #define WGMMA_REGISTERS_16 WGMMA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_REGISTERS_24 WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_REGISTERS_32 \
   WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_REGISTERS_40 WGMMA_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define WGMMA_REGISTERS_64                                                           \
   WGMMA_REGISTERS_32                                                                 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -65,7 +67,9 @@ struct Wgmma;
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
 #define WGMMA_OUT_16(d, i) WGMMA_OUT_8(d, i), WGMMA_OUT_8(d, i + 8)
+#define WGMMA_OUT_24(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_8(d, i + 16)
 #define WGMMA_OUT_32(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_16(d, i + 16)
+#define WGMMA_OUT_40(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_8(d, i + 32)
 #define WGMMA_OUT_64(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_32(d, i + 32)
 #define WGMMA_OUT_96(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_32(d, i + 64)
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_16(d, i + 96)
@@ -91,7 +95,9 @@ struct Wgmma;
 WGMMA_DEFINE_BOTH(8, 4, 4, 5, 6)
 WGMMA_DEFINE_BOTH(16, 8, 8, 9, 10)
 WGMMA_DEFINE_BOTH(32, 16, 16, 17, 18)
+WGMMA_DEFINE_BOTH(48, 24, 24, 25, 26)
 WGMMA_DEFINE_BOTH(64, 32, 32, 33, 34)
+WGMMA_DEFINE_BOTH(80, 40, 40, 41, 42)
 WGMMA_DEFINE_BOTH(128, 64, 64, 65, 66)
 WGMMA_DEFINE_BOTH(192, 96, 96, 97, 98)
 WGMMA_DEFINE_BOTH(224, 112, 112, 113, 114)
@@ -105,8 +111,12 @@ WGMMA_DEFINE_BOTH(256, 128, 128, 129, 130)
 #undef WGMMA_REGISTERS_8
 #undef WGMMA_OUT_16
 #undef WGMMA_REGISTERS_16
+#undef WGMMA_OUT_24
+#undef WGMMA_REGISTERS_24
 #undef WGMMA_OUT_32
 #undef WGMMA_REGISTERS_32
+#undef WGMMA_OUT_40
+#undef WGMMA_REGISTERS_40
 #undef WGMMA_OUT_64
 #undef WGMMA_REGISTERS_64
 #undef WGMMA_OUT_96

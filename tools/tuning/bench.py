@@ -13,11 +13,13 @@ import project
 from builder import toolchain
 from tuning.kernels import GELU_TANH, LINEAR, Kernel, Point, candidates
 
-ROUNDS = 5
-BUDGET_US = 1500.0  # of one candidate's turn
+ROUNDS = 4
+BUDGET_US = 1000.0  # of one candidate's turn
 ENTRY = Path(__file__).with_name("entry.cpp")
 
 SHAPES = [
+    (384, 1536),
+    (512, 2048),
     (768, 3072),
     (1024, 4096),
     (1152, 6912),
@@ -28,7 +30,7 @@ SHAPES = [
     (4096, 14336),
     (5120, 17408),
 ]
-ROWS = [1, 8, 16, 32, 64, 77, 128, 197, 256, 384, 512, 1000, 2048, 4096]
+ROWS = [1, 8, 16, 24, 32, 48, 64, 77, 104, 128, 160, 197, 256, 320, 384, 512, 1000, 2048, 4096]
 QUICK_SHAPES = SHAPES[::3]
 QUICK_ROWS = [1, 16, 64, 128, 256, 512, 2048]
 

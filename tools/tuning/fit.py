@@ -3,25 +3,46 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
+from tqdm import trange
 
-from tuning.kernels import GATED_KERNELS, PLAIN_KERNELS, Kernel, Point, ceil_div, k_blocks
+from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
-SATURATING = [0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
-REDUCTION = [0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
+KINDS = ("gated", "activated", "plain")
+STARTS, STEPS = 3, 4000  # of the search for the constants of the streamed kernels
 
 
 @dataclass
-class KernelTime:
+class TiledTime:
     """Microseconds: max(start + rounds * (round + k_block * blocks of k + activation), bytes / bandwidth)."""
 
     start: float
     round: float
     k_block: float
     activation: float
+
+
+@dataclass
+class StreamedTime:
+    """Microseconds: max(start + split of k + blocks of k a CTA * block, bytes / bandwidth), where a block takes
+
+    (k_block + k_row * rows of a tile) * load + (round_k_block + round_k_row * rows of a tile) * rounds
+
+    with the load that CTAs / (saturating * multiprocessors) is, at least 1, and rounds of one CTA a multiprocessor.
+    """
+
+    start: float = 2.3
+    split_2: float = 1.3
+    split_4: float = 1.5
+    split_8: float = 2.2
+    k_block: float = 0.1
+    k_row: float = 0.002
+    saturating: float = 0.75
+    round_k_block: float = 0.1
+    round_k_row: float = 0.002
 
 
 @dataclass
@@ -34,69 +55,61 @@ class Rows:
 
 @dataclass
 class Constants:
-    gated: dict[Kernel, KernelTime]
-    plain: dict[Kernel, KernelTime]
+    tiled: dict[str, dict[Kernel, TiledTime]]  # by kind, where activated and plain have the same
+    streamed: dict[str, StreamedTime]  # by kind
     bytes_per_microsecond: float
-    saturating: float
-    reduction: float
-    torch_plain: Rows | None
-    torch_activated: Rows | None
+    torch: dict[str, Rows | None]  # activated and plain
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
-        if point.few_rows:
-            return min(point.times, key=lambda kernel: self._streamed_cost(point, kernel, multiprocessors))
-        return min(point.times, key=lambda kernel: self._time(point, kernel, multiprocessors))
+        def time(kernel: Kernel) -> float:
+            if kernel.streamed:
+                row = np.array([streamed_terms(point, kernel)])
+                fitted = streamed_times(self.streamed[point.kind], row, multiprocessors)[0]
+            else:
+                terms = tiled_terms(point, kernel, multiprocessors)
+                fitted = np.dot(terms, astuple(self.tiled[point.kind][kernel]))
+            return max(fitted, point.bytes / self.bytes_per_microsecond)
 
-    def _streamed_cost(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
-        return streamed_cost(p, kernel.split_k, multiprocessors, self.saturating, self.reduction)
-
-    def _time(self, p: Point, kernel: Kernel, multiprocessors: int) -> float:
-        time = (self.gated if p.gated else self.plain)[kernel]
-        terms = terms_of(p, kernel, multiprocessors)
-        fitted = np.dot(terms, [time.start, time.round, time.k_block, time.activation])
-        return max(fitted, p.bytes / self.bytes_per_microsecond)
+        return min(point.times, key=time)
 
 
 def fit(points: list[Point], multiprocessors: int) -> Constants:
-    many = [point for point in points if not point.few_rows]
-    few = [point for point in points if point.few_rows]
-    large = [point for point in many if point.bytes > LARGE_BYTES] or many
+    large = [point for point in points if point.bytes > LARGE_BYTES and point.m >= TILED_ROWS] or points
     bandwidth = round(max(point.bytes / point.best for point in large), -5)
-    gated = [point for point in many if point.gated]
-    plain = [point for point in many if not point.gated]
-    gated_times = {kernel: kernel_time(kernel, gated, multiprocessors) for kernel in GATED_KERNELS}
-    plain_times = {kernel: kernel_time(kernel, plain, multiprocessors) for kernel in PLAIN_KERNELS}
-    saturating, reduction = min(
-        itertools.product(SATURATING, REDUCTION),
-        key=lambda constants: streamed_loss(few, multiprocessors, *constants),
-    )
-    constants = Constants(gated_times, plain_times, bandwidth, saturating, reduction, None, None)
-    constants.torch_plain, constants.torch_activated = (
-        torch_rows(points, kind, lambda point: constants.choose(point, multiprocessors))
-        for kind in ("plain", "activated")
-    )
+    many = [point for point in points if point.m >= TILED_ROWS]
+    tiled = {}
+    for kinds, kernels in ((("gated",), TILED_GATED), (("activated", "plain"), TILED_PLAIN)):
+        timed = [point for point in many if point.kind in kinds]
+        times = {kernel: tiled_time(kernel, timed, multiprocessors) for kernel in kernels}
+        tiled.update(dict.fromkeys(kinds, times))
+    constants = Constants(tiled, {}, bandwidth, {})
+    for kind in KINDS:
+        few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
+        constants.streamed[kind] = streamed_time(kind, few, constants, multiprocessors)
+    for kind in ("activated", "plain"):
+        constants.torch[kind] = torch_rows(points, kind, lambda point: constants.choose(point, multiprocessors))
     return constants
 
 
-def terms_of(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
+def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
     """What start, round, k_block and activation are multiplied by."""
     cluster = kernel.multicast * kernel.split_k
     resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
-    columns = 64 if kernel.streamed else kernel.block_n // 2 if p.gated else kernel.block_n
+    columns = kernel.block_n // 2 if p.gated else kernel.block_n
     tiles = ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns)
     rounds = ceil_div(tiles, max(resident, 1))
     blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
     return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
 
 
-def kernel_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> KernelTime:
+def tiled_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> TiledTime:
     """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
     timed = [point for point in points if kernel in point.times]
     times = np.array([point.times[kernel] for point in timed])
     weights = np.array([point.best for point in timed]) / times
-    terms = np.array([terms_of(point, kernel, multiprocessors) for point in timed])
+    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
     fitted = non_negative_least_squares(terms * (weights / times)[:, None], weights)
-    return KernelTime(*(round(float(constant), 3) for constant in fitted))
+    return TiledTime(*(round(float(constant), 3) for constant in fitted))
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -112,20 +125,65 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return best
 
 
-def streamed_cost(p: Point, split_k: int, multiprocessors: int, saturating: float, reduction: float) -> float:
-    """In blocks of k."""
-    crowding = max(1.0, ceil_div(p.n, 64) * split_k / (saturating * multiprocessors))
-    return ceil_div(k_blocks(p.kind, p.k), split_k) * crowding + reduction * (split_k - 1)
+def streamed_terms(p: Point, kernel: Kernel) -> list[float]:
+    """What the time of a streamed kernel depends on: rows of a tile, parts of k, CTAs, blocks of k a CTA."""
+    ctas = ceil_div(p.m, kernel.block_n) * ceil_div(p.n, 64) * kernel.split_k
+    return [kernel.block_n, kernel.split_k, ctas, ceil_div(ceil_div(p.k, 64), kernel.split_k)]
 
 
-def streamed_loss(few: list[Point], multiprocessors: int, saturating: float, reduction: float) -> float:
-    """The mean square of how much slower than the best kernel the chosen one is."""
+def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) -> np.ndarray:
+    rows, parts, ctas, blocks = terms.T
+    load = np.maximum(1, ctas / (time.saturating * multiprocessors))
+    rounds = np.ceil(ctas / multiprocessors)
+    block = (time.k_block + time.k_row * rows) * load + (time.round_k_block + time.round_k_row * rows) * rounds
+    split = np.select([parts == 2, parts == 4, parts == 8], [time.split_2, time.split_4, time.split_8], 0.0)
+    return time.start + split + blocks * block
 
-    def cost(point: Point, kernel: Kernel) -> float:
-        return streamed_cost(point, kernel.split_k, multiprocessors, saturating, reduction)
 
-    chosen = [point.times[min(point.times, key=lambda kernel: cost(point, kernel))] for point in few]
-    return float(np.mean([(time / point.best - 1) ** 2 for point, time in zip(few, chosen)]))
+def streamed_time(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
+    """Found by a random walk, the same at each run: what counts is the choice that comes of it, which has no gradient.
+
+    The loss is that of choosing by the estimates, from the tiled kernels too, and a little of the error of the estimate
+    for the chosen one.
+    """
+    of_point, terms, fixed, floors, times = [], [], [], [], []
+    for index, point in enumerate(points):
+        for kernel, measured in point.times.items():
+            of_point.append(index)
+            times.append(measured)
+            floors.append(point.bytes / constants.bytes_per_microsecond)
+            terms.append(streamed_terms(point, kernel))
+            tiled = None if kernel.streamed else constants.tiled[kind][kernel]
+            fixed.append(
+                np.nan if tiled is None else np.dot(tiled_terms(point, kernel, multiprocessors), astuple(tiled))
+            )
+    of_point, terms, fixed, floors, times = map(np.array, (of_point, terms, fixed, floors, times))
+    starts = np.searchsorted(of_point, np.arange(len(points)))
+    best = np.minimum.reduceat(times, starts)
+
+    def loss(values: np.ndarray) -> float:
+        streamed = streamed_times(StreamedTime(*values), terms, multiprocessors)
+        estimates = np.maximum(np.where(np.isnan(fixed), streamed, fixed), floors)
+        order = np.lexsort((estimates, of_point))
+        chosen = order[starts]
+        slower = times[chosen] / best - 1
+        error = estimates[chosen] / times[chosen] - 1
+        return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.15 * np.mean(error**2))
+
+    random = np.random.default_rng(0)
+    found = []
+    for start in range(STARTS):
+        values = np.array(astuple(StreamedTime()))
+        values *= np.exp(random.normal(0, 0.3, len(values)) * (start > 0))
+        least = loss(values)
+        for step in trange(STEPS, desc=f"streamed, {kind}, {start + 1} of {STARTS}", leave=False):
+            moved = values * np.exp(
+                random.normal(0, 0.3 * 0.7 ** (step // 1000), len(values)) * (random.random(len(values)) < 0.3)
+            )
+            if (moved_loss := loss(moved)) < least:
+                values, least = moved, moved_loss
+        found.append((least, values))
+    return StreamedTime(*(round(float(value), 5) for value in min(found, key=lambda each: each[0])[1]))
 
 
 def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:

@@ -1,6 +1,8 @@
 """Writes cuda/sm90/tuning.h."""
 
-from tuning.fit import Constants, KernelTime, Rows
+from dataclasses import astuple
+
+from tuning.fit import Constants, Rows, StreamedTime, TiledTime
 from tuning.kernels import Kernel
 
 HEADER = """\
@@ -13,15 +15,21 @@ HEADER = """\
 
 namespace fused_mlp::sm90 {{
 
-// A kernel for more than 64 rows, and its time in microseconds: a start, and for every round of tiles (as many as the
-// chip holds at once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
-struct KernelTime {{
-  bool streamed;
+// A tiled kernel, and its time in microseconds: a start, and for every round of tiles (as many as the chip holds at
+// once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
+struct TiledTime {{
   int block_n;
   bool ping_pong;
   int multicast;
   int split_k;
   double start, round, k_block, activation;
+}};
+
+// The time of the streamed kernels: a start, what is added where k is split in 2, 4 or 8, and a part for each 64
+// elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip (`saturating` a
+// multiprocessor), and one for every round of CTAs, one a multiprocessor.
+struct StreamedTime {{
+  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row;
 }};
 
 // Rows of a, from first to last, at which torch's GEMM is faster.
@@ -31,18 +39,16 @@ struct TorchRows {{
 }};
 
 // clang-format off
-constexpr KernelTime kGatedTimes[] = {{
-{gated}
+constexpr TiledTime kTiledGated[] = {{
+{tiled_gated}
 }};
-constexpr KernelTime kPlainTimes[] = {{
-{plain}
+constexpr TiledTime kTiledPlain[] = {{
+{tiled_plain}
 }};
+constexpr StreamedTime kStreamedGated = {streamed_gated};
+constexpr StreamedTime kStreamedActivated = {streamed_activated};
+constexpr StreamedTime kStreamedPlain = {streamed_plain};
 constexpr double kBytesPerMicrosecond = {bandwidth:.1f}e6;
-
-// Of the streamed kernel for up to 64 rows: CTAs a multiprocessor that saturate the memory, and what a part of k costs
-// to add up, in blocks of k.
-constexpr double kSaturating = {saturating};
-constexpr double kReduction = {reduction};
 
 constexpr TorchRows kTorchPlain = {torch_plain};
 constexpr TorchRows kTorchActivated = {torch_activated};
@@ -55,25 +61,26 @@ constexpr TorchRows kTorchActivated = {torch_activated};
 def header(constants: Constants, gpu: str) -> str:
     return HEADER.format(
         gpu=gpu,
-        gated=table(constants.gated),
-        plain=table(constants.plain),
+        tiled_gated=table(constants.tiled["gated"]),
+        tiled_plain=table(constants.tiled["plain"]),
+        **{f"streamed_{kind}": braced(time) for kind, time in constants.streamed.items()},
         bandwidth=constants.bytes_per_microsecond / 1e6,
-        saturating=constants.saturating,
-        reduction=constants.reduction,
-        torch_plain=rows(constants.torch_plain, "cuBLAS is faster for a plain product of"),
-        torch_activated=rows(constants.torch_activated, "cuBLAS and a kernel behind it are faster for"),
+        torch_plain=rows(constants.torch["plain"], "cuBLAS is faster for a plain product of"),
+        torch_activated=rows(constants.torch["activated"], "cuBLAS and a kernel behind it are faster for"),
     )
 
 
-def table(times: dict[Kernel, KernelTime]) -> str:
-    def row(kernel: Kernel, time: KernelTime) -> str:
-        streamed, ping_pong = ("true" if flag else "false" for flag in (kernel.streamed, kernel.ping_pong))
-        return (
-            f"    {{{streamed}, {kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, "
-            f"{time.start}, {time.round}, {time.k_block}, {time.activation}}},"
-        )
+def table(times: dict[Kernel, TiledTime]) -> str:
+    def row(kernel: Kernel, time: TiledTime) -> str:
+        ping_pong = "true" if kernel.ping_pong else "false"
+        constants = ", ".join(map(str, astuple(time)))
+        return f"    {{{kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, {constants}}},"
 
     return "\n".join(row(kernel, time) for kernel, time in times.items())
+
+
+def braced(time: StreamedTime) -> str:
+    return "{" + ", ".join(map(str, astuple(time))) + "}"
 
 
 def rows(torch: Rows | None, faster: str) -> str:

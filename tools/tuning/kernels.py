@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FEW_ROWS = 64  # up to here, streamed kernels alone
-WIDE_ROWS = 256  # beyond, tiled kernels alone
+# As in cuda/sm90/gemm.cpp.
+TILED_ROWS = 33  # from here on
+STREAMED_ROWS = 256  # up to here
+STREAMED_TILES = 4  # of rows, at most
+
 LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
 
 
@@ -22,8 +25,8 @@ class Kernel(NamedTuple):
         return f"{way} {self.block_n}, multicast {self.multicast}, split-k {self.split_k}"
 
 
-# The kernels of launch.cuh for more than FEW_ROWS rows. Where two are equally fast, the first is taken.
-GATED_KERNELS = [
+# The kernels of launch.cuh. Where two are equally fast, the first is taken.
+TILED_GATED = [
     Kernel(0, 256, 0, 2, 1),
     Kernel(0, 192, 1, 2, 1),
     Kernel(0, 256, 0, 1, 1),
@@ -32,7 +35,7 @@ GATED_KERNELS = [
     Kernel(0, 128, 1, 2, 1),
     Kernel(0, 128, 0, 1, 1),
 ]
-PLAIN_KERNELS = [
+TILED_PLAIN = [
     Kernel(0, 256, 0, 2, 1),
     Kernel(0, 192, 1, 2, 1),
     Kernel(0, 192, 0, 2, 1),
@@ -40,10 +43,9 @@ PLAIN_KERNELS = [
     Kernel(0, 128, 0, 1, 1),
     Kernel(0, 128, 0, 1, 2),
     Kernel(0, 128, 0, 1, 4),
-    Kernel(1, 128, 0, 1, 2),
-    Kernel(1, 128, 0, 1, 4),
-    Kernel(1, 128, 0, 1, 8),
 ]
+STREAMED_SIZES_GATED = [8, 16, 32, 48, 64]  # rows of a tile
+STREAMED_SIZES_PLAIN = [*STREAMED_SIZES_GATED, 80, 128]
 
 
 @dataclass
@@ -63,10 +65,6 @@ class Point:
         return self.kind == "gated"
 
     @property
-    def few_rows(self) -> bool:
-        return self.m <= FEW_ROWS
-
-    @property
     def bytes(self) -> int:
         return 2 * (self.m * (self.k + self.n) + (2 if self.gated else 1) * self.n * self.k)
 
@@ -76,22 +74,24 @@ class Point:
 
 
 def candidates(kind: str, m: int, k: int) -> list[Kernel]:
-    if m <= FEW_ROWS:
-        rows = next(rows for rows in (8, 16, 32, 64) if m <= rows)
-        blocks = k_blocks(kind, k)
-        return [Kernel(1, rows, 0, 1, split_k) for split_k in (1, 2, 4, 8) if split_k <= blocks]
-    kernels = GATED_KERNELS if kind == "gated" else PLAIN_KERNELS
-    return [kernel for kernel in kernels if takes(kernel, m, k)]
+    """All that plan() of cuda/sm90/gemm.cpp considers."""
+    return streamed(kind, m, k) + tiled(kind, m, k)
 
 
-def takes(kernel: Kernel, m: int, k: int) -> bool:
-    """For more than FEW_ROWS rows, as timed_plan() of cuda/sm90/gemm.cpp."""
-    return (kernel.split_k == 1 or k >= 64 * kernel.split_k) and not (kernel.streamed and m > WIDE_ROWS)
+def streamed(kind: str, m: int, k: int) -> list[Kernel]:
+    if m > STREAMED_ROWS:
+        return []
+    sizes = STREAMED_SIZES_GATED if kind == "gated" else STREAMED_SIZES_PLAIN
+    largest = next((size for size in sizes if size >= m), sizes[-1])
+    sizes = [size for size in sizes if size <= largest and ceil_div(m, size) <= STREAMED_TILES]
+    return [Kernel(1, size, 0, 1, split_k) for size in sizes for split_k in (1, 2, 4, 8) if k > 64 * (split_k - 1)]
 
 
-def k_blocks(kind: str, k: int) -> int:
-    """Blocks of k that a streamed kernel for few rows reads."""
-    return ceil_div(k, 64 if kind == "gated" else 128)
+def tiled(kind: str, m: int, k: int) -> list[Kernel]:
+    if m < TILED_ROWS:
+        return []
+    kernels = TILED_GATED if kind == "gated" else TILED_PLAIN
+    return [kernel for kernel in kernels if kernel.split_k == 1 or k >= 64 * kernel.split_k]
 
 
 def ceil_div(a: int, b: int) -> int:
