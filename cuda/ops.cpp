@@ -154,8 +154,31 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   return out;
 }
 
-// torch's GEMMs, and one pointwise kernel that overwrites the first one's result.
+// cuBLASLt adds the bias and applies these activations in its GEMM. In float32 they are left to the pointwise kernel,
+// and torch forgets them where there is nothing to sum.
+bool torch_has_epilogue(const Layer& layer) {
+  const auto activation = static_cast<Activation>(layer.activation);
+  return layer.up_weight == nullptr && layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float &&
+         layer.weight.size(1) > 0 && (activation == Activation::kGeluTanh || activation == Activation::kRelu);
+}
+
+const char* torch_way(const Layer& layer) {
+  if (layer.up_weight != nullptr) return "torch's GEMMs and a pointwise kernel: ";
+  if (static_cast<Activation>(layer.activation) == Activation::kLinear) return "torch's GEMM: ";
+  return torch_has_epilogue(layer) ? "torch's GEMM with the activation in its epilogue: "
+                                   : "torch's GEMM and a pointwise kernel: ";
+}
+
+// torch's GEMM with an epilogue, or its GEMMs and one pointwise kernel that overwrites the first one's result.
 Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Layer& layer) {
+  if (torch_has_epilogue(layer)) {
+    const Tensor rows = matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1});
+    const bool gelu = static_cast<Activation>(layer.activation) == Activation::kGeluTanh;
+    AtenTensorHandle out = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__addmm_activation(layer.bias->get(), rows.get(),
+                                                             transposed(layer.weight).get(), 1.0, 1.0, gelu, &out));
+    return view_of(Tensor(out), out_sizes, dense_strides(out_sizes));
+  }
   const Tensor out = torch_linear(x, out_sizes, layer.weight, layer.bias);
   const bool gated = layer.up_weight != nullptr;
   if (!gated && static_cast<Activation>(layer.activation) == Activation::kLinear) return out;
@@ -213,7 +236,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
                  const OptionalTensor& up_bias, int64_t activation, bool follows_gemm) {
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
   const FusedGemm gemm(TensorRows(x), layer, follows_gemm);
-  if (gemm.refused != nullptr) return std::string("torch's GEMM and a pointwise kernel: ") + gemm.refused;
+  if (gemm.refused != nullptr) return std::string(torch_way(layer)) + gemm.refused;
   return std::string("fused sm_90a GEMM: ") + gemm.plan.reason;
 }
 

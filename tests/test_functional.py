@@ -67,9 +67,10 @@ def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype)
     ],
     ids=str,
 )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @functions
-def test_empty(fused_mlp, device, implementation, function, lead, sizes):
-    check(fused_mlp, implementation, function, operands(function, lead, sizes, device=device))
+def test_empty(fused_mlp, device, implementation, function, lead, sizes, dtype):
+    check(fused_mlp, implementation, function, operands(function, lead, sizes, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("lead", [(70_001,), (3, 23_333)], ids=str)

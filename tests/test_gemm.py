@@ -331,21 +331,26 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize(("operand", "change", "reason"), FALLBACKS.values(), ids=FALLBACKS)
-@pytest.mark.parametrize("function", ["linear", "gated_linear"])
-def test_fallback_is_right_and_explained(fused_mlp, device, function, operand, change, reason):
+@pytest.mark.parametrize(
+    ("function", "activation"),
+    [("linear", "silu"), ("linear", "gelu_pytorch_tanh"), ("linear", "relu"), ("gated_linear", "silu")],
+)
+def test_fallback_is_right_and_explained(fused_mlp, device, function, activation, operand, change, reason):
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
     sizes = (72, 203, 0) if "multiple" in reason else (72, 200, 0)
     made = operands(function, (10,), sizes, dtype=dtype, device=device)
     for name in made:
         if name.endswith(operand):
             made[name] = change(made[name])
-    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation="silu")
+    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation)
     assert explanation.implementation == "cuda"
     assert FUSED not in explanation.reason
     assert reason in explanation.reason
-    result = getattr(fused_mlp, function)(**made, activation="silu")
-    expected = reference.eager(function, made, "silu")
-    assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+    in_epilogue = function == "linear" and activation != "silu" and dtype != torch.float32
+    assert ("with the activation in its epilogue" in explanation.reason) == in_epilogue
+    result = getattr(fused_mlp, function)(**made, activation=activation)
+    expected = reference.eager(function, made, activation)
+    assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
 
 
 def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):

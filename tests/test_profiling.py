@@ -213,13 +213,9 @@ def test_floors(shape, microseconds):
 @pytest.mark.parametrize(
     ("backend", "reason", "steps"),
     [
-        (
-            "cuda",
-            "first; fused sm_90a GEMM: tiles; down: torch's GEMM and a pointwise kernel: x",
-            plan.GATED_GEMM,
-        ),
+        ("cuda", "first; fused sm_90a GEMM: tiles; down: torch's GEMM: x", plan.GATED_GEMM),
         ("cuda", "first; fused sm_90a GEMM: tiles; down: fused sm_90a GEMM: streams", plan.GATED_GEMM_AND_OURS),
-        ("cuda", "first; torch's GEMM and a pointwise kernel: a; down: torch's GEMM: b", plan.POINTWISE_FUSED),
+        ("cuda", "first; torch's GEMMs and a pointwise kernel: a; down: torch's GEMM: b", plan.POINTWISE_FUSED),
         ("triton", "forced by backend()", plan.GATED_GEMM),
         ("cpu", "first choice for this device and dtype", plan.ONE_OP),
         ("torch", "no cpu kernel for torch.float16", plan.EAGER),

@@ -62,11 +62,16 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
                   " differs in shape from the first operand");
 }
 
-// An uninitialised dense tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
-inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
+  return strides;
+}
+
+// An uninitialised dense tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
+inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  const auto strides = dense_strides(sizes);
   int32_t dtype = 0, device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));

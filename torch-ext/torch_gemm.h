@@ -14,17 +14,27 @@ using TorchMm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle a, AtenTen
 using TorchAddmm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                   double beta, double alpha);
 
-// A matrix in the memory of `tensor`, from its first element on.
-inline Tensor matrix_view(const Tensor& tensor, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides) {
+// A tensor in the memory of `tensor`, from its first element on.
+template <typename Sizes>
+Tensor view_of(const Tensor& tensor, const Sizes& sizes, const Sizes& strides) {
   AtenTensorHandle view = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), 2, sizes.data(), strides.data(), 0, &view));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(tensor.get(), sizes.size(), sizes.data(), strides.data(), 0, &view));
   return Tensor(view);
+}
+
+inline Tensor matrix_view(const Tensor& tensor, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides) {
+  return view_of(tensor, sizes, strides);
+}
+
+inline Tensor transposed(const Tensor& weight) {
+  return matrix_view(weight, {weight.size(1), weight.size(0)}, {weight.stride(1), weight.stride(0)});
 }
 
 // out [rows, n] = x [rows, k] weight [n, k]^T + bias, the bias added before the one rounding.
 template <TorchMm kMm, TorchAddmm kAddmm>
 void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  const Tensor columns = matrix_view(weight, {weight.size(1), weight.size(0)}, {weight.stride(1), weight.stride(0)});
+  const Tensor columns = transposed(weight);
   TORCH_ERROR_CODE_CHECK(bias ? kAddmm(out.get(), bias->get(), x.get(), columns.get(), 1.0, 1.0)
                               : kMm(out.get(), x.get(), columns.get()));
 }

@@ -32,32 +32,32 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kTiledGated[] = {
-    {256, false, 2, 1, 2.745, 0.246, 0.785, 0.0},
-    {192, true, 2, 1, 3.437, 0.0, 0.563, 0.0},
-    {256, false, 1, 1, 0.815, 0.0, 0.843, 0.0},
-    {192, true, 1, 1, 1.813, 0.0, 0.635, 0.0},
-    {224, false, 2, 1, 2.199, 0.218, 0.714, 0.0},
-    {128, true, 2, 1, 4.046, 0.0, 0.398, 0.0},
-    {128, false, 1, 1, 1.148, 0.0, 0.506, 0.0},
+    {256, false, 2, 1, 3.166, 0.856, 0.726, 0.0},
+    {192, true, 2, 1, 4.632, 0.0, 0.541, 0.0},
+    {256, false, 1, 1, 1.841, 0.0, 0.797, 0.0},
+    {192, true, 1, 1, 2.663, 0.0, 0.562, 0.0},
+    {224, false, 2, 1, 3.52, 0.391, 0.668, 0.0},
+    {128, true, 2, 1, 3.977, 0.0, 0.401, 0.0},
+    {128, false, 1, 1, 1.758, 0.0, 0.422, 0.0},
 };
 constexpr TiledTime kTiledPlain[] = {
-    {256, false, 2, 1, 1.05, 0.0, 0.689, 4.562},
-    {192, true, 2, 1, 4.362, 0.0, 0.504, 1.258},
-    {192, false, 2, 1, 1.217, 0.0, 0.517, 3.78},
-    {128, true, 2, 1, 3.564, 0.0, 0.346, 1.546},
-    {128, false, 1, 1, 0.0, 0.0, 0.371, 3.464},
-    {128, false, 1, 2, 0.0, 2.566, 0.426, 3.386},
-    {128, false, 1, 4, 0.0, 3.75, 0.471, 2.131},
+    {256, false, 2, 1, 0.759, 0.0, 0.682, 4.905},
+    {192, true, 2, 1, 4.11, 0.0, 0.489, 1.945},
+    {192, false, 2, 1, 1.286, 0.0, 0.505, 4.106},
+    {128, true, 2, 1, 2.905, 0.0, 0.342, 1.916},
+    {128, false, 1, 1, 0.419, 0.0, 0.348, 2.826},
+    {128, false, 1, 2, 0.0, 2.81, 0.417, 3.101},
+    {128, false, 1, 4, 0.0, 3.788, 0.48, 1.954},
 };
-constexpr StreamedTime kStreamedGated = {2.88424, 1.097, 1.3331, 2.39031, 0.05189, 0.00611, 0.60298, 0.07222, 0.00187};
-constexpr StreamedTime kStreamedActivated = {3.0957, 1.34577, 3.99928, 3.52323, 0.03014, 0.00112, 1.85241, 0.04133, 0.00156};
-constexpr StreamedTime kStreamedPlain = {2.00175, 1.0685, 1.0771, 8.12436, 0.07877, 0.00132, 0.57972, 0.08882, 7e-05};
+constexpr StreamedTime kStreamedGated = {1.91741, 2.70688, 2.50607, 4.69472, 0.06581, 0.00491, 0.63584, 0.11652, 0.00175};
+constexpr StreamedTime kStreamedActivated = {2.19679, 3.17495, 4.56356, 3.39809, 0.10381, 0.00088, 0.83022, 0.03182, 0.00156};
+constexpr StreamedTime kStreamedPlain = {1.86514, 0.49969, 0.89754, 17.22812, 0.07769, 0.00125, 0.58366, 0.09365, 7e-05};
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
 constexpr TorchRows kTorchPlain = {129, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is faster for a plain product of more than 128 rows"};
-constexpr TorchRows kTorchActivated = {257, 384,
-    "as measured, cuBLAS and a kernel behind it are faster for 257 to 384 rows"};
+constexpr TorchRows kTorchActivated = {65, 256,
+    "as measured, cuBLAS and a kernel behind it are faster for 65 to 256 rows"};
 // clang-format on
 
 }  // namespace fused_mlp::sm90

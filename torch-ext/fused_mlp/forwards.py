@@ -31,19 +31,21 @@ def gated(
     between: Between = (),
 ) -> Tensor:
     """``down(act(gate(x)) * up(x))``."""
-    if _are_plain(x, activation, gate, up, down) and _passes(between):
-        weights, biases = _parameters(gate, up, down)
-        if weights[0].size(0) == weights[1].size(0):  # else an output is broadcast
-            return functional.gated_mlp(x, *weights, *biases, activation.name)
+    found = _parameters(x, activation, gate, up, down) if _passes(between) else None
+    if found is not None:
+        (gate_weight, gate_bias), (up_weight, up_bias), (weight, bias) = found
+        if gate_weight.size(0) == up_weight.size(0):  # else an output is broadcast
+            return functional.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation.name)
     return _last(gated_linear(x, gate, up, activation, act), between, down)
 
 
 def gated_linear(x: Tensor, gate: nn.Module, up: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
     """``act(gate(x)) * up(x)``."""
-    if _are_plain(x, activation, gate, up):
-        weights, biases = _parameters(gate, up)
-        if weights[0].size(0) == weights[1].size(0):
-            return functional.gated_linear(x, *weights, *biases, activation.name)
+    found = _parameters(x, activation, gate, up)
+    if found is not None:
+        (gate_weight, gate_bias), (up_weight, up_bias) = found
+        if gate_weight.size(0) == up_weight.size(0):
+            return functional.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation.name)
     return pointwise(gate(x), up(x), activation, act)
 
 
@@ -57,19 +59,21 @@ def packed_gated(
     up_first: bool = False,
 ) -> Tensor:
     """``down(act(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``, or the halves the other way round."""
-    if not (_are_plain(x, activation, gate_up, down) and _passes(between)):
+    found = _parameters(x, activation, gate_up, down) if _passes(between) else None
+    if found is None:
         return _last(packed_gated_linear(x, gate_up, activation, act, up_first), between, down)
-    gate, up, gate_bias, up_bias = _halves(gate_up, up_first)
-    (last,), (bias,) = _parameters(down)
-    return functional.gated_mlp(x, gate, up, last, gate_bias, up_bias, bias, activation.name)
+    packed, (weight, bias) = found
+    gate_weight, up_weight, gate_bias, up_bias = _halves(*packed, up_first)
+    return functional.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation.name)
 
 
 def packed_gated_linear(
     x: Tensor, gate_up: nn.Module, activation: Optional[Activation], act: Act, up_first: bool = False
 ) -> Tensor:
     """``act(gate) * up`` with ``gate, up = gate_up(x).chunk(2, -1)``, or the halves the other way round."""
-    if _are_plain(x, activation, gate_up):
-        return functional.gated_linear(x, *_halves(gate_up, up_first), activation.name)
+    found = _parameters(x, activation, gate_up)
+    if found is not None:
+        return functional.gated_linear(x, *_halves(*found[0], up_first), activation.name)
     gate, up = gate_up(x).chunk(2, dim=-1)
     return pointwise(up, gate, activation, act) if up_first else pointwise(gate, up, activation, act)
 
@@ -78,18 +82,19 @@ def plain(
     x: Tensor, fc1: nn.Module, fc2: nn.Module, activation: Optional[Activation], act: Act, between: Between = ()
 ) -> Tensor:
     """``fc2(act(fc1(x)))``."""
-    if not (_are_plain(x, activation, fc1, fc2) and _passes(between)):
+    found = _parameters(x, activation, fc1, fc2) if _passes(between) else None
+    if found is None:
         return _last(linear(x, fc1, activation, act), between, fc2)
-    weights, biases = _parameters(fc1, fc2)
-    return functional.mlp(x, *weights, *biases, activation.name)
+    (weight1, bias1), (weight2, bias2) = found
+    return functional.mlp(x, weight1, weight2, bias1, bias2, activation.name)
 
 
 def linear(x: Tensor, projection: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
     """``act(projection(x))``."""
-    if not _are_plain(x, activation, projection):
+    found = _parameters(x, activation, projection)
+    if found is None:
         return (act or activation.function)(projection(x))
-    (weight,), (bias,) = _parameters(projection)
-    return functional.linear(x, weight, bias, activation.name)
+    return functional.linear(x, *found[0], activation.name)
 
 
 def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: Act) -> Tensor:
@@ -150,18 +155,19 @@ def _last(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
     return projection(hidden)
 
 
-def _are_plain(x: Tensor, activation: Optional[Activation], *projections: nn.Module) -> bool:
+def _parameters(
+    x: Tensor, activation: Optional[Activation], *projections: nn.Module
+) -> Optional[List[Tuple[Tensor, Optional[Tensor]]]]:
+    """The weights and biases of the projections; None where something must be called instead."""
     if activation is None or obstacles.of_input(x) is not None:
-        return False
-    for projection in projections:  # noqa: SIM110
-        if obstacles.of_projection(projection) is not None:
-            return False
-    return True
-
-
-def _parameters(*projections: nn.Module) -> Tuple[List[Tensor], List[Optional[Tensor]]]:
-    """The weights and the biases of plain projections."""
-    return [obstacles.weight_of(each) for each in projections], [obstacles.bias_of(each) for each in projections]
+        return None
+    found = []
+    for projection in projections:
+        parameters = obstacles.parameters_of(projection)
+        if isinstance(parameters, str):
+            return None
+        found.append(parameters)
+    return found
 
 
 def _are_alike(gate: Tensor, up: Tensor) -> bool:
@@ -172,9 +178,8 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-def _halves(gate_up: nn.Module, up_first: bool) -> Tuple[Optional[Tensor], ...]:
-    """The weights and the biases of gate and up."""
-    (weight,), (bias,) = _parameters(gate_up)
+def _halves(weight: Tensor, bias: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], ...]:
+    """The weights and the biases of gate and up, of a packed projection."""
     first, second = weight.chunk(2)
     first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
     return (second, first, second_bias, first_bias) if up_first else (first, second, first_bias, second_bias)

@@ -6,7 +6,7 @@ purpose: what is not known to be plain is called. The answers are noun phrases, 
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional
+from typing import Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ equivalent_forwards: List[Callable[..., Tensor]] = []
 def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     """What calling ``module`` does beyond the forward that its class was written with, or None.
 
-    ``kernelizable``: a layer of a kernel, which ``kernels.kernelize`` put in the forward's place, computes the same.
+    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
+    of the forward, computes the same.
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "hooks"
@@ -30,7 +31,7 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     if own is not None:
         function = getattr(own, "__func__", None)
         known = function in (type(module).forward, *equivalent_forwards)
-        if not known and not (kernelizable and _is_of_a_layer(function)):
+        if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     if (
         _torch_module._global_forward_hooks
@@ -44,6 +45,12 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
 
 def of_projection(projection: nn.Module) -> Optional[str]:
     """Why the weight of ``projection`` must not be used without calling it, or None if it is a plain linear layer."""
+    found = parameters_of(projection)
+    return found if isinstance(found, str) else None
+
+
+def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
+    """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
     kind = type(projection)
     if kind is nn.Linear:
         if kind.forward is not _LINEAR_FORWARD:
@@ -55,14 +62,22 @@ def of_projection(projection: nn.Module) -> Optional[str]:
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
-    weight = _parameter(projection, "weight")
+    parameters = projection._parameters  # asked first, it is several times as fast as the attribute
+    weight = parameters["weight"] if "weight" in parameters else projection.weight  # noqa: SIM401 (which asks both)
     if type(weight) not in (nn.Parameter, Tensor):
         return f"a weight of type {type(weight).__name__}"
     if not weight.dtype.is_floating_point:
         return f"a weight of {weight.dtype}"
     if weight.layout is not torch.strided:
         return f"a weight of {weight.layout}"
-    return None
+    bias = parameters["bias"] if "bias" in parameters else projection.bias  # noqa: SIM401
+    return (weight if kind is nn.Linear else weight.t()), bias
+
+
+def weight_of(projection: nn.Module) -> Tensor:
+    """The weight of a plain projection as ``[out, in]``."""
+    weight, _ = parameters_of(projection)
+    return weight
 
 
 def of_input(x: Tensor) -> Optional[str]:
@@ -70,17 +85,6 @@ def of_input(x: Tensor) -> Optional[str]:
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
     return "a nested input" if x.is_nested else None
-
-
-def weight_of(projection: nn.Module) -> Tensor:
-    """The weight of a plain projection as ``[out, in]``."""
-    weight = _parameter(projection, "weight")
-    return weight if type(projection) is nn.Linear else weight.t()
-
-
-def bias_of(projection: nn.Module) -> Optional[Tensor]:
-    """The bias of a plain projection."""
-    return _parameter(projection, "bias")
 
 
 def summary(blocked: Dict[str, str]) -> str:
@@ -98,11 +102,6 @@ def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:
     if function is None or hasattr(function, "__wrapped__"):
         return False
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
-
-
-def _parameter(projection: nn.Module, name: str) -> Optional[Tensor]:
-    parameters = projection._parameters  # asked first, it is several times as fast as the attribute
-    return parameters[name] if name in parameters else getattr(projection, name)
 
 
 def _is_conv1d(kind: type) -> bool:
