@@ -123,7 +123,9 @@ def test_explain_computes_nothing_and_takes_what_the_function_takes(fused_mlp, d
     before = {name: operand.clone() for name, operand in made.items()}
     call = getattr(fused_mlp, function)
     assert set(ops_called(lambda **operands: fused_mlp.explain(call, **operands), made)) <= {"plan"}
-    assert fused_mlp.explain(call, *made.values()) == fused_mlp.explain(call, **made, activation="silu")
+    by_name = fused_mlp.explain(call, **made)
+    assert fused_mlp.explain(call, *made.values()) == by_name
+    assert fused_mlp.explain(call, **made, activation="silu").implementation == by_name.implementation
     assert all(torch.equal(made[name], before[name]) for name in made)
 
 

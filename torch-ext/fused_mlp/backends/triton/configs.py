@@ -88,9 +88,10 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         block_n //= 2
     if block_m > least_m and not fills(block_m, block_n):
         block_m //= 2
-    # Bytes of a row that one step takes: a cache line, or two where rows are few and latency counts.
-    k_bytes = 64 if not wide else 128 if block_m > 64 else 256
-    stage_bytes = (block_m + weights * block_n) * k_bytes
+    # Bytes of a row that one step takes: a cache line, or two where rows are few, latency counts and three stages fit.
+    rows, shared_memory = block_m + weights * block_n, gpu.shared_memory - 1024  # 1 KiB for the barriers
+    two_lines = block_m <= 64 and 3 * 256 * rows <= shared_memory
+    k_bytes = 64 if not wide else 256 if two_lines else 128
     config = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -98,8 +99,7 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         "GROUP_M": 8,
         "DESCRIPTORS": wide and block_m >= 64 and gpu.capability >= 90,
         "num_warps": 4 if wide and weights * block_m * block_n < 128 * 128 else 8,
-        # 1 KiB for the barriers
-        "num_stages": min(6 if block_m >= 64 else 4, (gpu.shared_memory - 1024) // stage_bytes),
+        "num_stages": min(6 if block_m >= 64 else 4, shared_memory // (rows * k_bytes)),
     }
     # Unless told that it may take every register, the assembler spills some to fit one block more.
     return config if wide else {**config, "maxnreg": 255}
