@@ -95,6 +95,14 @@ struct Layer {
 
 const OptionalTensor kNoBias;
 
+// cuBLASLt adds the bias and applies these activations in its GEMM. In float32 they are left to the pointwise kernel,
+// and torch forgets them where there is nothing to sum.
+bool torch_has_epilogue(const Layer& layer) {
+  const auto activation = static_cast<Activation>(layer.activation);
+  return layer.up_weight == nullptr && layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float &&
+         layer.weight.size(1) > 0 && (activation == Activation::kGeluTanh || activation == Activation::kRelu);
+}
+
 // The one-kernel way, with the GEMM of the GPU's architecture. `refused` says why there is none, or is null.
 struct FusedGemm {
   sm90::GemmProblem problem{};
@@ -122,6 +130,7 @@ struct FusedGemm {
     problem.dtype = dtype_of(x.tensor, "x");
     problem.activation = layer.activation;
     problem.follows_gemm = follows_gemm;
+    problem.torch_activates = torch_has_epilogue(layer);
     if (!describe_weight(layer.weight, &problem.weight)) return "a weight that is not row-major";
     if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
       return "a weight that is not row-major";
@@ -152,14 +161,6 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(
       matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1}), weight, bias);
   return out;
-}
-
-// cuBLASLt adds the bias and applies these activations in its GEMM. In float32 they are left to the pointwise kernel,
-// and torch forgets them where there is nothing to sum.
-bool torch_has_epilogue(const Layer& layer) {
-  const auto activation = static_cast<Activation>(layer.activation);
-  return layer.up_weight == nullptr && layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float &&
-         layer.weight.size(1) > 0 && (activation == Activation::kGeluTanh || activation == Activation::kRelu);
 }
 
 const char* torch_way(const Layer& layer) {

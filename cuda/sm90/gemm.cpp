@@ -33,16 +33,20 @@ double microseconds_of_bytes(const GemmProblem& p) {
   return bytes / kBytesPerMicrosecond;
 }
 
+// As tools/tuning/fit.py has them.
 double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
   const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.
-  const int resident = cluster <= 2 ? multiprocessors / cluster : multiprocessors * 10 / 11 / cluster;
+  const int resident = std::max(1, (cluster <= 2 ? multiprocessors : multiprocessors * 10 / 11) / cluster);
   const int columns = p.gated() ? c.block_n / 2 : c.block_n;
   const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, columns);
-  const int64_t rounds = ceil_div(tiles, std::max(resident, 1));
+  const int64_t rounds = ceil_div(tiles, resident);
   double round = c.round + c.k_block * ceil_div(ceil_div(p.k, 64), c.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
-  return std::max(c.start + rounds * round, microseconds_of_bytes(p));
+  const double floor = microseconds_of_bytes(p);
+  const double floor_of_full = floor * resident / tiles;
+  const double last = std::max(round, floor - (rounds - 1) * floor_of_full);
+  return c.start + (rounds - 1) * std::max(round, floor_of_full) + last;
 }
 
 double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int rows, int split_k, int multiprocessors) {
@@ -51,7 +55,10 @@ double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int r
   const double rounds = std::ceil(ctas / multiprocessors);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
   const double split = split_k == 1 ? 0 : split_k == 2 ? c.split_2 : split_k == 4 ? c.split_4 : c.split_8;
-  return std::max(c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block, microseconds_of_bytes(p));
+  const double time = c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block;
+  const double floor = microseconds_of_bytes(p);
+  constexpr double kTie = 0.1;  // tells kernels apart where the bytes decide
+  return std::max(time, floor) + kTie * std::min(time, floor);
 }
 
 // The plan that takes the least time of those it is shown.
@@ -128,8 +135,9 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
   const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
-  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost.
-  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kStreamedRows);
+  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost. Where torch
+  // has the activation in its GEMM, it takes less of the CPU's time than eager too.
+  const bool cpu_counts = p.linear() ? p.follows_gemm && p.m <= kStreamedRows : !p.torch_activates;
   if (torch_is_faster && !cpu_counts) return rows.reason;
   *chosen = plan(p, multiprocessors);
   return torch_is_faster && chosen->microseconds > kTorchCpuMicroseconds ? rows.reason : nullptr;

@@ -49,15 +49,15 @@ constexpr TiledTime kTiledPlain[] = {
     {128, false, 1, 2, 0.0, 2.81, 0.417, 3.101},
     {128, false, 1, 4, 0.0, 3.788, 0.48, 1.954},
 };
-constexpr StreamedTime kStreamedGated = {1.91741, 2.70688, 2.50607, 4.69472, 0.06581, 0.00491, 0.63584, 0.11652, 0.00175};
-constexpr StreamedTime kStreamedActivated = {2.19679, 3.17495, 4.56356, 3.39809, 0.10381, 0.00088, 0.83022, 0.03182, 0.00156};
-constexpr StreamedTime kStreamedPlain = {1.86514, 0.49969, 0.89754, 17.22812, 0.07769, 0.00125, 0.58366, 0.09365, 7e-05};
+constexpr StreamedTime kStreamedGated = {2.90509, 2.47906, 10.92204, 5.81562, 0.00061, 0.00483, 0.59017, 0.05083, 0.00068};
+constexpr StreamedTime kStreamedActivated = {2.81369, 3.6633, 18.3068, 13.29192, 0.00048, 0.00123, 1.86327, 0.0541, 0.00152};
+constexpr StreamedTime kStreamedPlain = {2.09008, 1.22125, 1.39228, 36.12401, 0.06513, 0.00164, 0.56406, 0.01126, 0.0};
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
 constexpr TorchRows kTorchPlain = {129, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is faster for a plain product of more than 128 rows"};
-constexpr TorchRows kTorchActivated = {65, 256,
-    "as measured, cuBLAS and a kernel behind it are faster for 65 to 256 rows"};
+constexpr TorchRows kTorchActivated = {78, 256,
+    "as measured, cuBLAS and a kernel behind it are faster for 78 to 256 rows"};
 // clang-format on
 
 }  // namespace fused_mlp::sm90

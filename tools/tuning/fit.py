@@ -11,13 +11,15 @@ from tqdm import trange
 from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
+TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
 STARTS, STEPS = 3, 4000  # of the search for the constants of the streamed kernels
 
 
 @dataclass
 class TiledTime:
-    """Microseconds: max(start + rounds * (round + k_block * blocks of k + activation), bytes / bandwidth)."""
+    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation or, if that is more, its
+    tiles' part of bytes / bandwidth."""
 
     start: float
     round: float
@@ -27,7 +29,7 @@ class TiledTime:
 
 @dataclass
 class StreamedTime:
-    """Microseconds: max(start + split of k + blocks of k a CTA * block, bytes / bandwidth), where a block takes
+    """Microseconds: start + split of k + blocks of k a CTA * block, bounded by bytes / bandwidth, where a block takes
 
     (k_block + k_row * rows of a tile) * load + (round_k_block + round_k_row * rows of a tile) * rounds
 
@@ -62,13 +64,11 @@ class Constants:
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
         def time(kernel: Kernel) -> float:
-            if kernel.streamed:
-                row = np.array([streamed_terms(point, kernel)])
-                fitted = streamed_times(self.streamed[point.kind], row, multiprocessors)[0]
-            else:
-                terms = tiled_terms(point, kernel, multiprocessors)
-                fitted = np.dot(terms, astuple(self.tiled[point.kind][kernel]))
-            return max(fitted, point.bytes / self.bytes_per_microsecond)
+            floor = point.bytes / self.bytes_per_microsecond
+            if not kernel.streamed:
+                return tiled_microseconds(point, kernel, self.tiled[point.kind][kernel], floor, multiprocessors)
+            terms = np.array([streamed_terms(point, kernel)])
+            return bounded(streamed_times(self.streamed[point.kind], terms, multiprocessors), floor)[0]
 
         return min(point.times, key=time)
 
@@ -91,15 +91,34 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     return constants
 
 
-def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
-    """What start, round, k_block and activation are multiplied by."""
+def tiles_and_resident(p: Point, kernel: Kernel, multiprocessors: int) -> tuple[int, int]:
+    """Tiles, each of a cluster, and how many of them the chip holds at once."""
     cluster = kernel.multicast * kernel.split_k
     resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
     columns = kernel.block_n // 2 if p.gated else kernel.block_n
-    tiles = ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns)
-    rounds = ceil_div(tiles, max(resident, 1))
+    return ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns), max(resident, 1)
+
+
+def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
+    """What start, round, k_block and activation are multiplied by."""
+    rounds = ceil_div(*tiles_and_resident(p, kernel, multiprocessors))
     blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
     return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
+
+
+def tiled_microseconds(p: Point, kernel: Kernel, time: TiledTime, floor: float, multiprocessors: int) -> float:
+    tiles, resident = tiles_and_resident(p, kernel, multiprocessors)
+    rounds = ceil_div(tiles, resident)
+    _, *terms = tiled_terms(p, kernel, multiprocessors)
+    _, *constants = astuple(time)
+    one = np.dot(terms, constants) / rounds
+    full = floor * resident / tiles
+    return time.start + (rounds - 1) * max(one, full) + max(one, floor - (rounds - 1) * full)
+
+
+def bounded(times: np.ndarray, floors: np.ndarray) -> np.ndarray:
+    """What the bytes take at least, and a little of the rest, which tells kernels apart where that decides."""
+    return np.maximum(times, floors) + TIE * np.minimum(times, floors)
 
 
 def tiled_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> TiledTime:
@@ -155,7 +174,7 @@ def streamed_time(kind: str, points: list[Point], constants: Constants, multipro
             terms.append(streamed_terms(point, kernel))
             tiled = None if kernel.streamed else constants.tiled[kind][kernel]
             fixed.append(
-                np.nan if tiled is None else np.dot(tiled_terms(point, kernel, multiprocessors), astuple(tiled))
+                np.nan if tiled is None else tiled_microseconds(point, kernel, tiled, floors[-1], multiprocessors)
             )
     of_point, terms, fixed, floors, times = map(np.array, (of_point, terms, fixed, floors, times))
     starts = np.searchsorted(of_point, np.arange(len(points)))
@@ -163,7 +182,7 @@ def streamed_time(kind: str, points: list[Point], constants: Constants, multipro
 
     def loss(values: np.ndarray) -> float:
         streamed = streamed_times(StreamedTime(*values), terms, multiprocessors)
-        estimates = np.maximum(np.where(np.isnan(fixed), streamed, fixed), floors)
+        estimates = np.where(np.isnan(fixed), bounded(streamed, floors), fixed)
         order = np.lexsort((estimates, of_point))
         chosen = order[starts]
         slower = times[chosen] / best - 1
