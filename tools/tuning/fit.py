@@ -18,8 +18,8 @@ STARTS, STEPS = 3, 4000  # of the search for the constants of the streamed kerne
 
 @dataclass
 class TiledTime:
-    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation or, if that is more, its
-    tiles' part of bytes / bandwidth."""
+    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation; or, where that is
+    more, the round's part of bytes / bandwidth."""
 
     start: float
     round: float
