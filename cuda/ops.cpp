@@ -95,12 +95,11 @@ struct Layer {
 
 const OptionalTensor kNoBias;
 
-// cuBLASLt adds the bias and applies these activations in its GEMM. In float32 they are left to the pointwise kernel,
-// and torch forgets them where there is nothing to sum.
+// cuBLASLt adds the bias and applies tanh-GELU in its GEMM. In float32 that is left to the pointwise kernel, and torch
+// forgets it where there is nothing to sum. (It has ReLU too, of which nothing says that a NaN comes through.)
 bool torch_has_epilogue(const Layer& layer) {
-  const auto activation = static_cast<Activation>(layer.activation);
-  return layer.up_weight == nullptr && layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float &&
-         layer.weight.size(1) > 0 && (activation == Activation::kGeluTanh || activation == Activation::kRelu);
+  return static_cast<Activation>(layer.activation) == Activation::kGeluTanh && layer.up_weight == nullptr &&
+         layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
 }
 
 // The one-kernel way, with the GEMM of the GPU's architecture. `refused` says why there is none, or is null.
@@ -174,10 +173,10 @@ const char* torch_way(const Layer& layer) {
 Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Layer& layer) {
   if (torch_has_epilogue(layer)) {
     const Tensor rows = matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1});
-    const bool gelu = static_cast<Activation>(layer.activation) == Activation::kGeluTanh;
+    constexpr int32_t kUseGelu = 1;
     AtenTensorHandle out = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__addmm_activation(layer.bias->get(), rows.get(),
-                                                             transposed(layer.weight).get(), 1.0, 1.0, gelu, &out));
+                                                             transposed(layer.weight).get(), 1.0, 1.0, kUseGelu, &out));
     return view_of(Tensor(out), out_sizes, dense_strides(out_sizes));
   }
   const Tensor out = torch_linear(x, out_sizes, layer.weight, layer.bias);
