@@ -63,14 +63,15 @@ class Constants:
     torch: dict[str, Rows | None]  # activated and plain
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
-        def time(kernel: Kernel) -> float:
-            floor = point.bytes / self.bytes_per_microsecond
-            if not kernel.streamed:
-                return tiled_microseconds(point, kernel, self.tiled[point.kind][kernel], floor, multiprocessors)
-            terms = np.array([streamed_terms(point, kernel)])
-            return bounded(streamed_times(self.streamed[point.kind], terms, multiprocessors), floor)[0]
+        return min(point.times, key=lambda kernel: self.microseconds(point, kernel, multiprocessors))
 
-        return min(point.times, key=time)
+    def microseconds(self, point: Point, kernel: Kernel, multiprocessors: int) -> float:
+        """What is expected of a kernel."""
+        floor = point.bytes / self.bytes_per_microsecond
+        if not kernel.streamed:
+            return tiled_microseconds(point, kernel, self.tiled[point.kind][kernel], floor, multiprocessors)
+        terms = np.array([streamed_terms(point, kernel)])
+        return bounded(streamed_times(self.streamed[point.kind], terms, multiprocessors), floor)[0]
 
 
 def fit(points: list[Point], multiprocessors: int) -> Constants:
