@@ -65,7 +65,7 @@ def mlp_providers(shape, dtype, fused_mlp, wanted):
         from quack.gemm_interface import gemm_gated
 
         interleaved = torch.stack([gate, up], dim=1).reshape(2 * h, d)
-        return lambda: F.linear(gemm_gated(x, interleaved.T, activation="geglu")[1], down)
+        return lambda: F.linear(gemm_gated(x, interleaved.T, activation="geglu", store_preact=False)[1], down)
 
     makers = {
         "eager": lambda: lambda: eager_mlp(x, gate, up, down),
