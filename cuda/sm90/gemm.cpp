@@ -136,7 +136,7 @@ const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) 
   const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
   // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost. Where torch
-  // has the activation in its GEMM, it takes less of the CPU's time than eager too.
+  // has the activation in its GEMM, it makes no more calls than eager's GEMM alone.
   const bool cpu_counts = p.linear() ? p.follows_gemm && p.m <= kStreamedRows : !p.torch_activates;
   if (torch_is_faster && !cpu_counts) return rows.reason;
   *chosen = plan(p, multiprocessors);

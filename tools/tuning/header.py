@@ -66,7 +66,7 @@ def header(constants: Constants, gpu: str) -> str:
         **{f"streamed_{kind}": braced(time) for kind, time in constants.streamed.items()},
         bandwidth=constants.bytes_per_microsecond / 1e6,
         torch_plain=rows(constants.torch["plain"], "cuBLAS is faster for a plain product of"),
-        torch_activated=rows(constants.torch["activated"], "cuBLAS and a kernel behind it are faster for"),
+        torch_activated=rows(constants.torch["activated"], "cuBLAS is faster for one layer with an activation and"),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -165,16 +164,8 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
         return None
     if kind is torch.nn.GELU:
         return _BY_NAME["gelu" if function.approximate == "none" else "gelu_pytorch_tanh"]
-    # Dynamo looks through a cache, and warns of it.
-    return (_by_class if torch.compiler.is_compiling() else _cached_by_class)(kind)
-
-
-def _by_class(kind: type) -> Optional[Activation]:
     name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if name is None else _BY_NAME[name]
-
-
-_cached_by_class = functools.cache(_by_class)
 
 
 def _by_qualified_name(function: Callable) -> Optional[str]:
