@@ -33,20 +33,24 @@ double microseconds_of_bytes(const GemmProblem& p) {
   return bytes / kBytesPerMicrosecond;
 }
 
+// What the bytes take at least, and a little of the rest, which tells kernels apart where that decides.
+double bounded(double time, double floor) {
+  constexpr double kTie = 0.1;
+  return std::max(time, floor) + kTie * std::min(time, std::max(floor, 0.0));
+}
+
 // As tools/tuning/fit.py has them.
 double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
-  const int cluster = c.multicast * c.split_k;
   // Groups of multiprocessors do not divide evenly into larger clusters.
-  const int resident = std::max(1, (cluster <= 2 ? multiprocessors : multiprocessors * 10 / 11) / cluster);
+  const int resident = std::max(1, (c.split_k <= 2 ? multiprocessors : multiprocessors * 10 / 11) / c.split_k);
   const int columns = p.gated() ? c.block_n / 2 : c.block_n;
-  const int64_t tiles = ceil_div(p.m, 128 * c.multicast) * ceil_div(p.n, columns);
+  const int64_t tiles = ceil_div(p.m, c.block_m) * ceil_div(p.n, columns);
   const int64_t rounds = ceil_div(tiles, resident);
   double round = c.round + c.k_block * ceil_div(ceil_div(p.k, 64), c.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
   const double floor = microseconds_of_bytes(p);
   const double floor_of_full = floor * resident / tiles;
-  const double last = std::max(round, floor - (rounds - 1) * floor_of_full);
-  return c.start + (rounds - 1) * std::max(round, floor_of_full) + last;
+  return c.start + (rounds - 1) * bounded(round, floor_of_full) + bounded(round, floor - (rounds - 1) * floor_of_full);
 }
 
 double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int rows, int split_k, int multiprocessors) {
@@ -55,10 +59,7 @@ double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int r
   const double rounds = std::ceil(ctas / multiprocessors);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
   const double split = split_k == 1 ? 0 : split_k == 2 ? c.split_2 : split_k == 4 ? c.split_4 : c.split_8;
-  const double time = c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block;
-  const double floor = microseconds_of_bytes(p);
-  constexpr double kTie = 0.1;  // tells kernels apart where the bytes decide
-  return std::max(time, floor) + kTie * std::min(time, floor);
+  return bounded(c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block, microseconds_of_bytes(p));
 }
 
 // The plan that takes the least time of those it is shown.
@@ -84,7 +85,7 @@ void consider_streamed(const GemmProblem& p, int multiprocessors, Fastest* faste
                            : tiles > 1 ? "few rows: the weights stream through small tiles"
                                        : "few rows: the weights stream once";
       const double microseconds = estimated_microseconds(p, time, rows, split_k, multiprocessors);
-      fastest->consider({GemmPlan::Kernel::kStreamed, rows, false, 1, split_k, microseconds, reason});
+      fastest->consider({GemmPlan::Kernel::kStreamed, rows, 64, false, split_k, microseconds, reason});
     }
     if (tiles == 1) break;  // larger ones compute more of nothing
   }
@@ -96,11 +97,10 @@ void consider_tiled(const GemmProblem& p, const TiledTime (&kernels)[kCount], in
     if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
     const char* reason = kernel.ping_pong        ? "epilogues hidden behind the other warpgroup's products"
                          : kernel.split_k > 1    ? "few tiles: k is split"
-                         : kernel.multicast == 1 ? "few tiles: small ones"
-                         : kernel.block_n == 256 ? "large tiles: least traffic"
-                                                 : "tiles that fill whole rounds";
+                         : kernel.block_m != 128 ? "tiles of as many rows as fill the chip best"
+                                                 : "few tiles: small ones";
     const double microseconds = estimated_microseconds(p, kernel, multiprocessors);
-    fastest->consider({GemmPlan::Kernel::kTiled, kernel.block_n, kernel.ping_pong, kernel.multicast, kernel.split_k,
+    fastest->consider({GemmPlan::Kernel::kTiled, kernel.block_m, kernel.block_n, kernel.ping_pong, kernel.split_k,
                        microseconds, reason});
   }
 }

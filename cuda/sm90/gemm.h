@@ -39,9 +39,9 @@ struct GemmProblem {
 struct GemmPlan {
   enum class Kernel { kTiled, kStreamed };
   Kernel kernel;
-  int block_n;          // weight rows a CTA multiplies at a time (kTiled), or rows of a (kStreamed)
+  int block_m;          // rows of a that a CTA multiplies at a time
+  int block_n;          // weight rows, likewise
   bool ping_pong;       // the warpgroups of a CTA take a tile each in turn, not half a tile each
-  int multicast;        // CTAs of a cluster that share their weight tiles
   int split_k;          // CTAs of a cluster that share one output tile, each with a part of k
   double microseconds;  // estimated
   const char* reason;

@@ -65,13 +65,12 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
   // TMA takes longer for rows that do not exist. A tile that would pass the edge begins earlier, and computes some of
-  // its neighbour's results, in the same way, again. With multicast that gains nothing.
-  constexpr int kAnywhere = std::numeric_limits<int>::max();
+  // its neighbour's results, in the same way, again: with parts of k, its columns' sums would be in another order.
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
-  args.last_row = Gemm::kMulticast == 1 ? last(p.m, Gemm::kBlockM) : kAnywhere;
-  args.last_column = Gemm::kCluster == 1 ? last(p.n, Gemm::kTileN) : kAnywhere;  // parts of k: sums in another order
+  args.last_row = last(p.m, Gemm::kBlockM);
+  args.last_column = Gemm::kSplitK == 1 ? last(p.n, Gemm::kTileN) : std::numeric_limits<int>::max();
   args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
-  args.tiles_m = ceil_div(p.m, Gemm::kBlockM * Gemm::kMulticast);
+  args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
   args.follows_gemm = p.follows_gemm;
 
@@ -80,9 +79,8 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
-  const int resident = multiprocessors / Gemm::kCluster;
-  const int clusters = Gemm::kSplitK > 1 || tiles < resident ? tiles : resident;
-  return launch_kernel(kernel, args, clusters * Gemm::kCluster, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kCluster,
+  const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
+  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK,
                        p.follows_gemm, stream);
 }
 
@@ -117,7 +115,7 @@ template <typename Element, bool kGated>
 cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.kernel == GemmPlan::Kernel::kStreamed) {
 #define FUSED_MLP_STREAMED(TOKENS) \
-  if (plan.block_n == TOKENS) return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, stream);
+  if (plan.block_m == TOKENS) return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, stream);
     FUSED_MLP_STREAMED(8)
     FUSED_MLP_STREAMED(16)
     FUSED_MLP_STREAMED(32)
@@ -130,25 +128,26 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
 #undef FUSED_MLP_STREAMED
     return cudaErrorInvalidValue;
   }
-  const auto is = [&](int block_n, bool ping_pong, int multicast, int split_k) {
-    return plan.block_n == block_n && plan.ping_pong == ping_pong && plan.multicast == multicast &&
-           plan.split_k == split_k;
+  const auto is = [&](int block_m, int block_n, bool ping_pong, int split_k) {
+    return plan.block_m == block_m && plan.block_n == block_n && plan.ping_pong == ping_pong && plan.split_k == split_k;
   };
-#define FUSED_MLP_TILED(N, PING_PONG, MULTICAST, SPLIT_K) \
-  if (is(N, PING_PONG, MULTICAST, SPLIT_K))               \
-    return launch_tiled<TiledGemm<Element, kGated, N, PING_PONG, MULTICAST, SPLIT_K>>(p, multiprocessors, stream);
-  FUSED_MLP_TILED(256, false, 2, 1)
-  FUSED_MLP_TILED(192, true, 2, 1)
-  FUSED_MLP_TILED(128, true, 2, 1)
-  FUSED_MLP_TILED(128, false, 1, 1)
+#define FUSED_MLP_TILED(M, N, PING_PONG, SPLIT_K) \
+  if (is(M, N, PING_PONG, SPLIT_K))               \
+    return launch_tiled<TiledGemm<Element, kGated, M, N, PING_PONG, SPLIT_K>>(p, multiprocessors, stream);
+  FUSED_MLP_TILED(128, 192, true, 1)
+  FUSED_MLP_TILED(128, 160, true, 1)
+  FUSED_MLP_TILED(128, 128, true, 1)
+  FUSED_MLP_TILED(144, 256, false, 1)
+  FUSED_MLP_TILED(160, 128, false, 1)
   if constexpr (kGated) {
-    FUSED_MLP_TILED(256, false, 1, 1)
-    FUSED_MLP_TILED(192, true, 1, 1)
-    FUSED_MLP_TILED(224, false, 2, 1)
+    FUSED_MLP_TILED(128, 128, false, 1)
+    FUSED_MLP_TILED(160, 256, false, 1)
+    FUSED_MLP_TILED(224, 128, false, 1)
   } else {
-    FUSED_MLP_TILED(192, false, 2, 1)
-    FUSED_MLP_TILED(128, false, 1, 2)
-    FUSED_MLP_TILED(128, false, 1, 4)
+    FUSED_MLP_TILED(128, 128, false, 2)
+    FUSED_MLP_TILED(128, 128, false, 4)
+    FUSED_MLP_TILED(96, 128, false, 1)
+    FUSED_MLP_TILED(208, 128, false, 1)
   }
 #undef FUSED_MLP_TILED
   return cudaErrorInvalidValue;

@@ -82,17 +82,13 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised mbarriers visible to the TMA and to the other CTAs of the cluster.
+// Makes initialised mbarriers visible to the TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive_at_rank(uint32_t barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
@@ -135,16 +131,6 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
-// The box lands at the same offset, and signals the same mbarrier, in every CTA of `mask`.
-__device__ __forceinline__ void tma_load_multicast(const CUtensorMap* map, uint32_t barrier, uint32_t shared,
-                                                   int column, int row, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(mask)
-      : "memory");
-}
-
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
                "r"(column), "r"(row)
@@ -181,6 +167,13 @@ __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontr
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
+               : "memory");
+}
+// Transposes each matrix.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                           uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
+               "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 

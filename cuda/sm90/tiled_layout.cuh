@@ -1,5 +1,5 @@
-// How a tiled GEMM is laid out: its tiles over the chip and over a cluster, its stages and buffers in shared memory,
-// its sums in registers.
+// How a tiled GEMM is laid out: its tiles over the chip and its parts of k over a cluster, its stages and buffers in
+// shared memory, its sums in registers.
 #pragma once
 
 #include "epilogue.cuh"
@@ -18,42 +18,49 @@ struct TiledGemmArgs {
   int last_row;     // that a tile may begin at
   int last_column;  // likewise
   int stage_bytes;
-  int tiles_m;  // of kMulticast * kBlockM rows
+  int tiles_m;
   int tiles_n;
   bool follows_gemm;
 };
 
 constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 
-template <typename Element_, bool kGated_, int kBlockN_, bool kPingPong_, int kMulticast_, int kSplitK_>
+template <typename Element_, bool kGated_, int kBlockM_, int kBlockN_, bool kPingPong_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
   static constexpr bool kGated = kGated_;
-  static constexpr int kBlockM = 128;
+  static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kBlockK = 64;
   static constexpr bool kPingPong = kPingPong_;
-  static constexpr int kMulticast = kMulticast_;
   static constexpr int kSplitK = kSplitK_;
-  static constexpr int kCluster = kMulticast * kSplitK;
-  static_assert(!kPingPong || kSplitK == 1);
+  static constexpr bool kSwapped = kBlockM != 128;  // the weights are the wgmma's M side, the rows of A its N side
+  // Swapped, a warpgroup has 64 weight rows of each part, or, where a tile has no more, all of them and half the rows.
+  static constexpr bool kHalvesRows = kSwapped && kGated && kBlockN == 128;
+  static_assert(!(kPingPong || kSwapped) || kSplitK == 1);
+  static_assert(!kSwapped || (!kPingPong && kBlockN % 128 == 0));
 
   static constexpr int kParts = kGated ? 2 : 1;     // gate and up
   static constexpr int kTileN = kBlockN / kParts;   // columns of the output
   static constexpr int kShareN = kTileN / kSplitK;  // of which one CTA finishes these
-  static constexpr int kBoxesB = kParts * kSplitK > kMulticast ? kParts * kSplitK : kMulticast;
+  static constexpr int kBoxesB = kParts * kSplitK;
   static constexpr int kBoxRowsB = kBlockN / kBoxesB;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
-  static constexpr int kRows = kBlockM / kConsumersOfTile;  // of a tile, multiplied by one warpgroup
-  static constexpr int kMmas = kRows / 64;
-  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for 64 rows
+  // A warpgroup issues kMmas wgmmas of 64 x kMmaN side by side, kMmaStride rows of the M side from one to the next.
+  static constexpr int kMmas = kHalvesRows ? 2 : (kSwapped ? kBlockN : kBlockM) / 64 / kConsumersOfTile;
+  static constexpr int kMmaStride = kSwapped ? kBlockN / 2 : 64;
+  static constexpr int kMmaN = kHalvesRows ? kBlockM / 2 : kSwapped ? kBlockM : kBlockN;
+  static constexpr int kAccumulators = kMmaN / 2;  // of a thread and an mma
 
   // The output leaves through shared memory, kStepN columns of a warp's 16 rows at a time, in TMA boxes of kBoxN
   // columns. Every warp has buffers of its own: warps that waited for each other would be ready at the same time too.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
-  static constexpr int kStepN = kCrowded ? 32 : kShareN % 64 == 0 ? 64 : kShareN;
+  static constexpr int kStepN = kSwapped            ? 16
+                                : kCrowded          ? (kShareN % (kGated ? 32 : 64) == 0 ? 32 : 16)
+                                : kShareN % 64 == 0 ? 64
+                                                    : kShareN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
   static constexpr int kBoxRows = 16;
   // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
@@ -62,6 +69,7 @@ struct TiledGemm {
   static constexpr int kChunkN = kShareN / kChunks;
   static constexpr int kSteps = kChunkN / kStepN;  // of a chunk
   static_assert(kChunks * kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
+  static constexpr int kChunkM = kMmaN % 80 == 0 ? 80 : kMmaN % 48 == 0 ? 48 : kMmaN;  // swapped, of rows
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
@@ -70,11 +78,11 @@ struct TiledGemm {
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
-  static constexpr int kTileBiasBytes = kParts * kShareN * 4;
+  static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kShareN * 4;
   static constexpr int kSharedBudget =
       227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
   // Stages first; then as many buffers as have room, up to the stores of a tile.
-  static constexpr int kStoresOfTile = kMmas * kChunks * kSteps;
+  static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * kMmaN / 16 : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
   static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
@@ -121,27 +129,17 @@ struct TiledGemmShared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
 
-// A CTA's part in its cluster: kMulticast CTAs with adjacent tiles of rows share their weights; kSplitK such groups
-// share the tiles, each with its part of k.
+// First row and column of a tile, moved inwards where it must not pass the edge.
 template <typename Gemm>
-struct ClusterPlace {
-  int m;
-  int k;
+__device__ __forceinline__ int2 origin(const TiledGemmArgs& args, int2 tile) {
+  return {min(tile.x * Gemm::kBlockM, args.last_row), min(tile.y * Gemm::kTileN, args.last_column)};
+}
 
-  __device__ __forceinline__ explicit ClusterPlace(int rank) : m(rank % Gemm::kMulticast), k(rank / Gemm::kMulticast) {}
-  __device__ __forceinline__ int rank_of(int other_m, int other_k) const {
-    return other_k * Gemm::kMulticast + other_m;
-  }
-  // First row and column of this CTA's tile, moved inwards where it must not pass the edge.
-  __device__ __forceinline__ int2 origin(const TiledGemmArgs& args, int2 tile) const {
-    return {min((tile.x * Gemm::kMulticast + m) * Gemm::kBlockM, args.last_row),
-            min(tile.y * Gemm::kTileN, args.last_column)};
-  }
-  // The CTA's k blocks: [x, y).
-  __device__ __forceinline__ int2 k_range(int k_blocks) const {
-    return {k * k_blocks / Gemm::kSplitK, (k + 1) * k_blocks / Gemm::kSplitK};
-  }
-};
+// The k blocks, [x, y), of the CTA with this rank in its cluster, which shares a tile.
+template <typename Gemm>
+__device__ __forceinline__ int2 k_range(int rank, int k_blocks) {
+  return {rank * k_blocks / Gemm::kSplitK, (rank + 1) * k_blocks / Gemm::kSplitK};
+}
 
 template <typename Gemm>
 using Accumulator = float[Gemm::kMmas][Gemm::kAccumulators];

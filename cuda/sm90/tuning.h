@@ -10,9 +10,9 @@ namespace fused_mlp::sm90 {
 // A tiled kernel, and its time in microseconds: a start, and for every round of tiles (as many as the chip holds at
 // once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
 struct TiledTime {
+  int block_m;
   int block_n;
   bool ping_pong;
-  int multicast;
   int split_k;
   double start, round, k_block, activation;
 };
@@ -32,32 +32,35 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kTiledGated[] = {
-    {256, false, 2, 1, 3.166, 0.856, 0.726, 0.0},
-    {192, true, 2, 1, 4.632, 0.0, 0.541, 0.0},
-    {256, false, 1, 1, 1.841, 0.0, 0.797, 0.0},
-    {192, true, 1, 1, 2.663, 0.0, 0.562, 0.0},
-    {224, false, 2, 1, 3.52, 0.391, 0.668, 0.0},
-    {128, true, 2, 1, 3.977, 0.0, 0.401, 0.0},
-    {128, false, 1, 1, 1.758, 0.0, 0.422, 0.0},
+    {128, 192, true, 1, 2.534, 0.0, 0.5, 0.0},
+    {128, 160, true, 1, 2.261, 0.0, 0.419, 0.0},
+    {128, 128, true, 1, 2.067, 0.0, 0.337, 0.0},
+    {128, 128, false, 1, 0.864, 0.533, 0.392, 0.0},
+    {144, 256, false, 1, 1.468, 0.236, 0.844, 0.0},
+    {160, 256, false, 1, 1.695, 0.314, 0.945, 0.0},
+    {160, 128, false, 1, 0.889, 0.431, 0.474, 0.0},
+    {224, 128, false, 1, 0.522, 1.552, 0.619, 0.0},
 };
 constexpr TiledTime kTiledPlain[] = {
-    {256, false, 2, 1, 0.759, 0.0, 0.682, 4.905},
-    {192, true, 2, 1, 4.11, 0.0, 0.489, 1.945},
-    {192, false, 2, 1, 1.286, 0.0, 0.505, 4.106},
-    {128, true, 2, 1, 2.905, 0.0, 0.342, 1.916},
-    {128, false, 1, 1, 0.419, 0.0, 0.348, 2.826},
-    {128, false, 1, 2, 0.0, 2.81, 0.417, 3.101},
-    {128, false, 1, 4, 0.0, 3.788, 0.48, 1.954},
+    {128, 192, true, 1, 2.461, 0.0, 0.455, 2.323},
+    {128, 160, true, 1, 3.115, 0.0, 0.386, 1.701},
+    {128, 128, true, 1, 1.702, 0.0, 0.322, 1.054},
+    {128, 128, false, 2, 0.0, 2.414, 0.43, 2.796},
+    {128, 128, false, 4, 0.0, 3.932, 0.388, 1.483},
+    {144, 256, false, 1, 0.0, 0.0, 0.725, 7.204},
+    {160, 128, false, 1, 0.145, 0.0, 0.397, 4.203},
+    {208, 128, false, 1, 0.0, 0.0, 0.543, 3.355},
+    {96, 128, false, 1, 0.529, 0.03, 0.238, 2.438},
 };
-constexpr StreamedTime kStreamedGated = {2.90509, 2.47906, 10.92204, 5.81562, 0.00061, 0.00483, 0.59017, 0.05083, 0.00068};
-constexpr StreamedTime kStreamedActivated = {2.81369, 3.6633, 18.3068, 13.29192, 0.00048, 0.00123, 1.86327, 0.0541, 0.00152};
-constexpr StreamedTime kStreamedPlain = {2.09008, 1.22125, 1.39228, 36.12401, 0.06513, 0.00164, 0.56406, 0.01126, 0.0};
+constexpr StreamedTime kStreamedGated = {2.53745, 1.09554, 4.6577, 1.14593, 0.04799, 0.00591, 0.68227, 0.04305, 0.00034};
+constexpr StreamedTime kStreamedActivated = {2.70004, 1.04174, 4.73546, 4.74567, 0.04173, 0.00177, 0.71177, 0.01549, 0.00088};
+constexpr StreamedTime kStreamedPlain = {1.90675, 0.29296, 1.00639, 2.43484, 0.08569, 0.00131, 0.60859, 0.03424, 0.00025};
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
-constexpr TorchRows kTorchPlain = {129, std::numeric_limits<int64_t>::max(),
-    "as measured, cuBLAS is faster for a plain product of more than 128 rows"};
-constexpr TorchRows kTorchActivated = {78, 256,
-    "as measured, cuBLAS is faster for one layer with an activation and 78 to 256 rows"};
+constexpr TorchRows kTorchPlain = {78, std::numeric_limits<int64_t>::max(),
+    "as measured, cuBLAS is faster for a plain product of more than 77 rows"};
+constexpr TorchRows kTorchActivated = {78, 104,
+    "as measured, cuBLAS is faster for one layer with an activation and 78 to 104 rows"};
 // clang-format on
 
 }  // namespace fused_mlp::sm90

@@ -49,20 +49,19 @@ struct Wgmma;
 #define WGMMA_REGISTERS_32 \
   WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_REGISTERS_40 WGMMA_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_REGISTERS_48 WGMMA_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_REGISTERS_56 WGMMA_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define WGMMA_REGISTERS_64                                                           \
   WGMMA_REGISTERS_32                                                                 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_REGISTERS_72 WGMMA_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_REGISTERS_80 WGMMA_REGISTERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define WGMMA_REGISTERS_96                                                           \
   WGMMA_REGISTERS_64                                                                 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_REGISTERS_112 \
-  WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define WGMMA_REGISTERS_128                                                                      \
-  WGMMA_REGISTERS_112                                                                            \
-  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
-  "%127"
+#define WGMMA_REGISTERS_104 WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
@@ -70,10 +69,13 @@ struct Wgmma;
 #define WGMMA_OUT_24(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_8(d, i + 16)
 #define WGMMA_OUT_32(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_16(d, i + 16)
 #define WGMMA_OUT_40(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_8(d, i + 32)
+#define WGMMA_OUT_48(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_16(d, i + 32)
+#define WGMMA_OUT_56(d, i) WGMMA_OUT_48(d, i), WGMMA_OUT_8(d, i + 48)
 #define WGMMA_OUT_64(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_32(d, i + 32)
+#define WGMMA_OUT_72(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_8(d, i + 64)
+#define WGMMA_OUT_80(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_16(d, i + 64)
 #define WGMMA_OUT_96(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_32(d, i + 64)
-#define WGMMA_OUT_112(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_16(d, i + 96)
-#define WGMMA_OUT_128(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_64(d, i + 64)
+#define WGMMA_OUT_104(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_8(d, i + 96)
 
 // R = N / 2 accumulators a thread; A, B and P number the operands that follow them.
 #define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P)                                                            \
@@ -98,10 +100,13 @@ WGMMA_DEFINE_BOTH(32, 16, 16, 17, 18)
 WGMMA_DEFINE_BOTH(48, 24, 24, 25, 26)
 WGMMA_DEFINE_BOTH(64, 32, 32, 33, 34)
 WGMMA_DEFINE_BOTH(80, 40, 40, 41, 42)
+WGMMA_DEFINE_BOTH(96, 48, 48, 49, 50)
+WGMMA_DEFINE_BOTH(112, 56, 56, 57, 58)
 WGMMA_DEFINE_BOTH(128, 64, 64, 65, 66)
+WGMMA_DEFINE_BOTH(144, 72, 72, 73, 74)
+WGMMA_DEFINE_BOTH(160, 80, 80, 81, 82)
 WGMMA_DEFINE_BOTH(192, 96, 96, 97, 98)
-WGMMA_DEFINE_BOTH(224, 112, 112, 113, 114)
-WGMMA_DEFINE_BOTH(256, 128, 128, 129, 130)
+WGMMA_DEFINE_BOTH(208, 104, 104, 105, 106)
 
 #undef WGMMA_DEFINE_BOTH
 #undef WGMMA_DEFINE
@@ -117,13 +122,19 @@ WGMMA_DEFINE_BOTH(256, 128, 128, 129, 130)
 #undef WGMMA_REGISTERS_32
 #undef WGMMA_OUT_40
 #undef WGMMA_REGISTERS_40
+#undef WGMMA_OUT_48
+#undef WGMMA_REGISTERS_48
+#undef WGMMA_OUT_56
+#undef WGMMA_REGISTERS_56
 #undef WGMMA_OUT_64
 #undef WGMMA_REGISTERS_64
+#undef WGMMA_OUT_72
+#undef WGMMA_REGISTERS_72
+#undef WGMMA_OUT_80
+#undef WGMMA_REGISTERS_80
 #undef WGMMA_OUT_96
 #undef WGMMA_REGISTERS_96
-#undef WGMMA_OUT_112
-#undef WGMMA_REGISTERS_112
-#undef WGMMA_OUT_128
-#undef WGMMA_REGISTERS_128
+#undef WGMMA_OUT_104
+#undef WGMMA_REGISTERS_104
 
 }  // namespace fused_mlp::sm90

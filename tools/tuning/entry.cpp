@@ -14,7 +14,7 @@ struct Shape {
 };
 
 struct Kernel {
-  int streamed, block_n, ping_pong, multicast, split_k;
+  int streamed, block_m, block_n, ping_pong, split_k;
 };
 
 GemmProblem problem(const Shape& s, void* a, void* weight, void* up_weight, void* out) {
@@ -36,14 +36,14 @@ GemmProblem problem(const Shape& s, void* a, void* weight, void* up_weight, void
 extern "C" cudaError_t tune_gemm(const Shape* s, const Kernel* kernel, void* a, void* weight, void* up_weight,
                                  void* out, cudaStream_t stream) {
   const auto way = kernel->streamed ? GemmPlan::Kernel::kStreamed : GemmPlan::Kernel::kTiled;
-  const GemmPlan plan = {way, kernel->block_n, kernel->ping_pong != 0, kernel->multicast, kernel->split_k, 0, ""};
+  const GemmPlan plan = {way, kernel->block_m, kernel->block_n, kernel->ping_pong != 0, kernel->split_k, 0, ""};
   return gemm(problem(*s, a, weight, up_weight, out), plan, static_cast<int>(s->multiprocessors), stream);
 }
 
 // The kernel that a call of the package would launch.
 extern "C" void tune_plan(const Shape* s, void* up_weight, Kernel* kernel) {
   const GemmPlan chosen = plan(problem(*s, nullptr, nullptr, up_weight, nullptr), static_cast<int>(s->multiprocessors));
-  *kernel = {chosen.kernel == GemmPlan::Kernel::kStreamed, chosen.block_n, chosen.ping_pong, chosen.multicast,
+  *kernel = {chosen.kernel == GemmPlan::Kernel::kStreamed, chosen.block_m, chosen.block_n, chosen.ping_pong,
              chosen.split_k};
 }
 

@@ -13,13 +13,13 @@ from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
-STARTS, STEPS = 3, 4000  # of the search for the constants of the streamed kernels
+STARTS, STEPS = 8, 4000  # of the searches for constants
 
 
 @dataclass
 class TiledTime:
-    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation; or, where that is
-    more, the round's part of bytes / bandwidth."""
+    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation, bounded by the
+    round's part of bytes / bandwidth."""
 
     start: float
     round: float
@@ -69,7 +69,8 @@ class Constants:
         """What is expected of a kernel."""
         floor = point.bytes / self.bytes_per_microsecond
         if not kernel.streamed:
-            return tiled_microseconds(point, kernel, self.tiled[point.kind][kernel], floor, multiprocessors)
+            time = np.array([astuple(self.tiled[point.kind][kernel])])
+            return tiled_times(time, np.array([tiled_terms(point, kernel, floor, multiprocessors)]))[0]
         terms = np.array([streamed_terms(point, kernel)])
         return bounded(streamed_times(self.streamed[point.kind], terms, multiprocessors), floor)[0]
 
@@ -81,8 +82,7 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     tiled = {}
     for kinds, kernels in ((("gated",), TILED_GATED), (("activated", "plain"), TILED_PLAIN)):
         timed = [point for point in many if point.kind in kinds]
-        times = {kernel: tiled_time(kernel, timed, multiprocessors) for kernel in kernels}
-        tiled.update(dict.fromkeys(kinds, times))
+        tiled.update(dict.fromkeys(kinds, fit_tiled(kernels, timed, bandwidth, multiprocessors)))
     constants = Constants(tiled, {}, bandwidth, {})
     for kind in KINDS:
         few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
@@ -94,42 +94,60 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
 
 def tiles_and_resident(p: Point, kernel: Kernel, multiprocessors: int) -> tuple[int, int]:
     """Tiles, each of a cluster, and how many of them the chip holds at once."""
-    cluster = kernel.multicast * kernel.split_k
-    resident = (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11) // cluster
+    resident = (multiprocessors if kernel.split_k <= 2 else multiprocessors * 10 // 11) // kernel.split_k
     columns = kernel.block_n // 2 if p.gated else kernel.block_n
-    return ceil_div(p.m, 128 * kernel.multicast) * ceil_div(p.n, columns), max(resident, 1)
+    return ceil_div(p.m, kernel.block_m) * ceil_div(p.n, columns), max(resident, 1)
 
 
-def tiled_terms(p: Point, kernel: Kernel, multiprocessors: int) -> list[float]:
-    """What start, round, k_block and activation are multiplied by."""
-    rounds = ceil_div(*tiles_and_resident(p, kernel, multiprocessors))
-    blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
-    return [1.0, rounds, rounds * blocks, rounds * (p.kind == "activated")]
-
-
-def tiled_microseconds(p: Point, kernel: Kernel, time: TiledTime, floor: float, multiprocessors: int) -> float:
+def tiled_terms(p: Point, kernel: Kernel, floor: float, multiprocessors: int) -> list[float]:
+    """What the time of a tiled kernel depends on: rounds, blocks of k in each, whether there is an activation without a
+    gate; and how long the bytes take at least, all of them and those of a full round."""
     tiles, resident = tiles_and_resident(p, kernel, multiprocessors)
-    rounds = ceil_div(tiles, resident)
-    _, *terms = tiled_terms(p, kernel, multiprocessors)
-    _, *constants = astuple(time)
-    one = np.dot(terms, constants) / rounds
-    full = floor * resident / tiles
-    return time.start + (rounds - 1) * max(one, full) + max(one, floor - (rounds - 1) * full)
+    blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
+    return [ceil_div(tiles, resident), blocks, p.kind == "activated", floor, floor * resident / tiles]
+
+
+def tiled_times(constants: np.ndarray, terms: np.ndarray) -> np.ndarray:
+    """Of rows of constants, as TiledTime has them, and of terms."""
+    start, round_, k_block, activation = constants.T
+    rounds, blocks, activated, floor, full = terms.T
+    one = round_ + k_block * blocks + activation * activated
+    return start + (rounds - 1) * bounded(one, full) + bounded(one, floor - (rounds - 1) * full)
 
 
 def bounded(times: np.ndarray, floors: np.ndarray) -> np.ndarray:
     """What the bytes take at least, and a little of the rest, which tells kernels apart where that decides."""
-    return np.maximum(times, floors) + TIE * np.minimum(times, floors)
+    return np.maximum(times, floors) + TIE * np.minimum(times, np.maximum(floors, 0))
 
 
-def tiled_time(kernel: Kernel, points: list[Point], multiprocessors: int) -> TiledTime:
+def fit_tiled(
+    kernels: list[Kernel], points: list[Point], bandwidth: float, multiprocessors: int
+) -> dict[Kernel, TiledTime]:
+    """By least squares, then by a random walk from there (see `searched`): what counts is the choice."""
+    timed = [
+        (index, point, kernel) for index, point in enumerate(points) for kernel in kernels if kernel in point.times
+    ]
+    terms = np.array([tiled_terms(p, kernel, p.bytes / bandwidth, multiprocessors) for _, p, kernel in timed])
+    times = np.array([point.times[kernel] for _, point, kernel in timed])
+    nearness = np.array([point.best for _, point, _ in timed]) / times
+    of_kernel = np.array([kernels.index(kernel) for _, _, kernel in timed])
+    loss_of = choice_loss(np.array([index for index, _, _ in timed]), times)
+    first = np.array(
+        [tiled_time(*(each[of_kernel == i] for each in (terms, times, nearness))) for i in range(len(kernels))]
+    )
+
+    def loss(values: np.ndarray) -> float:
+        return loss_of(tiled_times(values.reshape(first.shape)[of_kernel], terms))
+
+    found = searched(first.ravel(), loss, spread=0.03)[1].reshape(first.shape)
+    return {kernel: TiledTime(*(round(float(value), 3) for value in row)) for kernel, row in zip(kernels, found)}
+
+
+def tiled_time(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) -> np.ndarray:
     """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
-    timed = [point for point in points if kernel in point.times]
-    times = np.array([point.times[kernel] for point in timed])
-    weights = np.array([point.best for point in timed]) / times
-    terms = np.array([tiled_terms(point, kernel, multiprocessors) for point in timed])
-    fitted = non_negative_least_squares(terms * (weights / times)[:, None], weights)
-    return TiledTime(*(round(float(constant), 3) for constant in fitted))
+    rounds, blocks, activated, _, _ = terms.T
+    linear = np.stack([np.ones_like(rounds), rounds, rounds * blocks, rounds * activated], axis=1)
+    return non_negative_least_squares(linear * (nearness / times)[:, None], nearness)
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -147,8 +165,8 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def streamed_terms(p: Point, kernel: Kernel) -> list[float]:
     """What the time of a streamed kernel depends on: rows of a tile, parts of k, CTAs, blocks of k a CTA."""
-    ctas = ceil_div(p.m, kernel.block_n) * ceil_div(p.n, 64) * kernel.split_k
-    return [kernel.block_n, kernel.split_k, ctas, ceil_div(ceil_div(p.k, 64), kernel.split_k)]
+    ctas = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.block_n) * kernel.split_k
+    return [kernel.block_m, kernel.split_k, ctas, ceil_div(ceil_div(p.k, 64), kernel.split_k)]
 
 
 def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) -> np.ndarray:
@@ -161,11 +179,7 @@ def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) 
 
 
 def streamed_time(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
-    """Found by a random walk, the same at each run: what counts is the choice that comes of it, which has no gradient.
-
-    The loss is that of choosing by the estimates, from the tiled kernels too, and a little of the error of the estimate
-    for the chosen one.
-    """
+    """By random walks from several starts (see `searched`), with the tiled kernels, as fitted, to choose from too."""
     of_point, terms, fixed, floors, times = [], [], [], [], []
     for index, point in enumerate(points):
         for kernel, measured in point.times.items():
@@ -173,37 +187,50 @@ def streamed_time(kind: str, points: list[Point], constants: Constants, multipro
             times.append(measured)
             floors.append(point.bytes / constants.bytes_per_microsecond)
             terms.append(streamed_terms(point, kernel))
-            tiled = None if kernel.streamed else constants.tiled[kind][kernel]
-            fixed.append(
-                np.nan if tiled is None else tiled_microseconds(point, kernel, tiled, floors[-1], multiprocessors)
-            )
-    of_point, terms, fixed, floors, times = map(np.array, (of_point, terms, fixed, floors, times))
-    starts = np.searchsorted(of_point, np.arange(len(points)))
-    best = np.minimum.reduceat(times, starts)
+            fixed.append(np.nan if kernel.streamed else constants.microseconds(point, kernel, multiprocessors))
+    terms, fixed, floors = map(np.array, (terms, fixed, floors))
+    loss_of = choice_loss(np.array(of_point), np.array(times))
 
     def loss(values: np.ndarray) -> float:
         streamed = streamed_times(StreamedTime(*values), terms, multiprocessors)
-        estimates = np.where(np.isnan(fixed), bounded(streamed, floors), fixed)
-        order = np.lexsort((estimates, of_point))
-        chosen = order[starts]
+        return loss_of(np.where(np.isnan(fixed), bounded(streamed, floors), fixed))
+
+    random = np.random.default_rng(0)
+    first = np.array(astuple(StreamedTime()))
+    starts = [first, *(first * np.exp(random.normal(0, 0.3, len(first))) for _ in range(STARTS - 1))]
+    found = [searched(start, loss, spread=0.3, what=f"streamed, {kind}") for start in starts]
+    return StreamedTime(*(round(float(value), 5) for value in min(found, key=lambda each: each[0])[1]))
+
+
+def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray], float]:
+    """The loss of choosing, at every point, the kernel of the least estimate, and a little of that estimate's error.
+
+    of_point: the point of each time, ascending.
+    """
+    starts = np.flatnonzero(np.diff(of_point, prepend=-1))
+    best = np.minimum.reduceat(times, starts)
+
+    def loss(estimates: np.ndarray) -> float:
+        chosen = np.lexsort((estimates, of_point))[starts]
         slower = times[chosen] / best - 1
         error = estimates[chosen] / times[chosen] - 1
         return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.15 * np.mean(error**2))
 
+    return loss
+
+
+def searched(
+    values: np.ndarray, loss: Callable[[np.ndarray], float], spread: float, what: str = "tiled"
+) -> tuple[float, np.ndarray]:
+    """The least loss on a random walk, and where: the choice of kernels has no gradient. The same at each run."""
     random = np.random.default_rng(0)
-    found = []
-    for start in range(STARTS):
-        values = np.array(astuple(StreamedTime()))
-        values *= np.exp(random.normal(0, 0.3, len(values)) * (start > 0))
-        least = loss(values)
-        for step in trange(STEPS, desc=f"streamed, {kind}, {start + 1} of {STARTS}", leave=False):
-            moved = values * np.exp(
-                random.normal(0, 0.3 * 0.7 ** (step // 1000), len(values)) * (random.random(len(values)) < 0.3)
-            )
-            if (moved_loss := loss(moved)) < least:
-                values, least = moved, moved_loss
-        found.append((least, values))
-    return StreamedTime(*(round(float(value), 5) for value in min(found, key=lambda each: each[0])[1]))
+    least = loss(values)
+    for step in trange(STEPS, desc=what, leave=False):
+        steps = random.normal(0, spread * 0.7 ** (step // 1000), len(values))
+        moved = values * np.exp(steps * (random.random(len(values)) < 0.3))
+        if (moved_loss := loss(moved)) < least:
+            values, least = moved, moved_loss
+    return least, values
 
 
 def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:

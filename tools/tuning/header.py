@@ -18,9 +18,9 @@ namespace fused_mlp::sm90 {{
 // A tiled kernel, and its time in microseconds: a start, and for every round of tiles (as many as the chip holds at
 // once) a part of its own, one for each 64 elements of k, and one for an activation without a gate.
 struct TiledTime {{
+  int block_m;
   int block_n;
   bool ping_pong;
-  int multicast;
   int split_k;
   double start, round, k_block, activation;
 }};
@@ -74,7 +74,7 @@ def table(times: dict[Kernel, TiledTime]) -> str:
     def row(kernel: Kernel, time: TiledTime) -> str:
         ping_pong = "true" if kernel.ping_pong else "false"
         constants = ", ".join(map(str, astuple(time)))
-        return f"    {{{kernel.block_n}, {ping_pong}, {kernel.multicast}, {kernel.split_k}, {constants}}},"
+        return f"    {{{kernel.block_m}, {kernel.block_n}, {ping_pong}, {kernel.split_k}, {constants}}},"
 
     return "\n".join(row(kernel, time) for kernel, time in times.items())
 

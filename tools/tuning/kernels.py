@@ -15,37 +15,41 @@ class Kernel(NamedTuple):
     """As GemmPlan of cuda/sm90/gemm.h."""
 
     streamed: int
+    block_m: int
     block_n: int
     ping_pong: int
-    multicast: int
     split_k: int
 
     def __str__(self) -> str:
         way = "streamed" if self.streamed else "ping-pong" if self.ping_pong else "cooperative"
-        return f"{way} {self.block_n}, multicast {self.multicast}, split-k {self.split_k}"
+        return f"{way} {self.block_m} x {self.block_n}, split-k {self.split_k}"
 
 
 # The kernels of launch.cuh. Where two are equally fast, the first is taken.
 TILED_GATED = [
-    Kernel(0, 256, 0, 2, 1),
-    Kernel(0, 192, 1, 2, 1),
-    Kernel(0, 256, 0, 1, 1),
-    Kernel(0, 192, 1, 1, 1),
-    Kernel(0, 224, 0, 2, 1),
-    Kernel(0, 128, 1, 2, 1),
-    Kernel(0, 128, 0, 1, 1),
+    Kernel(0, 128, 192, 1, 1),
+    Kernel(0, 128, 160, 1, 1),
+    Kernel(0, 128, 128, 1, 1),
+    Kernel(0, 128, 128, 0, 1),
+    Kernel(0, 144, 256, 0, 1),
+    Kernel(0, 160, 256, 0, 1),
+    Kernel(0, 160, 128, 0, 1),
+    Kernel(0, 224, 128, 0, 1),
 ]
 TILED_PLAIN = [
-    Kernel(0, 256, 0, 2, 1),
-    Kernel(0, 192, 1, 2, 1),
-    Kernel(0, 192, 0, 2, 1),
-    Kernel(0, 128, 1, 2, 1),
-    Kernel(0, 128, 0, 1, 1),
-    Kernel(0, 128, 0, 1, 2),
-    Kernel(0, 128, 0, 1, 4),
+    Kernel(0, 128, 192, 1, 1),
+    Kernel(0, 128, 160, 1, 1),
+    Kernel(0, 128, 128, 1, 1),
+    Kernel(0, 128, 128, 0, 2),
+    Kernel(0, 128, 128, 0, 4),
+    Kernel(0, 144, 256, 0, 1),
+    Kernel(0, 160, 128, 0, 1),
+    Kernel(0, 208, 128, 0, 1),
+    Kernel(0, 96, 128, 0, 1),
 ]
 STREAMED_SIZES_GATED = [8, 16, 32, 48, 64]  # rows of a tile
 STREAMED_SIZES_PLAIN = [*STREAMED_SIZES_GATED, 80, 128]
+STREAMED_BLOCK_N = 64
 
 
 @dataclass
@@ -84,7 +88,8 @@ def streamed(kind: str, m: int, k: int) -> list[Kernel]:
     sizes = STREAMED_SIZES_GATED if kind == "gated" else STREAMED_SIZES_PLAIN
     largest = next((size for size in sizes if size >= m), sizes[-1])
     sizes = [size for size in sizes if size <= largest and ceil_div(m, size) <= STREAMED_TILES]
-    return [Kernel(1, size, 0, 1, split_k) for size in sizes for split_k in (1, 2, 4, 8) if k > 64 * (split_k - 1)]
+    parts = [split_k for split_k in (1, 2, 4, 8) if k > 64 * (split_k - 1)]
+    return [Kernel(1, size, STREAMED_BLOCK_N, 0, split_k) for size in sizes for split_k in parts]
 
 
 def tiled(kind: str, m: int, k: int) -> list[Kernel]:

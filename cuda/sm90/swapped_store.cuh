@@ -1,0 +1,86 @@
+// The way of a tile's sums out of a tiled GEMM whose operands have swapped places: a thread's accumulators are those of
+// two columns of the output, eight apart, and every 2 of 8 rows. Transposed in shared memory, they leave in TMA boxes
+// of a warp's 16 columns.
+#pragma once
+
+#include "epilogue.cuh"
+#include "ptx.cuh"
+#include "tiled_layout.cuh"
+#include "tiled_store.cuh"
+
+namespace fused_mlp::sm90 {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The bias of this thread's two columns; 0 where there is none.
+template <typename Element>
+__device__ __forceinline__ float2 load_bias_of_rows(const void* bias, int first_column, int n) {
+  if (bias == nullptr) return make_float2(0.0f, 0.0f);
+  const int column = first_column + threadIdx.x % 32 / 4;
+  const auto at = [&](int c) { return static_cast<float>(__ldg(static_cast<const Element*>(bias) + min(c, n - 1))); };
+  return make_float2(at(column), at(column + 8));  // past the end nothing is stored
+}
+
+// Stores the warp's 16 columns (of each half of the tile, where it is not gated), leaving the accumulators undefined.
+template <typename Gemm, Activation A>
+__device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
+                                                   uint32_t stores, int& buffer, int first_row, int first_column) {
+  using Element = typename Gemm::Element;
+  constexpr int kStepM = Gemm::kBoxRows;
+  constexpr int kCount = kStepM / 2;  // results of a thread and step
+  constexpr int kShift = Gemm::kChunkM / 2;
+  constexpr int kChunks = Gemm::kMmaN / Gemm::kChunkM;  // of an output
+  constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
+  const uint32_t thread_offset = store_offset<Gemm>();
+#pragma unroll 1
+  for (int chunk = 0; chunk <= kLastChunk; ++chunk) {
+    const int row = first_row + chunk % kChunks * Gemm::kChunkM;
+    const int column = first_column + chunk / kChunks * Gemm::kMmaStride;
+    const float2 bias = load_bias_of_rows<Element>(args.epilogue.bias, column, args.n);
+    const float2 up_bias = load_bias_of_rows<Element>(Gemm::kGated ? args.epilogue.up_bias : nullptr, column, args.n);
+    uint32_t store = 0;
+#pragma unroll
+    for (int step = 0; step < Gemm::kChunkM / kStepM; ++step) {
+      float value[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        value[i] = accumulator[0][step * kCount + i] + (i / 2 % 2 == 0 ? bias.x : bias.y);
+      activate<A, Element>(value);
+      if constexpr (Gemm::kGated) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+          value[i] *= accumulator[1][step * kCount + i] + (i / 2 % 2 == 0 ? up_bias.x : up_bias.y);
+      }
+      // The boxes of the step before are sent only now: the fence does not wait for their writing.
+      if (step > 0) send_boxes<Gemm>(args, store, row + (step - 1) * kStepM, column);
+      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
+      __syncwarp();
+      store = stores + buffer * Gemm::kStoreBytes;
+      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+      // Eight columns of the rows 0 to 7, of the rows 8 to 15; then the next eight columns.
+      store_matrix_x4_transposed(store + thread_offset, round_pair<Element>(value[0], value[1]),
+                                 round_pair<Element>(value[4], value[5]), round_pair<Element>(value[2], value[3]),
+                                 round_pair<Element>(value[6], value[7]));
+    }
+    send_boxes<Gemm>(args, store, row + Gemm::kChunkM - kStepM, column);
+    // The next chunk's accumulators take the place of this one's.
+    if constexpr (Gemm::kGated) {
+#pragma unroll
+      for (int part = 0; part < Gemm::kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < kLastChunk * kShift; ++i) accumulator[part][i] = accumulator[part][i + kShift];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLastChunk * kShift; ++i) {
+        const int next = i + kShift;
+        accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
+            accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];
+      }
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace fused_mlp::sm90
