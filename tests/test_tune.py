@@ -50,7 +50,9 @@ def constants() -> fit.Constants:
     gated, plain = ({kernel: tiled(kernel) for kernel in kernels} for kernels in (TILED_GATED, TILED_PLAIN))
     streamed = {kind: fit.StreamedTime(*near(*astuple(fit.StreamedTime()))) for kind in fit.KINDS}
     tiled_times = {"gated": gated, "activated": plain, "plain": plain}
-    return fit.Constants(tiled_times, streamed, 2.8e6, {"activated": fit.Rows(78, 256), "plain": None})
+    return fit.Constants(
+        tiled_times, streamed, 2.8e6, {"activated": fit.Rows(78, 256), "plain": None, "epilogue": None}
+    )
 
 
 def points(shapes: list[tuple[int, int]], rows: list[int], times: fit.Constants | None = None) -> list[Point]:
@@ -98,6 +100,18 @@ def test_rows_of_torch():
     assert fit.torch_rows(timed, "plain", lambda point: next(iter(point.times))) is None
 
 
+def test_rows_where_ours_is_slower_somewhere():
+    """A little slower at 20 and 400 rows, and at one of two widths by more at 40 and 200."""
+    timed = points([(512, 2048), (768, 3072)], [20, 40, 100, 200, 400])
+    for point in timed:
+        slow = point.m in (40, 200) and point.k == 768
+        point.torch = 0.8 if slow else 0.95
+    assert fit.slower_rows(timed, "activated", lambda point: next(iter(point.times))) == fit.Rows(21, 200)
+    for point in timed:
+        point.torch = 0.95
+    assert fit.slower_rows(timed, "activated", lambda point: next(iter(point.times))) is None
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan() of gemm.cpp with a header that `make tune` might write: the kernel for a point."""
@@ -129,7 +143,7 @@ def plan(tmp_path_factory):
 
 def test_gemm_cpp_chooses_what_was_fitted(plan):
     rows = [1, 7, 16, 17, 32, 33, 64, 100, 128, 200, 256, 257, 400, 1000, 5000]
-    shapes = [(64, 8), (72, 200), (384, 1536), (520, 4104), (2048, 16384), (5120, 17408), (8, 65536)]
+    shapes = [(64, 8), (72, 200), (384, 1536), (520, 4104), (1280, 5120), (2048, 16384), (5120, 17408), (8, 65536)]
     tuned, chosen = constants(), set()
     for point in points(shapes, rows):
         expected = tuned.choose(point, MULTIPROCESSORS)

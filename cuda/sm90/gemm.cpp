@@ -58,8 +58,9 @@ double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int r
   const double load = std::max(1.0, ctas / (c.saturating * multiprocessors));
   const double rounds = std::ceil(ctas / multiprocessors);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
-  const double split = split_k == 1 ? 0 : split_k == 2 ? c.split_2 : split_k == 4 ? c.split_4 : c.split_8;
-  return bounded(c.start + split + ceil_div(ceil_div(p.k, 64), split_k) * block, microseconds_of_bytes(p));
+  const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
+  const double time = c.start + split * load + ceil_div(ceil_div(p.k, 64), split_k) * block;
+  return bounded(time, microseconds_of_bytes(p));
 }
 
 // The plan that takes the least time of those it is shown.
@@ -133,7 +134,7 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
 }
 
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
-  const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
+  const TorchRows& rows = p.linear() ? kTorchPlain : p.torch_activates ? kTorchEpilogue : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
   // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost. Where torch
   // has the activation in its GEMM, it makes no more calls than eager's GEMM alone.

@@ -17,14 +17,15 @@ struct TiledTime {
   double start, round, k_block, activation;
 };
 
-// The time of the streamed kernels: a start, what is added where k is split in 2, 4 or 8, and a part for each 64
-// elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip (`saturating` a
-// multiprocessor), and one for every round of CTAs, one a multiprocessor.
+// The time of the streamed kernels: a start, what is added where k is split in 2, from 4 parts on and from 8, and a
+// part for each 64 elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip
+// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor.
 struct StreamedTime {
   double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row;
 };
 
-// Rows of a, from first to last, at which torch's GEMM is faster.
+// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
+// it, and with the activation in its epilogue.
 struct TorchRows {
   int64_t first, last;
   const char* reason;
@@ -32,35 +33,37 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kTiledGated[] = {
-    {128, 192, true, 1, 2.534, 0.0, 0.5, 0.0},
-    {128, 160, true, 1, 2.261, 0.0, 0.419, 0.0},
-    {128, 128, true, 1, 2.067, 0.0, 0.337, 0.0},
-    {128, 128, false, 1, 0.864, 0.533, 0.392, 0.0},
-    {144, 256, false, 1, 1.468, 0.236, 0.844, 0.0},
-    {160, 256, false, 1, 1.695, 0.314, 0.945, 0.0},
-    {160, 128, false, 1, 0.889, 0.431, 0.474, 0.0},
-    {224, 128, false, 1, 0.522, 1.552, 0.619, 0.0},
+    {128, 192, true, 1, 2.551, 0.0, 0.495, 0.0},
+    {128, 160, true, 1, 2.418, 0.0, 0.413, 0.0},
+    {128, 128, true, 1, 1.835, 0.0, 0.335, 0.0},
+    {128, 128, false, 1, 1.025, 0.52, 0.359, 0.0},
+    {144, 256, false, 1, 1.519, 0.319, 0.819, 0.0},
+    {160, 256, false, 1, 1.963, 0.335, 0.909, 0.0},
+    {160, 128, false, 1, 0.971, 0.639, 0.453, 0.0},
+    {224, 128, false, 1, 0.5, 1.549, 0.615, 0.0},
 };
 constexpr TiledTime kTiledPlain[] = {
-    {128, 192, true, 1, 2.461, 0.0, 0.455, 2.323},
-    {128, 160, true, 1, 3.115, 0.0, 0.386, 1.701},
-    {128, 128, true, 1, 1.702, 0.0, 0.322, 1.054},
-    {128, 128, false, 2, 0.0, 2.414, 0.43, 2.796},
-    {128, 128, false, 4, 0.0, 3.932, 0.388, 1.483},
-    {144, 256, false, 1, 0.0, 0.0, 0.725, 7.204},
-    {160, 128, false, 1, 0.145, 0.0, 0.397, 4.203},
-    {208, 128, false, 1, 0.0, 0.0, 0.543, 3.355},
-    {96, 128, false, 1, 0.529, 0.03, 0.238, 2.438},
+    {128, 192, true, 1, 2.724, 0.0, 0.454, 1.975},
+    {128, 160, true, 1, 3.204, 0.0, 0.386, 1.397},
+    {128, 128, true, 1, 1.763, 0.0, 0.315, 1.282},
+    {128, 128, false, 2, 0.0, 2.674, 0.412, 2.375},
+    {128, 128, false, 4, 0.0, 3.884, 0.402, 1.616},
+    {144, 256, false, 1, 0.0, 0.0, 0.75, 5.813},
+    {160, 128, false, 1, 0.162, 0.0, 0.398, 3.502},
+    {208, 128, false, 1, 0.0, 0.0, 0.525, 3.23},
+    {96, 128, false, 1, 0.54, 0.032, 0.239, 2.391},
 };
-constexpr StreamedTime kStreamedGated = {2.53745, 1.09554, 4.6577, 1.14593, 0.04799, 0.00591, 0.68227, 0.04305, 0.00034};
-constexpr StreamedTime kStreamedActivated = {2.70004, 1.04174, 4.73546, 4.74567, 0.04173, 0.00177, 0.71177, 0.01549, 0.00088};
-constexpr StreamedTime kStreamedPlain = {1.90675, 0.29296, 1.00639, 2.43484, 0.08569, 0.00131, 0.60859, 0.03424, 0.00025};
+constexpr StreamedTime kStreamedGated = {2.30063, 1.99877, 0.12438, 0.43571, 0.12714, 0.0015, 1.14673, 0.03965, 0.00228};
+constexpr StreamedTime kStreamedActivated = {2.37797, 1.48853, 0.07836, 0.22069, 0.04567, 0.0008, 1.01242, 0.04467, 0.00105};
+constexpr StreamedTime kStreamedPlain = {1.88578, 1.75954, 0.00356, 0.00449, 0.06095, 0.00082, 0.69514, 0.02157, 0.00037};
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
 constexpr TorchRows kTorchPlain = {78, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is faster for a plain product of more than 77 rows"};
-constexpr TorchRows kTorchActivated = {78, 104,
-    "as measured, cuBLAS is faster for one layer with an activation and 78 to 104 rows"};
+constexpr TorchRows kTorchActivated = {65, 77,
+    "as measured, cuBLAS is faster for one layer with an activation and 65 to 77 rows"};
+constexpr TorchRows kTorchEpilogue = {49, 256,
+    "as measured, cuBLAS can be faster for one layer with an activation and 49 to 256 rows"};
 // clang-format on
 
 }  // namespace fused_mlp::sm90

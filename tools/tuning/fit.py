@@ -10,6 +10,7 @@ from tqdm import trange
 
 from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
+MARGIN = 0.1  # that ours may take longer than torch's way where torch has a better one
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
@@ -29,7 +30,8 @@ class TiledTime:
 
 @dataclass
 class StreamedTime:
-    """Microseconds: start + split of k + blocks of k a CTA * block, bounded by bytes / bandwidth, where a block takes
+    """Microseconds: start + split of k * load + blocks of k a CTA * block, bounded by bytes / bandwidth, where the
+    split is split_2, with split_4 added from 4 parts on, and split_8 from 8, and a block takes
 
     (k_block + k_row * rows of a tile) * load + (round_k_block + round_k_row * rows of a tile) * rounds
 
@@ -38,8 +40,8 @@ class StreamedTime:
 
     start: float = 2.3
     split_2: float = 1.3
-    split_4: float = 1.5
-    split_8: float = 2.2
+    split_4: float = 0.5
+    split_8: float = 0.5
     k_block: float = 0.1
     k_row: float = 0.002
     saturating: float = 0.75
@@ -60,7 +62,7 @@ class Constants:
     tiled: dict[str, dict[Kernel, TiledTime]]  # by kind, where activated and plain have the same
     streamed: dict[str, StreamedTime]  # by kind
     bytes_per_microsecond: float
-    torch: dict[str, Rows | None]  # activated and plain
+    torch: dict[str, Rows | None]  # activated and plain; epilogue: activated, where torch's GEMM has that activation
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
         return min(point.times, key=lambda kernel: self.microseconds(point, kernel, multiprocessors))
@@ -87,8 +89,13 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     for kind in KINDS:
         few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
         constants.streamed[kind] = streamed_time(kind, few, constants, multiprocessors)
+
+    def choose(point: Point) -> Kernel:
+        return constants.choose(point, multiprocessors)
+
     for kind in ("activated", "plain"):
-        constants.torch[kind] = torch_rows(points, kind, lambda point: constants.choose(point, multiprocessors))
+        constants.torch[kind] = torch_rows(points, kind, choose)
+    constants.torch["epilogue"] = slower_rows(points, "activated", choose)
     return constants
 
 
@@ -174,8 +181,8 @@ def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) 
     load = np.maximum(1, ctas / (time.saturating * multiprocessors))
     rounds = np.ceil(ctas / multiprocessors)
     block = (time.k_block + time.k_row * rows) * load + (time.round_k_block + time.round_k_row * rows) * rounds
-    split = np.select([parts == 2, parts == 4, parts == 8], [time.split_2, time.split_4, time.split_8], 0.0)
-    return time.start + split + blocks * block
+    split = time.split_2 * (parts >= 2) + time.split_4 * (parts >= 4) + time.split_8 * (parts >= 8)
+    return time.start + split * load + blocks * block
 
 
 def streamed_time(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
@@ -203,18 +210,20 @@ def streamed_time(kind: str, points: list[Point], constants: Constants, multipro
 
 
 def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray], float]:
-    """The loss of choosing, at every point, the kernel of the least estimate, and a little of that estimate's error.
+    """The loss of choosing, at every point, the kernel of the least estimate, and some of the estimates' errors, above
+    all near the best kernel: without these, the choice is worse at widths that were not timed.
 
     of_point: the point of each time, ascending.
     """
     starts = np.flatnonzero(np.diff(of_point, prepend=-1))
     best = np.minimum.reduceat(times, starts)
+    weights = (np.repeat(best, np.diff(starts, append=len(times))) / times) ** 3
 
     def loss(estimates: np.ndarray) -> float:
         chosen = np.lexsort((estimates, of_point))[starts]
         slower = times[chosen] / best - 1
-        error = estimates[chosen] / times[chosen] - 1
-        return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.15 * np.mean(error**2))
+        error = np.average((estimates / times - 1) ** 2, weights=weights)
+        return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.3 * error)
 
     return loss
 
@@ -247,3 +256,16 @@ def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Ker
         return None
     last = None if end == len(measured) else measured[end - 1]
     return Rows(measured[start - 1] + 1 if start else 1, last)
+
+
+def slower_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
+    """The least run with all the measured m at which ours takes longer than torch's way, by more than MARGIN, at some
+    width. What was measured is torch's GEMM with a kernel behind it; with the activation in its GEMM it takes less.
+    """
+    of_kind = [point for point in points if point.kind == kind]
+    slower = [point.m for point in of_kind if point.times[choose(point)] > (1 + MARGIN) * point.torch]
+    if not slower:
+        return None
+    measured = sorted({point.m for point in of_kind})
+    before = [m for m in measured if m < min(slower)]
+    return Rows(before[-1] + 1 if before else 1, None if max(slower) == measured[-1] else max(slower))

@@ -25,14 +25,15 @@ struct TiledTime {{
   double start, round, k_block, activation;
 }};
 
-// The time of the streamed kernels: a start, what is added where k is split in 2, 4 or 8, and a part for each 64
-// elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip (`saturating` a
-// multiprocessor), and one for every round of CTAs, one a multiprocessor.
+// The time of the streamed kernels: a start, what is added where k is split in 2, from 4 parts on and from 8, and a
+// part for each 64 elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip
+// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor.
 struct StreamedTime {{
   double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row;
 }};
 
-// Rows of a, from first to last, at which torch's GEMM is faster.
+// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
+// it, and with the activation in its epilogue.
 struct TorchRows {{
   int64_t first, last;
   const char* reason;
@@ -52,6 +53,7 @@ constexpr double kBytesPerMicrosecond = {bandwidth:.1f}e6;
 
 constexpr TorchRows kTorchPlain = {torch_plain};
 constexpr TorchRows kTorchActivated = {torch_activated};
+constexpr TorchRows kTorchEpilogue = {torch_epilogue};
 // clang-format on
 
 }}  // namespace fused_mlp::sm90
@@ -67,6 +69,7 @@ def header(constants: Constants, gpu: str) -> str:
         bandwidth=constants.bytes_per_microsecond / 1e6,
         torch_plain=rows(constants.torch["plain"], "cuBLAS is faster for a plain product of"),
         torch_activated=rows(constants.torch["activated"], "cuBLAS is faster for one layer with an activation and"),
+        torch_epilogue=rows(constants.torch["epilogue"], "cuBLAS can be faster for one layer with an activation and"),
     )
 
 
