@@ -1,11 +1,11 @@
 """The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
 
 import random
-import re
 
 import pytest
 import torch
 
+import gemm_kernels
 import machine
 import reference
 import sanitizer_cases
@@ -282,31 +282,14 @@ def test_one_kernel_for_each_gemm(fused_mlp, device, function):
     assert checked, "explain calls none of the shapes fused"
 
 
-def gemm_kernels(names) -> set[tuple[str, ...]]:
-    """Kind and template arguments of the fused GEMMs among kernel names, mangled or demangled."""
-    found = set()
-    for name in names:
-        mangled = re.search(r"(tiled|streamed)_gemm_kernelI.*?GemmI\d+(__nv_bfloat16|__half)((?:L[bi]\d+E)+)E", name)
-        plain = re.search(r"(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>", name)
-        if mangled:
-            found.add((mangled[1], mangled[2], *re.findall(r"\d+", mangled[3])))
-        elif plain:
-            numbers = plain[3].replace("true", "1").replace("false", "0").replace("(int)", "").replace("(bool)", "")
-            found.add((plain[1], plain[2], *numbers.split(", ")))
-    return found
-
-
 def test_sanitizer_cases_reach_every_kernel(fused_mlp):
     (extension,) = (machine.build_folder()).glob("*-cu*/*.so")
-    symbols = re.findall(rb"_ZN9fused_mlp4sm90\d+\w+_gemm_kernel\w+", extension.read_bytes())
-    built = gemm_kernels(symbol.decode() for symbol in symbols)
-    assert built, "no GEMM kernels in the extension"
 
     def run():
         for function, made, activation in sanitizer_cases.gemms():
             getattr(fused_mlp, function)(**made, activation=activation)
 
-    missed = built - gemm_kernels(kernels_of(run))
+    missed = gemm_kernels.built(extension) - gemm_kernels.named(kernels_of(run))
     assert not missed, f"no case of sanitizer_cases.py runs {sorted(missed)}"
 
 

@@ -142,7 +142,7 @@ def plan(tmp_path_factory):
 
 
 def test_gemm_cpp_chooses_what_was_fitted(plan):
-    rows = [1, 7, 16, 17, 32, 33, 64, 100, 128, 200, 256, 257, 400, 1000, 5000]
+    rows = [1, 7, 16, 17, 32, 33, 48, 64, 80, 100, 128, 144, 200, 256, 257, 320, 400, 640, 1000, 5000]
     shapes = [(64, 8), (72, 200), (384, 1536), (520, 4104), (1280, 5120), (2048, 16384), (5120, 17408), (8, 65536)]
     tuned, chosen = constants(), set()
     for point in points(shapes, rows):

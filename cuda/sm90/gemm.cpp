@@ -23,6 +23,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kTiledRows = 33;      // from here on; for fewer, the tiles of 128 rows are mostly empty
 constexpr int64_t kStreamedRows = 256;  // up to here
 constexpr int64_t kStreamedTiles = 4;   // of rows, at most: the weights are read once for each
+constexpr int kStreamedColumns = 64;    // of a tile
 
 // The CPU's time that a call of torch's GEMM takes more than a launch of ours. A product of ours that the GPU finishes
 // within it is never waited for.
@@ -50,11 +51,11 @@ double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int mult
   if (!p.gated() && !p.linear()) round += c.activation;
   const double floor = microseconds_of_bytes(p);
   const double floor_of_full = floor * resident / tiles;
-  return c.start + (rounds - 1) * bounded(round, floor_of_full) + bounded(round, floor - (rounds - 1) * floor_of_full);
+  return (rounds - 1) * bounded(round, floor_of_full) + bounded(c.start + round, floor - (rounds - 1) * floor_of_full);
 }
 
 double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int rows, int split_k, int multiprocessors) {
-  const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, 64) * split_k);
+  const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, kStreamedColumns) * split_k);
   const double load = std::max(1.0, ctas / (c.saturating * multiprocessors));
   const double rounds = std::ceil(ctas / multiprocessors);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
@@ -86,7 +87,7 @@ void consider_streamed(const GemmProblem& p, int multiprocessors, Fastest* faste
                            : tiles > 1 ? "few rows: the weights stream through small tiles"
                                        : "few rows: the weights stream once";
       const double microseconds = estimated_microseconds(p, time, rows, split_k, multiprocessors);
-      fastest->consider({GemmPlan::Kernel::kStreamed, rows, 64, false, split_k, microseconds, reason});
+      fastest->consider({GemmPlan::Kernel::kStreamed, rows, kStreamedColumns, false, split_k, microseconds, reason});
     }
     if (tiles == 1) break;  // larger ones compute more of nothing
   }

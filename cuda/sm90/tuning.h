@@ -33,35 +33,34 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kTiledGated[] = {
-    {128, 192, true, 1, 2.551, 0.0, 0.495, 0.0},
-    {128, 160, true, 1, 2.418, 0.0, 0.413, 0.0},
-    {128, 128, true, 1, 1.835, 0.0, 0.335, 0.0},
-    {128, 128, false, 1, 1.025, 0.52, 0.359, 0.0},
-    {144, 256, false, 1, 1.519, 0.319, 0.819, 0.0},
-    {160, 256, false, 1, 1.963, 0.335, 0.909, 0.0},
-    {160, 128, false, 1, 0.971, 0.639, 0.453, 0.0},
-    {224, 128, false, 1, 0.5, 1.549, 0.615, 0.0},
+    {128, 192, true, 1, 2.683, 0.0, 0.51, 0.0},
+    {128, 160, true, 1, 2.672, 0.0, 0.428, 0.0},
+    {128, 128, true, 1, 2.037, 0.0, 0.349, 0.0},
+    {128, 128, false, 1, 1.527, 0.3, 0.353, 0.0},
+    {144, 256, false, 1, 1.616, 0.263, 0.829, 0.0},
+    {160, 256, false, 1, 1.748, 0.292, 0.896, 0.0},
+    {160, 128, false, 1, 1.458, 0.473, 0.444, 0.0},
+    {224, 128, false, 1, 0.472, 1.452, 0.64, 0.0},
 };
 constexpr TiledTime kTiledPlain[] = {
-    {128, 192, true, 1, 2.724, 0.0, 0.454, 1.975},
-    {128, 160, true, 1, 3.204, 0.0, 0.386, 1.397},
-    {128, 128, true, 1, 1.763, 0.0, 0.315, 1.282},
-    {128, 128, false, 2, 0.0, 2.674, 0.412, 2.375},
-    {128, 128, false, 4, 0.0, 3.884, 0.402, 1.616},
-    {144, 256, false, 1, 0.0, 0.0, 0.75, 5.813},
-    {160, 128, false, 1, 0.162, 0.0, 0.398, 3.502},
-    {208, 128, false, 1, 0.0, 0.0, 0.525, 3.23},
-    {96, 128, false, 1, 0.54, 0.032, 0.239, 2.391},
+    {128, 192, true, 1, 2.383, 0.0, 0.442, 2.258},
+    {128, 160, true, 1, 3.012, 0.0, 0.376, 1.697},
+    {128, 128, true, 1, 1.787, 0.0, 0.308, 1.447},
+    {128, 128, false, 2, 0.0, 2.936, 0.423, 2.14},
+    {128, 128, false, 4, 0.0, 3.919, 0.404, 1.695},
+    {144, 256, false, 1, 0.0, 0.0, 0.759, 5.015},
+    {160, 128, false, 1, 0.148, 0.0, 0.4, 3.435},
+    {208, 128, false, 1, 0.0, 0.0, 0.519, 3.482},
+    {96, 128, false, 1, 0.523, 0.026, 0.241, 2.391},
 };
-constexpr StreamedTime kStreamedGated = {2.30063, 1.99877, 0.12438, 0.43571, 0.12714, 0.0015, 1.14673, 0.03965, 0.00228};
-constexpr StreamedTime kStreamedActivated = {2.37797, 1.48853, 0.07836, 0.22069, 0.04567, 0.0008, 1.01242, 0.04467, 0.00105};
-constexpr StreamedTime kStreamedPlain = {1.88578, 1.75954, 0.00356, 0.00449, 0.06095, 0.00082, 0.69514, 0.02157, 0.00037};
+constexpr StreamedTime kStreamedGated = {2.40183, 1.92386, 0.12966, 0.4425, 0.09661, 0.00103, 1.11891, 0.06535, 0.00235};
+constexpr StreamedTime kStreamedActivated = {3.01972, 1.10304, 0.17007, 0.35219, 0.04456, 0.001, 0.95486, 0.02647, 0.00108};
+constexpr StreamedTime kStreamedPlain = {1.99508, 1.42601, 0.03436, 0.49883, 0.07293, 0.00094, 0.68629, 0.00341, 0.00036};
 constexpr double kBytesPerMicrosecond = 2.8e6;
 
 constexpr TorchRows kTorchPlain = {78, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is faster for a plain product of more than 77 rows"};
-constexpr TorchRows kTorchActivated = {65, 77,
-    "as measured, cuBLAS is faster for one layer with an activation and 65 to 77 rows"};
+constexpr TorchRows kTorchActivated = {0, -1, nullptr};
 constexpr TorchRows kTorchEpilogue = {49, 256,
     "as measured, cuBLAS can be faster for one layer with an activation and 49 to 256 rows"};
 // clang-format on

@@ -88,7 +88,7 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     constants = Constants(tiled, {}, bandwidth, {})
     for kind in KINDS:
         few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
-        constants.streamed[kind] = streamed_time(kind, few, constants, multiprocessors)
+        constants.streamed[kind] = fit_streamed(kind, few, constants, multiprocessors)
 
     def choose(point: Point) -> Kernel:
         return constants.choose(point, multiprocessors)
@@ -119,7 +119,7 @@ def tiled_times(constants: np.ndarray, terms: np.ndarray) -> np.ndarray:
     start, round_, k_block, activation = constants.T
     rounds, blocks, activated, floor, full = terms.T
     one = round_ + k_block * blocks + activation * activated
-    return start + (rounds - 1) * bounded(one, full) + bounded(one, floor - (rounds - 1) * full)
+    return (rounds - 1) * bounded(one, full) + bounded(start + one, floor - (rounds - 1) * full)
 
 
 def bounded(times: np.ndarray, floors: np.ndarray) -> np.ndarray:
@@ -140,7 +140,7 @@ def fit_tiled(
     of_kernel = np.array([kernels.index(kernel) for _, _, kernel in timed])
     loss_of = choice_loss(np.array([index for index, _, _ in timed]), times)
     first = np.array(
-        [tiled_time(*(each[of_kernel == i] for each in (terms, times, nearness))) for i in range(len(kernels))]
+        [least_squares(*(each[of_kernel == i] for each in (terms, times, nearness))) for i in range(len(kernels))]
     )
 
     def loss(values: np.ndarray) -> float:
@@ -150,7 +150,7 @@ def fit_tiled(
     return {kernel: TiledTime(*(round(float(value), 3) for value in row)) for kernel, row in zip(kernels, found)}
 
 
-def tiled_time(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) -> np.ndarray:
+def least_squares(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) -> np.ndarray:
     """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
     rounds, blocks, activated, _, _ = terms.T
     linear = np.stack([np.ones_like(rounds), rounds, rounds * blocks, rounds * activated], axis=1)
@@ -185,7 +185,7 @@ def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) 
     return time.start + split * load + blocks * block
 
 
-def streamed_time(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
+def fit_streamed(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
     """By random walks from several starts (see `searched`), with the tiled kernels, as fitted, to choose from too."""
     of_point, terms, fixed, floors, times = [], [], [], [], []
     for index, point in enumerate(points):
@@ -223,7 +223,7 @@ def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray
         chosen = np.lexsort((estimates, of_point))[starts]
         slower = times[chosen] / best - 1
         error = np.average((estimates / times - 1) ** 2, weights=weights)
-        return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.3 * error)
+        return float(np.mean(slower**2) + 0.1 * np.mean(slower) + 0.15 * error)
 
     return loss
 

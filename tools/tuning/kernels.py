@@ -49,7 +49,7 @@ TILED_PLAIN = [
 ]
 STREAMED_SIZES_GATED = [8, 16, 32, 48, 64]  # rows of a tile
 STREAMED_SIZES_PLAIN = [*STREAMED_SIZES_GATED, 80, 128]
-STREAMED_BLOCK_N = 64
+STREAMED_COLUMNS = 64
 
 
 @dataclass
@@ -89,7 +89,7 @@ def streamed(kind: str, m: int, k: int) -> list[Kernel]:
     largest = next((size for size in sizes if size >= m), sizes[-1])
     sizes = [size for size in sizes if size <= largest and ceil_div(m, size) <= STREAMED_TILES]
     parts = [split_k for split_k in (1, 2, 4, 8) if k > 64 * (split_k - 1)]
-    return [Kernel(1, size, STREAMED_BLOCK_N, 0, split_k) for size in sizes for split_k in parts]
+    return [Kernel(1, size, STREAMED_COLUMNS, 0, split_k) for size in sizes for split_k in parts]
 
 
 def tiled(kind: str, m: int, k: int) -> list[Kernel]:
