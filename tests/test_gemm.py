@@ -366,3 +366,12 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
     explanation = fused_mlp.explain(fused_mlp.gated_mlp, **made, activation="silu")
     first, second = explanation.reason.split("; down: ")
     assert FUSED in first and FUSED not in second and "not a multiple of 8" in second
+
+
+@pytest.mark.parametrize(("rows", "n_in", "fused"), [(300, 14336, True), (300, 3072, False), (3000, 14336, False)])
+def test_plain_products_near_what_the_chip_can_do_are_fused(fused_mlp, device, rows, n_in, fused):
+    made = operands("linear", (rows,), (n_in, n_in * 2 // 7 // 8 * 8, 0), dtype=torch.bfloat16, device=device)
+    assert (fused_gemms(fused_mlp, "linear", made, "linear") == 1) == fused
+    expected = reference.eager("linear", made, "linear")
+    result = fused_mlp.linear(**made, activation="linear")
+    assert_no_worse_than_eager(result, expected, reference.exact("linear", made, "linear"), roundings=8)

@@ -50,9 +50,8 @@ def constants() -> fit.Constants:
     gated, plain = ({kernel: tiled(kernel) for kernel in kernels} for kernels in (TILED_GATED, TILED_PLAIN))
     streamed = {kind: fit.StreamedTime(*near(*astuple(fit.StreamedTime()))) for kind in fit.KINDS}
     tiled_times = {"gated": gated, "activated": plain, "plain": plain}
-    return fit.Constants(
-        tiled_times, streamed, 2.8e6, {"activated": fit.Rows(78, 256), "plain": None, "epilogue": None}
-    )
+    torch_rows = {"activated": fit.Rows(78, 256), "plain": fit.Rows(17, None), "epilogue": None}
+    return fit.Constants(tiled_times, streamed, 2.8e6, 7e8, torch_rows, near_floor=1.1)
 
 
 def points(shapes: list[tuple[int, int]], rows: list[int], times: fit.Constants | None = None) -> list[Point]:
@@ -98,6 +97,20 @@ def test_rows_of_torch():
     for point in timed:
         point.torch = 1.1
     assert fit.torch_rows(timed, "plain", lambda point: next(iter(point.times))) is None
+
+
+def test_torch_unless_near_the_floor():
+    """Ours saves 10% up to 8 rows and near the floor, and costs 10% elsewhere; too many rows are torch's everywhere."""
+    products = []
+    for m, over in itertools.product((1, 8, 16, 100, 500, fit.NEAR_FLOOR_ROWS + 1), (1.02, 1.12, 1.4, 2.0)):
+        faster = m <= 8 or over < 1.3
+        products.append((m, over, -0.1 if faster else 0.1))
+    rows, near_floor = fit.torch_unless_near_floor(products)
+    assert rows == fit.Rows(9, None)
+    assert 1.12 <= near_floor < 1.4
+    rows, near_floor = fit.torch_unless_near_floor([(m, over, 0.1) for m, over, _ in products])
+    assert rows == fit.Rows(1, None)
+    assert near_floor < 1.02
 
 
 def test_rows_where_ours_is_slower_somewhere():

@@ -6,6 +6,7 @@ fits what the dispatch chooses by. Takes four minutes on an H100.
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +95,10 @@ def report(constants: fit.Constants, times: Times) -> None:
 
 
 def choice_quality(points: list[Point], choose: Callable[[Point], Kernel]) -> tuple[float, float, int]:
-    """The time in units of the best kernel's, on average and at worst; at how many points torch's way is faster."""
-    chosen = [point.times[choose(point)] for point in points]
+    """The time in units of the best kernel's, on average and at worst; at how many points torch's way is faster. A
+    kernel that there is no more counts as infinitely slow.
+    """
+    chosen = [point.times.get(choose(point), math.inf) for point in points]
     ratios = [time / point.best for point, time in zip(points, chosen)]
     return sum(ratios) / len(ratios), max(ratios), sum(time > point.torch for point, time in zip(points, chosen))
 

@@ -20,18 +20,27 @@ bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uin
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kTiledRows = 33;      // from here on; for fewer, the tiles of 128 rows are mostly empty
-constexpr int64_t kStreamedRows = 256;  // up to here
-constexpr int64_t kStreamedTiles = 4;   // of rows, at most: the weights are read once for each
-constexpr int kStreamedColumns = 64;    // of a tile
+constexpr int64_t kStreamedRows = 256;   // up to here
+constexpr int64_t kStreamedTiles = 4;    // of rows, at most: the weights are read once for each
+constexpr int kStreamedColumns = 64;     // of a tile
+constexpr int64_t kNearFloorRows = 640;  // up to here, a plain product near the floor is ours
 
 // The CPU's time that a call of torch's GEMM takes more than a launch of ours. A product of ours that the GPU finishes
 // within it is never waited for.
 constexpr double kTorchCpuMicroseconds = 12.0;
 
+// What a streamed product behind a GEMM of ours hides of its start, and torch's does not.
+constexpr double kEarlyMicroseconds = 3.0;
+
 double microseconds_of_bytes(const GemmProblem& p) {
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
   return bytes / kBytesPerMicrosecond;
+}
+
+// What the bytes and the arithmetic take at least.
+double microseconds_at_least(const GemmProblem& p) {
+  const double flops = 2.0 * (p.gated() ? 2.0 : 1.0) * p.m * p.n * p.k;
+  return std::max(microseconds_of_bytes(p), flops / kFlopsPerMicrosecond);
 }
 
 // What the bytes take at least, and a little of the rest, which tells kernels apart where that decides.
@@ -42,8 +51,7 @@ double bounded(double time, double floor) {
 
 // As tools/tuning/fit.py has them.
 double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int multiprocessors) {
-  // Groups of multiprocessors do not divide evenly into larger clusters.
-  const int resident = std::max(1, (c.split_k <= 2 ? multiprocessors : multiprocessors * 10 / 11) / c.split_k);
+  const int resident = std::max(1, usable_multiprocessors(multiprocessors, c.split_k) / c.split_k);
   const int columns = p.gated() ? c.block_n / 2 : c.block_n;
   const int64_t tiles = ceil_div(p.m, c.block_m) * ceil_div(p.n, columns);
   const int64_t rounds = ceil_div(tiles, resident);
@@ -57,11 +65,14 @@ double estimated_microseconds(const GemmProblem& p, const TiledTime& c, int mult
 double estimated_microseconds(const GemmProblem& p, const StreamedTime& c, int rows, int split_k, int multiprocessors) {
   const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, kStreamedColumns) * split_k);
   const double load = std::max(1.0, ctas / (c.saturating * multiprocessors));
-  const double rounds = std::ceil(ctas / multiprocessors);
+  const int usable = usable_multiprocessors(multiprocessors, split_k);
+  const double rounds = std::ceil(ctas / usable);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = c.start + split * load + ceil_div(ceil_div(p.k, 64), split_k) * block;
-  return bounded(time, microseconds_of_bytes(p));
+  const double capacity = static_cast<double>(usable) * streamed_ctas(rows);
+  const double idle = ctas > capacity ? std::ceil(ctas / capacity) * capacity / ctas - 1.0 : 0.0;
+  return bounded(time, microseconds_of_bytes(p) * (1.0 + c.tail * idle));
 }
 
 // The plan that takes the least time of those it is shown.
@@ -136,13 +147,18 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
 
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
   const TorchRows& rows = p.linear() ? kTorchPlain : p.torch_activates ? kTorchEpilogue : kTorchActivated;
-  const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU
+  const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU, mostly
   // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost. Where torch
   // has the activation in its GEMM, it makes no more calls than eager's GEMM alone.
   const bool cpu_counts = p.linear() ? p.follows_gemm && p.m <= kStreamedRows : !p.torch_activates;
-  if (torch_is_faster && !cpu_counts) return rows.reason;
+  const bool near_floor_counts = p.linear() && p.m <= kNearFloorRows;
+  if (torch_is_faster && !cpu_counts && !near_floor_counts) return rows.reason;
   *chosen = plan(p, multiprocessors);
-  return torch_is_faster && chosen->microseconds > kTorchCpuMicroseconds ? rows.reason : nullptr;
+  const bool early = p.follows_gemm && chosen->kernel == GemmPlan::Kernel::kStreamed;
+  const double microseconds = chosen->microseconds - (early ? kEarlyMicroseconds : 0.0);
+  const bool ours = !torch_is_faster || (cpu_counts && chosen->microseconds <= kTorchCpuMicroseconds) ||
+                    (near_floor_counts && microseconds <= kNearFloor * microseconds_at_least(p));
+  return ours ? nullptr : rows.reason;
 }
 
 cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {

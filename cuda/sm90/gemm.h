@@ -56,6 +56,16 @@ GemmPlan plan(const GemmProblem& problem, int multiprocessors);
 // is faster. The time of a call is the GPU's or the CPU's, whichever is longer.
 const char* choose(const GemmProblem& problem, int multiprocessors, GemmPlan* plan);
 
+constexpr int64_t kTiledRows = 33;  // tiled kernels from here on: for fewer, their tiles are mostly empty
+
+// Of a streamed kernel with tiles of so many rows, on a multiprocessor at once.
+constexpr int streamed_ctas(int rows) { return rows < 32 ? 3 : 2; }
+
+// Of those there are: groups of multiprocessors do not divide evenly into larger clusters.
+inline int usable_multiprocessors(int multiprocessors, int cluster) {
+  return cluster <= 2 ? multiprocessors : multiprocessors * 10 / 11;
+}
+
 // Launches on the current device. The problem must be one that refusal() does not refuse.
 cudaError_t gemm(const GemmProblem& problem, const GemmPlan& plan, int multiprocessors, cudaStream_t stream);
 

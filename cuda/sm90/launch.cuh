@@ -28,7 +28,7 @@ cudaError_t allow_shared_memory(void (*kernel)(Args), int bytes, std::atomic<uin
 
 template <typename Args>
 cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int threads, int shared_bytes, int cluster,
-                          bool follows_gemm, cudaStream_t stream) {
+                          bool starts_early, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
@@ -41,7 +41,7 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
     attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     ++config.numAttrs;
   }
-  if (follows_gemm) {
+  if (starts_early) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
     ++config.numAttrs;
@@ -72,7 +72,6 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
-  args.follows_gemm = p.follows_gemm;
 
   const auto kernel = tiled_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
@@ -80,12 +79,23 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
-  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK,
-                       p.follows_gemm, stream);
+  // Never early: at large widths CTAs that share weights take up to 40% longer then.
+  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK, false,
+                       stream);
+}
+
+// CTAs that start while the kernel before drains go where there is room first, several to a multiprocessor, and leave
+// others idle, unless each takes its share of one. Behind a streamed kernel a larger cluster has room beside that one's
+// CTAs, and need not wait for as many empty multiprocessors side by side.
+template <typename Gemm>
+int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
+  const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
+  const int share = std::max(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
+  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(share));
 }
 
 template <typename Gemm>
-cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stream) {
+cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocessors, cudaStream_t stream) {
   StreamedGemmArgs args;
   args.tiles_m = ceil_div(p.m, Gemm::kTokens);
   const int tokens = ceil_div(p.m, args.tiles_m);
@@ -101,21 +111,24 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, cudaStream_t stre
   args.tokens = tokens;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
-  args.follows_gemm = p.follows_gemm;
+  const int ctas = args.tiles_m * ceil_div(p.n, Gemm::kRows) * split_k;
+  args.starts_early = p.follows_gemm && (args.tiles_m == 1 || ctas <= multiprocessors);
 
   const auto kernel = streamed_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1), devices_done);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, args.tiles_m * ceil_div(p.n, Gemm::kRows) * split_k, Gemm::kThreads,
-                       Gemm::kSharedBytes, split_k, p.follows_gemm, stream);
+  const int shared =
+      args.starts_early ? shared_bytes_to_spread<Gemm>(p.m, ctas, split_k, multiprocessors) : Gemm::kSharedBytes;
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, split_k, args.starts_early, stream);
 }
 
 template <typename Element, bool kGated>
 cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.kernel == GemmPlan::Kernel::kStreamed) {
 #define FUSED_MLP_STREAMED(TOKENS) \
-  if (plan.block_m == TOKENS) return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, stream);
+  if (plan.block_m == TOKENS)      \
+    return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, multiprocessors, stream);
     FUSED_MLP_STREAMED(8)
     FUSED_MLP_STREAMED(16)
     FUSED_MLP_STREAMED(32)
@@ -136,17 +149,22 @@ cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multipro
     return launch_tiled<TiledGemm<Element, kGated, M, N, PING_PONG, SPLIT_K>>(p, multiprocessors, stream);
   FUSED_MLP_TILED(128, 192, true, 1)
   FUSED_MLP_TILED(128, 160, true, 1)
+  FUSED_MLP_TILED(128, 144, true, 1)
   FUSED_MLP_TILED(128, 128, true, 1)
-  FUSED_MLP_TILED(144, 256, false, 1)
+  FUSED_MLP_TILED(64, 128, false, 1)
+  FUSED_MLP_TILED(96, 128, false, 1)
   FUSED_MLP_TILED(160, 128, false, 1)
   if constexpr (kGated) {
+    FUSED_MLP_TILED(128, 176, true, 1)
+    FUSED_MLP_TILED(128, 224, false, 1)
     FUSED_MLP_TILED(128, 128, false, 1)
-    FUSED_MLP_TILED(160, 256, false, 1)
+    FUSED_MLP_TILED(144, 256, false, 1)
     FUSED_MLP_TILED(224, 128, false, 1)
   } else {
-    FUSED_MLP_TILED(128, 128, false, 2)
     FUSED_MLP_TILED(128, 128, false, 4)
-    FUSED_MLP_TILED(96, 128, false, 1)
+    FUSED_MLP_TILED(48, 128, false, 1)
+    FUSED_MLP_TILED(80, 128, false, 1)
+    FUSED_MLP_TILED(112, 128, false, 1)
     FUSED_MLP_TILED(208, 128, false, 1)
   }
 #undef FUSED_MLP_TILED

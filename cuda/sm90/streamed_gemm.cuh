@@ -5,6 +5,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "gemm.h"
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -22,8 +23,8 @@ struct StreamedGemmArgs {
   int n;
   int k_blocks;
   int tiles_m;
-  int tokens;  // of a tile
-  bool follows_gemm;
+  int tokens;         // of a tile
+  bool starts_early;  // before the kernel that writes A is done
 };
 
 template <typename Element_, bool kGated_, int kTokens_>
@@ -41,12 +42,13 @@ struct StreamedGemm {
   static constexpr int kTokenBytes = kTokens * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kWeightBytes + kTokenBytes;
   static constexpr int kAlignment = 1024;
-  static constexpr int kCtasPerMultiprocessor = kTokens < 32 ? 3 : 2;
+  static constexpr int kCtasPerMultiprocessor = streamed_ctas(kTokens);
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
-  // A CTA's part of a multiprocessor, of which 1024 bytes are the system's.
-  static constexpr int kSharedLimit = 228 * 1024 / kCtasPerMultiprocessor - 1024;
+  // What each of so many CTAs on a multiprocessor can have; of its part 1024 bytes are the system's.
+  __host__ __device__ static constexpr int shared_limit(int ctas) { return 228 * 1024 / ctas - 1024; }
+  static constexpr int kSharedLimit = shared_limit(kCtasPerMultiprocessor);
   static constexpr int kStages = (kSharedLimit - kAlignment) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kAlignment;
   static_assert(kPartialBytes <= kStages * kStageBytes, "the sums take the place of the ring");
@@ -95,7 +97,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
     mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
     load_weights(block - k.x, block);
   }
-  if (args.follows_gemm) wait_for_previous_kernel();
+  if (args.starts_early) wait_for_previous_kernel();
   for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
 
   RingPosition at(Gemm::kStages);

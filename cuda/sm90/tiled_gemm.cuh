@@ -227,7 +227,6 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     fence_mbarrier_init();
   }
   __syncthreads();
-  if (args.follows_gemm) wait_for_previous_kernel();
   allow_next_kernel();
 
   if (warp >= Gemm::kConsumers * 4) {

@@ -20,10 +20,9 @@ struct TiledGemmArgs {
   int stage_bytes;
   int tiles_m;
   int tiles_n;
-  bool follows_gemm;
 };
 
-constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
+__host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 
 template <typename Element_, bool kGated_, int kBlockM_, int kBlockN_, bool kPingPong_, int kSplitK_>
 struct TiledGemm {
@@ -65,10 +64,12 @@ struct TiledGemm {
   static constexpr int kBoxRows = 16;
   // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
   // instruction cache (12 KB), or the epilogue waits for instructions more than it computes.
-  static constexpr int kChunks = !kGated && kShareN / kStepN >= 4 ? 2 : 1;
+  static constexpr int kChunks = kGated || kShareN / kStepN < 4 ? 1 : kShareN / kStepN % 2 == 0 ? 2 : 3;
   static constexpr int kChunkN = kShareN / kChunks;
-  static constexpr int kSteps = kChunkN / kStepN;  // of a chunk
-  static_assert(kChunks * kSteps * kStepN == kShareN && kStepN % kBoxN == 0);
+  // Of a chunk. The last one begins earlier where it would pass the end, and does some columns again.
+  static constexpr int kSteps = (kChunkN + kStepN - 1) / kStepN;
+  __host__ __device__ static constexpr int step_column(int step) { return at_most(kChunkN - kStepN, step * kStepN); }
+  static_assert(kChunks * kChunkN == kShareN && kChunkN % 8 == 0 && kStepN % kBoxN == 0);
   static constexpr int kChunkM = kMmaN % 80 == 0 ? 80 : kMmaN % 48 == 0 ? 48 : kMmaN;  // swapped, of rows
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
@@ -91,7 +92,8 @@ struct TiledGemm {
   static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
 };
 
-// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2.
+// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2. A
+// single row left over joins the group before: alone it would read all the weights again.
 struct TileOrder {
   static constexpr int kGroupM = 8;
   int tiles_m;
@@ -99,9 +101,10 @@ struct TileOrder {
 
   __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
   __device__ __forceinline__ int2 operator[](int index) const {
-    const int group = index / (kGroupM * tiles_n);
+    const int last = max(tiles_m - 2, 0) / kGroupM;
+    const int group = min(index / (kGroupM * tiles_n), last);
+    const int rows = group == last ? tiles_m - last * kGroupM : kGroupM;
     const int in_group = index - group * kGroupM * tiles_n;
-    const int rows = min(kGroupM, tiles_m - group * kGroupM);
     return {group * kGroupM + in_group % rows, in_group / rows};
   }
 };

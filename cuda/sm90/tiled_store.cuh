@@ -110,25 +110,25 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
     uint32_t store = 0;
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
-      const int step_column = step * Gemm::kStepN;
+      const int step_column = Gemm::step_column(step);
+      const int first = step_column / 2;  // accumulator
       float value[kCount];
-      for_each_biased<Gemm>(value, accumulator[0], step * kCount, args.epilogue.bias != nullptr, bias + step_column * 4,
+      for_each_biased<Gemm>(value, accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4,
                             [](float& result, float gate) { result = gate; });
       activate<A, typename Gemm::Element>(value);
       if constexpr (Gemm::kGated) {
-        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + step * kCount,
-                              args.epilogue.up_bias != nullptr, bias + (Gemm::kShareN + step_column) * 4,
-                              [](float& result, float up) { result *= up; });
+        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
+                              bias + (Gemm::kShareN + step_column) * 4, [](float& result, float up) { result *= up; });
       }
       // The boxes of the step before are sent only now: the fence does not wait for their writing.
-      if (step > 0) send_boxes<Gemm>(args, store, row, column + step_column - Gemm::kStepN);
+      if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
       __syncwarp();
       store = stores + buffer * Gemm::kStoreBytes;
       buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
       write_boxes<Gemm>(value, store);
     }
-    send_boxes<Gemm>(args, store, row, column + (Gemm::kSteps - 1) * Gemm::kStepN);
+    send_boxes<Gemm>(args, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll
     for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators take the place of this one's
       const int next = i + kShift;

@@ -19,9 +19,10 @@ struct TiledTime {
 
 // The time of the streamed kernels: a start, what is added where k is split in 2, from 4 parts on and from 8, and a
 // part for each 64 elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip
-// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor.
+// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor. What
+// the bytes take at least grows with the part of the chip that is idle in the last round of as many as it holds.
 struct StreamedTime {
-  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row;
+  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
 };
 
 // Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
@@ -33,36 +34,47 @@ struct TorchRows {
 
 // clang-format off
 constexpr TiledTime kTiledGated[] = {
-    {128, 192, true, 1, 2.683, 0.0, 0.51, 0.0},
-    {128, 160, true, 1, 2.672, 0.0, 0.428, 0.0},
-    {128, 128, true, 1, 2.037, 0.0, 0.349, 0.0},
-    {128, 128, false, 1, 1.527, 0.3, 0.353, 0.0},
-    {144, 256, false, 1, 1.616, 0.263, 0.829, 0.0},
-    {160, 256, false, 1, 1.748, 0.292, 0.896, 0.0},
-    {160, 128, false, 1, 1.458, 0.473, 0.444, 0.0},
-    {224, 128, false, 1, 0.472, 1.452, 0.64, 0.0},
+    {128, 192, true, 1, 2.309, 0.0, 0.526, 0.0},
+    {128, 176, true, 1, 2.583, 0.0, 0.486, 0.0},
+    {128, 160, true, 1, 2.406, 0.0, 0.441, 0.0},
+    {128, 144, true, 1, 2.585, 0.0, 0.401, 0.0},
+    {128, 128, true, 1, 1.99, 0.0, 0.354, 0.0},
+    {128, 224, false, 1, 1.331, 0.315, 0.663, 0.0},
+    {128, 128, false, 1, 0.824, 0.998, 0.356, 0.0},
+    {144, 256, false, 1, 0.511, 1.132, 0.866, 0.0},
+    {64, 128, false, 1, 1.331, 0.529, 0.248, 0.0},
+    {96, 128, false, 1, 0.831, 0.695, 0.311, 0.0},
+    {160, 128, false, 1, 0.529, 1.172, 0.459, 0.0},
+    {224, 128, false, 1, 0.0, 1.823, 0.641, 0.0},
 };
 constexpr TiledTime kTiledPlain[] = {
-    {128, 192, true, 1, 2.383, 0.0, 0.442, 2.258},
-    {128, 160, true, 1, 3.012, 0.0, 0.376, 1.697},
-    {128, 128, true, 1, 1.787, 0.0, 0.308, 1.447},
-    {128, 128, false, 2, 0.0, 2.936, 0.423, 2.14},
-    {128, 128, false, 4, 0.0, 3.919, 0.404, 1.695},
-    {144, 256, false, 1, 0.0, 0.0, 0.759, 5.015},
-    {160, 128, false, 1, 0.148, 0.0, 0.4, 3.435},
-    {208, 128, false, 1, 0.0, 0.0, 0.519, 3.482},
-    {96, 128, false, 1, 0.523, 0.026, 0.241, 2.391},
+    {128, 192, true, 1, 2.297, 0.0, 0.476, 2.094},
+    {128, 160, true, 1, 2.658, 0.0, 0.403, 1.524},
+    {128, 144, true, 1, 2.469, 0.0, 0.376, 1.612},
+    {128, 128, true, 1, 1.721, 0.0, 0.329, 1.524},
+    {128, 128, false, 4, 0.0, 3.75, 0.387, 1.226},
+    {48, 128, false, 1, 0.907, 0.114, 0.17, 1.132},
+    {64, 128, false, 1, 0.587, 0.329, 0.188, 1.234},
+    {80, 128, false, 1, 0.358, 0.666, 0.219, 1.303},
+    {96, 128, false, 1, 0.0, 0.926, 0.259, 1.628},
+    {112, 128, false, 1, 0.056, 1.071, 0.291, 1.22},
+    {160, 128, false, 1, 0.0, 1.11, 0.433, 2.363},
+    {208, 128, false, 1, 0.0, 0.852, 0.56, 2.419},
 };
-constexpr StreamedTime kStreamedGated = {2.40183, 1.92386, 0.12966, 0.4425, 0.09661, 0.00103, 1.11891, 0.06535, 0.00235};
-constexpr StreamedTime kStreamedActivated = {3.01972, 1.10304, 0.17007, 0.35219, 0.04456, 0.001, 0.95486, 0.02647, 0.00108};
-constexpr StreamedTime kStreamedPlain = {1.99508, 1.42601, 0.03436, 0.49883, 0.07293, 0.00094, 0.68629, 0.00341, 0.00036};
-constexpr double kBytesPerMicrosecond = 2.8e6;
+constexpr StreamedTime kStreamedGated = {2.15956, 1.93629, 0.00269, 0.24159, 0.1241, 0.00136, 0.97801, 0.04729, 0.00153, 0.24763};
+constexpr StreamedTime kStreamedActivated = {2.52557, 1.26828, 0.00979, 0.14928, 0.07494, 0.00093, 0.84192, 0.01192, 0.0007, 0.23982};
+constexpr StreamedTime kStreamedPlain = {2.41456, 1.13505, 0.11978, 0.25553, 0.08623, 0.00018, 0.76343, 9e-05, 0.00122, 0.44526};
+constexpr double kBytesPerMicrosecond = 3.0e6;
+constexpr double kFlopsPerMicrosecond = 750e6;
 
-constexpr TorchRows kTorchPlain = {78, std::numeric_limits<int64_t>::max(),
-    "as measured, cuBLAS is faster for a plain product of more than 77 rows"};
+constexpr TorchRows kTorchPlain = {9, std::numeric_limits<int64_t>::max(),
+    "as measured, cuBLAS is mostly faster for a plain product of more than 8 rows"};
 constexpr TorchRows kTorchActivated = {0, -1, nullptr};
-constexpr TorchRows kTorchEpilogue = {49, 256,
-    "as measured, cuBLAS can be faster for one layer with an activation and 49 to 256 rows"};
+constexpr TorchRows kTorchEpilogue = {33, 288,
+    "as measured, cuBLAS can be faster for one layer with an activation and 33 to 288 rows"};
+// A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
+// can hardly be faster.
+constexpr double kNearFloor = 1.2;
 // clang-format on
 
 }  // namespace fused_mlp::sm90

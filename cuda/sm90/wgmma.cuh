@@ -57,11 +57,13 @@ struct Wgmma;
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_REGISTERS_72 WGMMA_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define WGMMA_REGISTERS_80 WGMMA_REGISTERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_REGISTERS_88 WGMMA_REGISTERS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_REGISTERS_96                                                           \
   WGMMA_REGISTERS_64                                                                 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_REGISTERS_104 WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define WGMMA_REGISTERS_112 WGMMA_REGISTERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
@@ -74,8 +76,10 @@ struct Wgmma;
 #define WGMMA_OUT_64(d, i) WGMMA_OUT_32(d, i), WGMMA_OUT_32(d, i + 32)
 #define WGMMA_OUT_72(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_8(d, i + 64)
 #define WGMMA_OUT_80(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_16(d, i + 64)
+#define WGMMA_OUT_88(d, i) WGMMA_OUT_80(d, i), WGMMA_OUT_8(d, i + 80)
 #define WGMMA_OUT_96(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_32(d, i + 64)
 #define WGMMA_OUT_104(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_8(d, i + 96)
+#define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
 
 // R = N / 2 accumulators a thread; A, B and P number the operands that follow them.
 #define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P)                                                            \
@@ -105,8 +109,10 @@ WGMMA_DEFINE_BOTH(112, 56, 56, 57, 58)
 WGMMA_DEFINE_BOTH(128, 64, 64, 65, 66)
 WGMMA_DEFINE_BOTH(144, 72, 72, 73, 74)
 WGMMA_DEFINE_BOTH(160, 80, 80, 81, 82)
+WGMMA_DEFINE_BOTH(176, 88, 88, 89, 90)
 WGMMA_DEFINE_BOTH(192, 96, 96, 97, 98)
 WGMMA_DEFINE_BOTH(208, 104, 104, 105, 106)
+WGMMA_DEFINE_BOTH(224, 112, 112, 113, 114)
 
 #undef WGMMA_DEFINE_BOTH
 #undef WGMMA_DEFINE
@@ -132,9 +138,13 @@ WGMMA_DEFINE_BOTH(208, 104, 104, 105, 106)
 #undef WGMMA_REGISTERS_72
 #undef WGMMA_OUT_80
 #undef WGMMA_REGISTERS_80
+#undef WGMMA_OUT_88
+#undef WGMMA_REGISTERS_88
 #undef WGMMA_OUT_96
 #undef WGMMA_REGISTERS_96
 #undef WGMMA_OUT_104
 #undef WGMMA_REGISTERS_104
+#undef WGMMA_OUT_112
+#undef WGMMA_REGISTERS_112
 
 }  // namespace fused_mlp::sm90

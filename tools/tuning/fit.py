@@ -8,12 +8,13 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from tqdm import trange
 
-from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
+from tuning.kernels import NEAR_FLOOR_ROWS, STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
 MARGIN = 0.1  # that ours may take longer than torch's way where torch has a better one
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
+COST_OF_OURS = 1.5  # the weight of what a plain product of ours takes longer than torch's
 STARTS, STEPS = 8, 4000  # of the searches for constants
 
 
@@ -30,8 +31,9 @@ class TiledTime:
 
 @dataclass
 class StreamedTime:
-    """Microseconds: start + split of k * load + blocks of k a CTA * block, bounded by bytes / bandwidth, where the
-    split is split_2, with split_4 added from 4 parts on, and split_8 from 8, and a block takes
+    """Microseconds: start + split of k * load + blocks of k a CTA * block, bounded by bytes / bandwidth * (1 + tail *
+    the part of the chip that is idle in the last round of as many CTAs as it holds), where the split is split_2, with
+    split_4 added from 4 parts on, and split_8 from 8, and a block takes
 
     (k_block + k_row * rows of a tile) * load + (round_k_block + round_k_row * rows of a tile) * rounds
 
@@ -47,6 +49,7 @@ class StreamedTime:
     saturating: float = 0.75
     round_k_block: float = 0.1
     round_k_row: float = 0.002
+    tail: float = 0.1
 
 
 @dataclass
@@ -62,10 +65,17 @@ class Constants:
     tiled: dict[str, dict[Kernel, TiledTime]]  # by kind, where activated and plain have the same
     streamed: dict[str, StreamedTime]  # by kind
     bytes_per_microsecond: float
+    flops_per_microsecond: float
     torch: dict[str, Rows | None]  # activated and plain; epilogue: activated, where torch's GEMM has that activation
+    near_floor: float = 1.0  # a plain product estimated at up to so many times the floor is ours where torch's rows are
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
         return min(point.times, key=lambda kernel: self.microseconds(point, kernel, multiprocessors))
+
+    def over_floor(self, point: Point, multiprocessors: int) -> float:
+        """The estimate for the chosen kernel over the time that the bytes and the arithmetic take at least."""
+        floor = max(point.bytes / self.bytes_per_microsecond, point.flops / self.flops_per_microsecond)
+        return self.microseconds(point, self.choose(point, multiprocessors), multiprocessors) / floor
 
     def microseconds(self, point: Point, kernel: Kernel, multiprocessors: int) -> float:
         """What is expected of a kernel."""
@@ -74,7 +84,7 @@ class Constants:
             time = np.array([astuple(self.tiled[point.kind][kernel])])
             return tiled_times(time, np.array([tiled_terms(point, kernel, floor, multiprocessors)]))[0]
         terms = np.array([streamed_terms(point, kernel)])
-        return bounded(streamed_times(self.streamed[point.kind], terms, multiprocessors), floor)[0]
+        return streamed_times(self.streamed[point.kind], terms, np.array([floor]), multiprocessors)[0]
 
 
 def fit(points: list[Point], multiprocessors: int) -> Constants:
@@ -85,7 +95,8 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     for kinds, kernels in ((("gated",), TILED_GATED), (("activated", "plain"), TILED_PLAIN)):
         timed = [point for point in many if point.kind in kinds]
         tiled.update(dict.fromkeys(kinds, fit_tiled(kernels, timed, bandwidth, multiprocessors)))
-    constants = Constants(tiled, {}, bandwidth, {})
+    arithmetic = round(max(point.flops / min(point.best, point.torch) for point in points), -7)
+    constants = Constants(tiled, {}, bandwidth, arithmetic, {})
     for kind in KINDS:
         few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
         constants.streamed[kind] = fit_streamed(kind, few, constants, multiprocessors)
@@ -93,17 +104,27 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     def choose(point: Point) -> Kernel:
         return constants.choose(point, multiprocessors)
 
-    for kind in ("activated", "plain"):
-        constants.torch[kind] = torch_rows(points, kind, choose)
+    constants.torch["activated"] = torch_rows(points, "activated", choose)
     constants.torch["epilogue"] = slower_rows(points, "activated", choose)
+    plain = [
+        (point.m, constants.over_floor(point, multiprocessors), saved_by_torch(point, choose))
+        for point in points
+        if point.kind == "plain"
+    ]
+    constants.torch["plain"], constants.near_floor = torch_unless_near_floor(plain)
     return constants
 
 
 def tiles_and_resident(p: Point, kernel: Kernel, multiprocessors: int) -> tuple[int, int]:
     """Tiles, each of a cluster, and how many of them the chip holds at once."""
-    resident = (multiprocessors if kernel.split_k <= 2 else multiprocessors * 10 // 11) // kernel.split_k
+    resident = int(usable(multiprocessors, kernel.split_k)) // kernel.split_k
     columns = kernel.block_n // 2 if p.gated else kernel.block_n
     return ceil_div(p.m, kernel.block_m) * ceil_div(p.n, columns), max(resident, 1)
+
+
+def usable(multiprocessors: int, cluster: np.ndarray | int) -> np.ndarray:
+    """Groups of multiprocessors do not divide evenly into larger clusters."""
+    return np.where(np.asarray(cluster) <= 2, multiprocessors, multiprocessors * 10 // 11)
 
 
 def tiled_terms(p: Point, kernel: Kernel, floor: float, multiprocessors: int) -> list[float]:
@@ -176,13 +197,15 @@ def streamed_terms(p: Point, kernel: Kernel) -> list[float]:
     return [kernel.block_m, kernel.split_k, ctas, ceil_div(ceil_div(p.k, 64), kernel.split_k)]
 
 
-def streamed_times(time: StreamedTime, terms: np.ndarray, multiprocessors: int) -> np.ndarray:
+def streamed_times(time: StreamedTime, terms: np.ndarray, floors: np.ndarray, multiprocessors: int) -> np.ndarray:
     rows, parts, ctas, blocks = terms.T
     load = np.maximum(1, ctas / (time.saturating * multiprocessors))
-    rounds = np.ceil(ctas / multiprocessors)
+    rounds = np.ceil(ctas / usable(multiprocessors, parts))
     block = (time.k_block + time.k_row * rows) * load + (time.round_k_block + time.round_k_row * rows) * rounds
     split = time.split_2 * (parts >= 2) + time.split_4 * (parts >= 4) + time.split_8 * (parts >= 8)
-    return time.start + split * load + blocks * block
+    capacity = usable(multiprocessors, parts) * np.where(rows < 32, 3, 2)  # streamed_ctas() of cuda/sm90/gemm.h
+    idle = np.where(ctas > capacity, np.ceil(ctas / capacity) * capacity / ctas - 1, 0)
+    return bounded(time.start + split * load + blocks * block, floors * (1 + time.tail * idle))
 
 
 def fit_streamed(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
@@ -199,8 +222,8 @@ def fit_streamed(kind: str, points: list[Point], constants: Constants, multiproc
     loss_of = choice_loss(np.array(of_point), np.array(times))
 
     def loss(values: np.ndarray) -> float:
-        streamed = streamed_times(StreamedTime(*values), terms, multiprocessors)
-        return loss_of(np.where(np.isnan(fixed), bounded(streamed, floors), fixed))
+        streamed = streamed_times(StreamedTime(*values), terms, floors, multiprocessors)
+        return loss_of(np.where(np.isnan(fixed), streamed, fixed))
 
     random = np.random.default_rng(0)
     first = np.array(astuple(StreamedTime()))
@@ -242,17 +265,40 @@ def searched(
     return least, values
 
 
+def saved_by_torch(point: Point, choose: Callable[[Point], Kernel]) -> float:
+    """In units of the faster way's time; negative where ours is the faster one."""
+    ours = point.times[choose(point)]
+    return (ours - point.torch) / min(point.torch, ours)
+
+
+def torch_unless_near_floor(points: list[tuple[int, float, float]]) -> tuple[Rows, float]:
+    """From which m on to take torch's GEMM, and up to how many times the floor ours for all that: so that ours saves
+    most, where what it costs counts for more, as torch's way is what it replaces. points: m, the estimate over the
+    floor, what torch's GEMM saves.
+    """
+
+    def saved(first: int, near_floor: float) -> float:
+        ours = [s for m, over, s in points if m < first or (m <= NEAR_FLOOR_ROWS and over <= near_floor)]
+        return -sum(s if s < 0 else COST_OF_OURS * s for s in ours)
+
+    firsts = sorted({m for m, _, _ in points})
+    index, near_floor = max(
+        itertools.product(range(len(firsts)), np.arange(1.0, 1.51, 0.05)),
+        key=lambda choice: saved(firsts[choice[0]], choice[1]),
+    )
+    return Rows(firsts[index - 1] + 1 if index else 1, None), round(float(near_floor), 2)
+
+
 def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
-    """The run of measured m for which to take torch's GEMM saves most, in units of the faster way's time."""
-    losses = defaultdict(list)  # of taking torch's way at each m, negative where it is the faster one
+    """The run of measured m for which to take torch's GEMM saves most."""
+    saved = defaultdict(float)  # by taking torch's way at each m
     for point in points:
         if point.kind == kind:
-            ours = point.times[choose(point)]
-            losses[point.m].append((point.torch - ours) / min(point.torch, ours))
-    measured = sorted(losses)
+            saved[point.m] += saved_by_torch(point, choose)
+    measured = sorted(saved)
     runs = itertools.combinations(range(len(measured) + 1), 2)
-    start, end = min(runs, key=lambda run: sum(sum(losses[m]) for m in measured[slice(*run)]))
-    if sum(sum(losses[m]) for m in measured[start:end]) >= 0:
+    start, end = max(runs, key=lambda run: sum(saved[m] for m in measured[slice(*run)]))
+    if sum(saved[m] for m in measured[start:end]) <= 0:
         return None
     last = None if end == len(measured) else measured[end - 1]
     return Rows(measured[start - 1] + 1 if start else 1, last)

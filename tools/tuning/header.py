@@ -27,9 +27,10 @@ struct TiledTime {{
 
 // The time of the streamed kernels: a start, what is added where k is split in 2, from 4 parts on and from 8, and a
 // part for each 64 elements of k that a CTA reads and each of its rows: one as the CTAs exceed what saturates the chip
-// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor.
+// (`saturating` a multiprocessor), as the splits are too, and one for every round of CTAs, one a multiprocessor. What
+// the bytes take at least grows with the part of the chip that is idle in the last round of as many as it holds.
 struct StreamedTime {{
-  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row;
+  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
 }};
 
 // Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
@@ -50,10 +51,14 @@ constexpr StreamedTime kStreamedGated = {streamed_gated};
 constexpr StreamedTime kStreamedActivated = {streamed_activated};
 constexpr StreamedTime kStreamedPlain = {streamed_plain};
 constexpr double kBytesPerMicrosecond = {bandwidth:.1f}e6;
+constexpr double kFlopsPerMicrosecond = {arithmetic:.0f}e6;
 
 constexpr TorchRows kTorchPlain = {torch_plain};
 constexpr TorchRows kTorchActivated = {torch_activated};
 constexpr TorchRows kTorchEpilogue = {torch_epilogue};
+// A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
+// can hardly be faster.
+constexpr double kNearFloor = {near_floor};
 // clang-format on
 
 }}  // namespace fused_mlp::sm90
@@ -67,7 +72,9 @@ def header(constants: Constants, gpu: str) -> str:
         tiled_plain=table(constants.tiled["plain"]),
         **{f"streamed_{kind}": braced(time) for kind, time in constants.streamed.items()},
         bandwidth=constants.bytes_per_microsecond / 1e6,
-        torch_plain=rows(constants.torch["plain"], "cuBLAS is faster for a plain product of"),
+        arithmetic=constants.flops_per_microsecond / 1e6,
+        near_floor=constants.near_floor,
+        torch_plain=rows(constants.torch["plain"], "cuBLAS is mostly faster for a plain product of"),
         torch_activated=rows(constants.torch["activated"], "cuBLAS is faster for one layer with an activation and"),
         torch_epilogue=rows(constants.torch["epilogue"], "cuBLAS can be faster for one layer with an activation and"),
     )

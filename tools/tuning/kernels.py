@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# As in cuda/sm90/gemm.cpp.
+# As in cuda/sm90/gemm.cpp and gemm.h.
 TILED_ROWS = 33  # from here on
 STREAMED_ROWS = 256  # up to here
 STREAMED_TILES = 4  # of rows, at most
+NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
 
 LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
 
@@ -28,24 +29,31 @@ class Kernel(NamedTuple):
 # The kernels of launch.cuh. Where two are equally fast, the first is taken.
 TILED_GATED = [
     Kernel(0, 128, 192, 1, 1),
+    Kernel(0, 128, 176, 1, 1),
     Kernel(0, 128, 160, 1, 1),
+    Kernel(0, 128, 144, 1, 1),
     Kernel(0, 128, 128, 1, 1),
+    Kernel(0, 128, 224, 0, 1),
     Kernel(0, 128, 128, 0, 1),
     Kernel(0, 144, 256, 0, 1),
-    Kernel(0, 160, 256, 0, 1),
+    Kernel(0, 64, 128, 0, 1),
+    Kernel(0, 96, 128, 0, 1),
     Kernel(0, 160, 128, 0, 1),
     Kernel(0, 224, 128, 0, 1),
 ]
 TILED_PLAIN = [
     Kernel(0, 128, 192, 1, 1),
     Kernel(0, 128, 160, 1, 1),
+    Kernel(0, 128, 144, 1, 1),
     Kernel(0, 128, 128, 1, 1),
-    Kernel(0, 128, 128, 0, 2),
     Kernel(0, 128, 128, 0, 4),
-    Kernel(0, 144, 256, 0, 1),
+    Kernel(0, 48, 128, 0, 1),
+    Kernel(0, 64, 128, 0, 1),
+    Kernel(0, 80, 128, 0, 1),
+    Kernel(0, 96, 128, 0, 1),
+    Kernel(0, 112, 128, 0, 1),
     Kernel(0, 160, 128, 0, 1),
     Kernel(0, 208, 128, 0, 1),
-    Kernel(0, 96, 128, 0, 1),
 ]
 STREAMED_SIZES_GATED = [8, 16, 32, 48, 64]  # rows of a tile
 STREAMED_SIZES_PLAIN = [*STREAMED_SIZES_GATED, 80, 128]
@@ -71,6 +79,10 @@ class Point:
     @property
     def bytes(self) -> int:
         return 2 * (self.m * (self.k + self.n) + (2 if self.gated else 1) * self.n * self.k)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * (2 if self.gated else 1) * self.n * self.k
 
     @property
     def best(self) -> float:
