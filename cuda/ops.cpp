@@ -129,7 +129,6 @@ struct FusedGemm {
     problem.dtype = dtype_of(x.tensor, "x");
     problem.activation = layer.activation;
     problem.follows_gemm = follows_gemm;
-    problem.torch_activates = torch_has_epilogue(layer);
     if (!describe_weight(layer.weight, &problem.weight)) return "a weight that is not row-major";
     if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
       return "a weight that is not row-major";

@@ -50,7 +50,7 @@ def constants() -> fit.Constants:
     gated, plain = ({kernel: tiled(kernel) for kernel in kernels} for kernels in (TILED_GATED, TILED_PLAIN))
     streamed = {kind: fit.StreamedTime(*near(*astuple(fit.StreamedTime()))) for kind in fit.KINDS}
     tiled_times = {"gated": gated, "activated": plain, "plain": plain}
-    torch_rows = {"activated": fit.Rows(78, 256), "plain": fit.Rows(17, None), "epilogue": None}
+    torch_rows = {"activated": fit.Rows(78, 256), "plain": fit.Rows(17, None)}
     return fit.Constants(tiled_times, streamed, 2.8e6, 7e8, torch_rows, near_floor=1.1)
 
 
@@ -111,18 +111,6 @@ def test_torch_unless_near_the_floor():
     rows, near_floor = fit.torch_unless_near_floor([(m, over, 0.1) for m, over, _ in products])
     assert rows == fit.Rows(1, None)
     assert near_floor < 1.02
-
-
-def test_rows_where_ours_is_slower_somewhere():
-    """A little slower at 20 and 400 rows, and at one of two widths by more at 40 and 200."""
-    timed = points([(512, 2048), (768, 3072)], [20, 40, 100, 200, 400])
-    for point in timed:
-        slow = point.m in (40, 200) and point.k == 768
-        point.torch = 0.8 if slow else 0.95
-    assert fit.slower_rows(timed, "activated", lambda point: next(iter(point.times))) == fit.Rows(21, 200)
-    for point in timed:
-        point.torch = 0.95
-    assert fit.slower_rows(timed, "activated", lambda point: next(iter(point.times))) is None
 
 
 @pytest.fixture(scope="module")

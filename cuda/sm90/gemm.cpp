@@ -146,11 +146,10 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
 }
 
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
-  const TorchRows& rows = p.linear() ? kTorchPlain : p.torch_activates ? kTorchEpilogue : kTorchActivated;
+  const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU, mostly
-  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost. Where torch
-  // has the activation in its GEMM, it makes no more calls than eager's GEMM alone.
-  const bool cpu_counts = p.linear() ? p.follows_gemm && p.m <= kStreamedRows : !p.torch_activates;
+  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost.
+  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kStreamedRows);
   const bool near_floor_counts = p.linear() && p.m <= kNearFloorRows;
   if (torch_is_faster && !cpu_counts && !near_floor_counts) return rows.reason;
   *chosen = plan(p, multiprocessors);

@@ -28,8 +28,6 @@ struct GemmProblem {
   // Set where the launch before this one in the stream is a GEMM of this file that did not write the weights: this
   // one then starts, and reads its weights, while that one drains.
   bool follows_gemm;
-  // Set where torch has a GEMM with this bias and activation in its epilogue.
-  bool torch_activates;
 
   bool gated() const { return up_weight.data != nullptr; }
   bool linear() const { return activation == static_cast<int64_t>(Activation::kLinear); }

@@ -25,8 +25,8 @@ struct StreamedTime {
   double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
 };
 
-// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
-// it, and with the activation in its epilogue.
+// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, and with a pointwise kernel
+// behind it.
 struct TorchRows {
   int64_t first, last;
   const char* reason;
@@ -70,8 +70,6 @@ constexpr double kFlopsPerMicrosecond = 750e6;
 constexpr TorchRows kTorchPlain = {9, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is mostly faster for a plain product of more than 8 rows"};
 constexpr TorchRows kTorchActivated = {0, -1, nullptr};
-constexpr TorchRows kTorchEpilogue = {33, 288,
-    "as measured, cuBLAS can be faster for one layer with an activation and 33 to 288 rows"};
 // A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
 // can hardly be faster.
 constexpr double kNearFloor = 1.2;

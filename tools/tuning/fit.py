@@ -10,7 +10,6 @@ from tqdm import trange
 
 from tuning.kernels import NEAR_FLOOR_ROWS, STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
-MARGIN = 0.1  # that ours may take longer than torch's way where torch has a better one
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
@@ -66,7 +65,7 @@ class Constants:
     streamed: dict[str, StreamedTime]  # by kind
     bytes_per_microsecond: float
     flops_per_microsecond: float
-    torch: dict[str, Rows | None]  # activated and plain; epilogue: activated, where torch's GEMM has that activation
+    torch: dict[str, Rows | None]  # activated and plain
     near_floor: float = 1.0  # a plain product estimated at up to so many times the floor is ours where torch's rows are
 
     def choose(self, point: Point, multiprocessors: int) -> Kernel:
@@ -105,7 +104,6 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
         return constants.choose(point, multiprocessors)
 
     constants.torch["activated"] = torch_rows(points, "activated", choose)
-    constants.torch["epilogue"] = slower_rows(points, "activated", choose)
     plain = [
         (point.m, constants.over_floor(point, multiprocessors), saved_by_torch(point, choose))
         for point in points
@@ -302,16 +300,3 @@ def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Ker
         return None
     last = None if end == len(measured) else measured[end - 1]
     return Rows(measured[start - 1] + 1 if start else 1, last)
-
-
-def slower_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
-    """The least run with all the measured m at which ours takes longer than torch's way, by more than MARGIN, at some
-    width. What was measured is torch's GEMM with a kernel behind it; with the activation in its GEMM it takes less.
-    """
-    of_kind = [point for point in points if point.kind == kind]
-    slower = [point.m for point in of_kind if point.times[choose(point)] > (1 + MARGIN) * point.torch]
-    if not slower:
-        return None
-    measured = sorted({point.m for point in of_kind})
-    before = [m for m in measured if m < min(slower)]
-    return Rows(before[-1] + 1 if before else 1, None if max(slower) == measured[-1] else max(slower))

@@ -33,8 +33,8 @@ struct StreamedTime {{
   double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
 }};
 
-// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, with a pointwise kernel behind
-// it, and with the activation in its epilogue.
+// Rows of a, from first to last, at which torch's GEMM is faster: for a plain product, and with a pointwise kernel
+// behind it.
 struct TorchRows {{
   int64_t first, last;
   const char* reason;
@@ -55,7 +55,6 @@ constexpr double kFlopsPerMicrosecond = {arithmetic:.0f}e6;
 
 constexpr TorchRows kTorchPlain = {torch_plain};
 constexpr TorchRows kTorchActivated = {torch_activated};
-constexpr TorchRows kTorchEpilogue = {torch_epilogue};
 // A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
 // can hardly be faster.
 constexpr double kNearFloor = {near_floor};
@@ -76,7 +75,6 @@ def header(constants: Constants, gpu: str) -> str:
         near_floor=constants.near_floor,
         torch_plain=rows(constants.torch["plain"], "cuBLAS is mostly faster for a plain product of"),
         torch_activated=rows(constants.torch["activated"], "cuBLAS is faster for one layer with an activation and"),
-        torch_epilogue=rows(constants.torch["epilogue"], "cuBLAS can be faster for one layer with an activation and"),
     )
 
 
