@@ -108,10 +108,11 @@ template <size_t kCount>
 void consider_tiled(const GemmProblem& p, const TiledTime (&kernels)[kCount], int multiprocessors, Fastest* fastest) {
   for (const TiledTime& kernel : kernels) {
     if (kernel.split_k > 1 && p.k < 64 * kernel.split_k) continue;  // every CTA needs a part of k
-    const char* reason = kernel.ping_pong        ? "epilogues hidden behind the other warpgroup's products"
-                         : kernel.split_k > 1    ? "few tiles: k is split"
-                         : kernel.block_m != 128 ? "tiles of as many rows as fill the chip best"
-                                                 : "few tiles: small ones";
+    const bool small = kernel.block_m == 128 && kernel.block_n == 128;
+    const char* reason = kernel.ping_pong     ? "epilogues hidden behind the other warpgroup's products"
+                         : kernel.split_k > 1 ? "few tiles: k is split"
+                         : small              ? "few tiles: small ones"
+                                              : "tiles of a size that fills the chip best";
     const double microseconds = estimated_microseconds(p, kernel, multiprocessors);
     fastest->consider({GemmPlan::Kernel::kTiled, kernel.block_m, kernel.block_n, kernel.ping_pong, kernel.split_k,
                        microseconds, reason});

@@ -26,7 +26,7 @@ struct GemmProblem {
   DType dtype;
   int64_t activation;
   // Set where the launch before this one in the stream is a GEMM of this file that did not write the weights: this
-  // one then starts, and reads its weights, while that one drains.
+  // one may then start, and read its weights, while that one drains.
   bool follows_gemm;
 
   bool gated() const { return up_weight.data != nullptr; }
