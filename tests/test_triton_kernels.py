@@ -220,7 +220,7 @@ def test_tf32_where_pytorch_was_told_to(forced, device, function, monkeypatch):
     assert error < 1e-6
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     error, _ = reference.errors(getattr(forced, function)(**made, activation="silu"), exact)
-    assert 1e-5 < error < 1.4e-3  # bfloat16 has 1.6e-3 and more
+    assert 1e-5 < error < 1.4e-3  # operands cut to TF32 give up to 1.02e-3, in bfloat16 at least 1.64e-3
 
 
 # Ways to be called

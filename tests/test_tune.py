@@ -90,13 +90,13 @@ def test_rows_of_torch():
     ratios = {20: 0.98, 40: 1.1, 100: 0.8, 200: 0.9, 400: 1.2}
     for point in timed:
         point.torch = ratios[point.m]
-    assert fit.torch_rows(timed, "plain", lambda point: next(iter(point.times))) == fit.Rows(41, 200)
+    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) == fit.Rows(41, 200)
     for point in timed:
         point.torch = 0.9 if point.m >= 100 else 1.1
-    assert fit.torch_rows(timed, "plain", lambda point: next(iter(point.times))) == fit.Rows(41, None)
+    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) == fit.Rows(41, None)
     for point in timed:
         point.torch = 1.1
-    assert fit.torch_rows(timed, "plain", lambda point: next(iter(point.times))) is None
+    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) is None
 
 
 def test_torch_unless_near_the_floor():

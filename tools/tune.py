@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Makes cuda/sm90/tuning.h: times every sm_90a GEMM on this GPU over the layers of models, torch's beside them, and
-fits what the dispatch chooses by. Takes six minutes on an H100.
+fits what the dispatch chooses by. Takes about six minutes on an H100.
 """
 
 import argparse

@@ -20,10 +20,9 @@ bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uin
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kStreamedRows = 256;   // up to here
-constexpr int64_t kStreamedTiles = 4;    // of rows, at most: the weights are read once for each
-constexpr int kStreamedColumns = 64;     // of a tile
-constexpr int64_t kNearFloorRows = 640;  // up to here, a plain product near the floor is ours
+constexpr int64_t kStreamedRows = 256;  // up to here
+constexpr int64_t kStreamedTiles = 4;   // of rows, at most: the weights are read once for each
+constexpr int kStreamedColumns = 64;    // of a tile
 
 // The CPU's time that a call of torch's GEMM takes more than a launch of ours. A product of ours that the GPU finishes
 // within it is never waited for.
@@ -149,7 +148,8 @@ GemmPlan plan(const GemmProblem& p, int multiprocessors) {
 const char* choose(const GemmProblem& p, int multiprocessors, GemmPlan* chosen) {
   const TorchRows& rows = p.linear() ? kTorchPlain : kTorchActivated;
   const bool torch_is_faster = !p.gated() && p.m >= rows.first && p.m <= rows.last;  // on the GPU, mostly
-  // A plain product alone is torch's; behind a fused GEMM, that one has saved more than a few rows cost.
+  // For a plain product alone only the GPU's time counts; behind a fused GEMM, that one has saved more than a few rows
+  // cost.
   const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kStreamedRows);
   const bool near_floor_counts = p.linear() && p.m <= kNearFloorRows;
   if (torch_is_faster && !cpu_counts && !near_floor_counts) return rows.reason;

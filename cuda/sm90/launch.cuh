@@ -79,7 +79,7 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
-  // Never early: at large widths CTAs that share weights take up to 40% longer then.
+  // Never early: at large widths CTAs that share weights take up to half as long again then.
   return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK, false,
                        stream);
 }

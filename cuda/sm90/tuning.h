@@ -70,8 +70,9 @@ constexpr double kFlopsPerMicrosecond = 750e6;
 constexpr TorchRows kTorchPlain = {9, std::numeric_limits<int64_t>::max(),
     "as measured, cuBLAS is mostly faster for a plain product of more than 8 rows"};
 constexpr TorchRows kTorchActivated = {0, -1, nullptr};
-// A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
-// can hardly be faster.
+// A plain product among torch's rows, of up to so many, is ours for all that where the estimate is up to so many times
+// what bytes and arithmetic take at least: torch's can hardly be faster.
+constexpr int64_t kNearFloorRows = 640;
 constexpr double kNearFloor = 1.2;
 // clang-format on
 

@@ -8,11 +8,12 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from tqdm import trange
 
-from tuning.kernels import NEAR_FLOOR_ROWS, STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
+from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
 KINDS = ("gated", "activated", "plain")
+NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
 COST_OF_OURS = 1.5  # the weight of what a plain product of ours takes longer than torch's
 STARTS, STEPS = 8, 4000  # of the searches for constants
 
@@ -103,7 +104,7 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     def choose(point: Point) -> Kernel:
         return constants.choose(point, multiprocessors)
 
-    constants.torch["activated"] = torch_rows(points, "activated", choose)
+    constants.torch["activated"] = torch_rows([point for point in points if point.kind == "activated"], choose)
     plain = [
         (point.m, constants.over_floor(point, multiprocessors), saved_by_torch(point, choose))
         for point in points
@@ -287,12 +288,11 @@ def torch_unless_near_floor(points: list[tuple[int, float, float]]) -> tuple[Row
     return Rows(firsts[index - 1] + 1 if index else 1, None), round(float(near_floor), 2)
 
 
-def torch_rows(points: Iterable[Point], kind: str, choose: Callable[[Point], Kernel]) -> Rows | None:
+def torch_rows(points: Iterable[Point], choose: Callable[[Point], Kernel]) -> Rows | None:
     """The run of measured m for which to take torch's GEMM saves most."""
     saved = defaultdict(float)  # by taking torch's way at each m
     for point in points:
-        if point.kind == kind:
-            saved[point.m] += saved_by_torch(point, choose)
+        saved[point.m] += saved_by_torch(point, choose)
     measured = sorted(saved)
     runs = itertools.combinations(range(len(measured) + 1), 2)
     start, end = max(runs, key=lambda run: sum(saved[m] for m in measured[slice(*run)]))

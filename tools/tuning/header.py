@@ -2,7 +2,7 @@
 
 from dataclasses import astuple
 
-from tuning.fit import Constants, Rows, StreamedTime, TiledTime
+from tuning.fit import NEAR_FLOOR_ROWS, Constants, Rows, StreamedTime, TiledTime
 from tuning.kernels import Kernel
 
 HEADER = """\
@@ -55,8 +55,9 @@ constexpr double kFlopsPerMicrosecond = {arithmetic:.0f}e6;
 
 constexpr TorchRows kTorchPlain = {torch_plain};
 constexpr TorchRows kTorchActivated = {torch_activated};
-// A plain product among torch's rows is ours for all that where the estimate is up to so many times the floor: torch's
-// can hardly be faster.
+// A plain product among torch's rows, of up to so many, is ours for all that where the estimate is up to so many times
+// what bytes and arithmetic take at least: torch's can hardly be faster.
+constexpr int64_t kNearFloorRows = {near_floor_rows};
 constexpr double kNearFloor = {near_floor};
 // clang-format on
 
@@ -72,6 +73,7 @@ def header(constants: Constants, gpu: str) -> str:
         **{f"streamed_{kind}": braced(time) for kind, time in constants.streamed.items()},
         bandwidth=constants.bytes_per_microsecond / 1e6,
         arithmetic=constants.flops_per_microsecond / 1e6,
+        near_floor_rows=NEAR_FLOOR_ROWS,
         near_floor=constants.near_floor,
         torch_plain=rows(constants.torch["plain"], "cuBLAS is mostly faster for a plain product of"),
         torch_activated=rows(constants.torch["activated"], "cuBLAS is faster for one layer with an activation and"),

@@ -7,7 +7,6 @@ from typing import NamedTuple
 TILED_ROWS = 33  # from here on
 STREAMED_ROWS = 256  # up to here
 STREAMED_TILES = 4  # of rows, at most
-NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
 
 LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
 
