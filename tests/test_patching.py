@@ -622,7 +622,7 @@ def test_verification(fused_mlp, device):
 
 def test_verification_of_a_whole_method(fused_mlp, device, monkeypatch):
     """What is put in the place of an MLP is run where it stands."""
-    rewriting = importlib.import_module(f"{fused_mlp.__name__}.rewriting")
+    rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting")
     call = rewriting._call
 
     def swapped(site):
@@ -656,7 +656,7 @@ class Counted(Gated):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_verification_runs_a_copy(fused_mlp, device, monkeypatch, training):
-    verification = importlib.import_module(f"{fused_mlp.__name__}.verification")
+    verification = importlib.import_module(f"{fused_mlp.__name__}.models.verification")
     compared = []
     run = verification._outputs
     monkeypatch.setattr(

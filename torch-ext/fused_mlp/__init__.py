@@ -4,7 +4,7 @@ from . import layers
 from .dispatch import backend
 from .explanation import explain
 from .functional import act_and_mul, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
-from .patching import fuse_mlps
+from .models.patching import fuse_mlps
 
 __all__ = [
     "act_and_mul",

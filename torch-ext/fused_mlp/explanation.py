@@ -9,9 +9,11 @@ from typing import Any, Callable, Dict, Union
 
 from torch import Tensor, nn
 
-from . import dispatch, functional, layers, obstacles, operands, patching
-from .activations import activation_of, get_activation, name_of
+from . import dispatch, functional, layers, operands
+from .activations import get_activation
 from .backends import native
+from .models import obstacles, patching
+from .models.recognition import activation_of, name_of
 
 
 @dataclass(frozen=True)

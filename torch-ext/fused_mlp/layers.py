@@ -14,9 +14,11 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 
-from . import forwards, functional, obstacles
-from .activations import activation_of, get_activation
-from .checkpoints import PackedWeights
+from . import functional
+from .activations import get_activation
+from .models import forwards, obstacles
+from .models.checkpoints import PackedWeights
+from .models.recognition import activation_of
 
 
 class GatedMLP(nn.Module):

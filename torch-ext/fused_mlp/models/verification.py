@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import forwards, obstacles
-from .activations import activation_of
+from .recognition import activation_of
 from .rewriting import FoundMLP
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).

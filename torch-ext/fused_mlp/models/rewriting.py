@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import forwards, obstacles, sites
-from .activations import activation_of, name_of
+from .recognition import activation_of, name_of
 from .source import around, function_of, inside, tree_of, value_of, values_of
 
 _SIGMOID, _UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py

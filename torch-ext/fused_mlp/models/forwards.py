@@ -12,8 +12,10 @@ from typing import Callable, List, Optional, Sequence, Tuple, Union
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import functional, obstacles
-from .activations import Activation, activation_of
+from .. import functional
+from ..activations import Activation
+from . import obstacles
+from .recognition import activation_of
 
 FUSED = "_fused_mlp"  # the attribute of a module whose methods are fused, which restore() takes away
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from torch import nn
 
 from . import forwards, obstacles, rewriting, sites, verification
-from .activations import activation_of, name_of
+from .recognition import activation_of, name_of
 from .source import tree_of
 
 

@@ -1,0 +1,1 @@
+"""Whole models: recognising their MLPs, fusing them in place, verifying and restoring."""
