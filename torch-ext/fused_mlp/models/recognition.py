@@ -56,7 +56,7 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
     kind = type(function)
-    if kind.forward.__module__ != kind.__module__:  # patched for all
+    if getattr(kind.forward, "__module__", None) != kind.__module__:  # patched for all
         return None
     if obstacles.of_call(function, kernelizable=True) is not None:
         return None
