@@ -8,73 +8,14 @@ gives the original methods back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, obstacles, rewriting, sites, verification
-from .recognition import activation_of, name_of
-from .source import tree_of
-
-
-@dataclass(frozen=True)
-class ModuleReport:
-    """What became of one module: its path, its class, the patterns it holds, whether it was fused and why."""
-
-    path: str
-    class_name: str
-    pattern: str
-    fused: bool
-    reason: str
-
-
-@dataclass
-class FusionReport:
-    """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
-
-    ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes.
-    """
-
-    modules: List[ModuleReport] = field(default_factory=list)
-    _restored: Dict[str, nn.Module] = field(default_factory=dict, repr=False)
-
-    @property
-    def fused(self) -> List[ModuleReport]:
-        """The modules that were fused."""
-        return [module for module in self.modules if module.fused]
-
-    @property
-    def left(self) -> List[ModuleReport]:
-        """The modules that look like an MLP and were left as they were."""
-        return [module for module in self.modules if not module.fused]
-
-    def restore(self) -> None:
-        """Gives every module that was fused its own methods back.
-
-        Where somebody has wrapped a fused method since, the wrapper stays, and what it wraps runs the original.
-        """
-        for module in self._restored.values():
-            for name in _fused_methods(module):
-                if hasattr(type(module), name):  # else it is what a wrapper remembers
-                    delattr(module, name)
-            module.__dict__.pop(forwards.FUSED, None)
-            module.__dict__.pop("_replicate_for_data_parallel", None)
-        self._restored.clear()
-
-    def __str__(self) -> str:
-        head = f"{len(self.fused)} fused, {len(self.left)} left"
-        rows: Dict[Tuple[str, ...], List[str]] = {}
-        for module in self.modules:
-            key = (module.class_name, module.pattern, "yes" if module.fused else "no", module.reason)
-            rows.setdefault(key, []).append(module.path)
-        table = [("class", "pattern", "fused", "reason", "modules")]
-        for key, paths in rows.items():
-            table.append((*key, paths[0] if len(paths) == 1 else f"{len(paths)}: {paths[0]} ... {paths[-1]}"))
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
-        return "\n".join([head, *lines])
+from . import forwards, outcome, rewriting, verification
+from .report import FusionReport, ModuleReport
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
@@ -103,7 +44,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
         if reason is not None:
             report.modules.append(ModuleReport(path, type(module).__name__, pattern, fused, reason))
         if fused:
-            report._restored[path] = module
+            report._restoring.append(partial(_restore, module))
     return report
 
 
@@ -114,18 +55,17 @@ def is_fused(module: nn.Module) -> bool:
 
 def explain_plan(module: nn.Module) -> str:
     """How far a fused module is fused in its present state, in a few words."""
-    mlps = (mlp for method in _fused_methods(module).values() for mlp in rewriting.mlps_in(method, module))
-    return "; ".join(sorted({_explain(mlp) for mlp in mlps}, key=lambda words: (not words.startswith("partly"), words)))
+    return outcome.words_for(module, _fused_methods(module).values())
 
 
 def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tuple[str, bool, Optional[str]]:
     """Fuses one module: the patterns in it, whether it was fused, and why; None for why if it is no MLP."""
     if is_fused(module):
-        return _patterns(module, _fused_methods(module)), False, "already fused"
+        return outcome.patterns_in(module, _fused_methods(module).values()), False, "already fused"
     methods, unknown = rewriting.fused_methods(module)
     if not methods:
-        return "", False, f"activation {', '.join(unknown)} is not known" if unknown else _why_nothing(module)
-    pattern = _patterns(module, methods)
+        return "", False, f"activation {', '.join(unknown)} is not known" if unknown else outcome.why_nothing(module)
+    pattern = outcome.patterns_in(module, methods.values())
     for name, method in methods.items():
         own = vars(module).get(name)
         own = getattr(own, "__func__", own)
@@ -141,29 +81,13 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tupl
     return pattern, True, explain_plan(module)
 
 
-def _why_nothing(module: nn.Module) -> Optional[str]:
-    """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
-    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
-    if not {sites.PROJECTION, sites.ACTIVATION} <= roles or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return None
-    if tree_of(type(module).forward) is None:
-        return "the source of its forward cannot be had"
-    return "its forward does not apply its activation to the output of a projection in a form that is known"
-
-
-def _explain(mlp: rewriting.FoundMLP) -> str:
-    """How far one MLP is fused in its present state."""
-    found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
-    found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
-    if activation_of(mlp.act) is None:
-        found[name_of(mlp.act)] = "an activation that is not known"
-    blocked = {name: obstacle for name, obstacle in found.items() if obstacle is not None}
-    return "activation and product" if not blocked and not mlp.projections else obstacles.summary(blocked)
-
-
-def _patterns(module: nn.Module, methods: Dict[str, Callable[..., Any]]) -> str:
-    mlps = (mlp for method in methods.values() for mlp in rewriting.mlps_in(method, module))
-    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))
+def _restore(module: nn.Module) -> None:
+    """Gives a module its own methods back."""
+    for name in _fused_methods(module):
+        if hasattr(type(module), name):  # else it is what a wrapper remembers
+            delattr(module, name)
+    module.__dict__.pop(forwards.FUSED, None)
+    module.__dict__.pop("_replicate_for_data_parallel", None)
 
 
 def _fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
