@@ -6,7 +6,7 @@ purpose: what is not known to be plain is called. The answers are noun phrases, 
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -85,16 +85,6 @@ def of_input(x: Tensor) -> Optional[str]:
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
     return "a nested input" if x.is_nested else None
-
-
-def summary(blocked: Dict[str, str]) -> str:
-    """How far an MLP is fused whose projections have these obstacles, by name; alike projections share a reason."""
-    if not blocked:
-        return "GEMMs and activation"
-    names: Dict[str, List[str]] = {}
-    for name, obstacle in blocked.items():
-        names.setdefault(obstacle, []).append(name)
-    return "partly, called: " + "; ".join(f"{', '.join(alike)} ({obstacle})" for obstacle, alike in names.items())
 
 
 def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Dict, Optional, Tuple
+from typing import Collection, Dict, Optional, Sequence
 
 from torch import nn
 
 from . import forwards, outcome, rewriting, verification
-from .report import FusionReport, ModuleReport
+from .outcome import Outcome, Reason
+from .report import FusionReport, of_module
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
@@ -40,10 +41,10 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
     report = FusionReport()
     check = verification.Verification(model) if verify else None
     for path, module in model.named_modules():
-        pattern, fused, reason = _fuse(module, check)
-        if reason is not None:
-            report.modules.append(ModuleReport(path, type(module).__name__, pattern, fused, reason))
-        if fused:
+        found = _fuse(module, check)
+        if found is not None:
+            report.modules.append(of_module(path, module, found))
+        if found is not None and found.extent != outcome.NONE:
             report._restoring.append(partial(_restore, module))
     return report
 
@@ -53,32 +54,42 @@ def is_fused(module: nn.Module) -> bool:
     return forwards.FUSED in vars(module) and bool(_fused_methods(module))
 
 
-def explain_plan(module: nn.Module) -> str:
-    """How far a fused module is fused in its present state, in a few words."""
-    return outcome.words_for(module, _fused_methods(module).values())
-
-
-def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tuple[str, bool, Optional[str]]:
-    """Fuses one module: the patterns in it, whether it was fused, and why; None for why if it is no MLP."""
+def outcome_of(module: nn.Module) -> Optional[Outcome]:
+    """How far a module is fused at present, and why not further; None if it is no MLP."""
     if is_fused(module):
-        return outcome.patterns_in(module, _fused_methods(module).values()), False, "already fused"
+        return outcome.of_methods(module, _fused_methods(module).values())
+    methods, unknown = rewriting.fused_methods(module)
+    return _not_fused(module, methods.values(), unknown)
+
+
+def _not_fused(module: nn.Module, methods: Collection[FunctionType], unknown: Sequence[object]) -> Optional[Outcome]:
+    if methods:
+        return outcome.left(module, methods, Reason(outcome.NOT_FUSED))
+    if unknown:
+        return Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
+    return outcome.of_nothing(module)
+
+
+def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Optional[Outcome]:
+    """Fuses one module, and says how far; None if it is no MLP."""
+    if is_fused(module):
+        return outcome.left(module, _fused_methods(module).values(), Reason(outcome.ALREADY_FUSED))
     methods, unknown = rewriting.fused_methods(module)
     if not methods:
-        return "", False, f"activation {', '.join(unknown)} is not known" if unknown else outcome.why_nothing(module)
-    pattern = outcome.patterns_in(module, methods.values())
+        return _not_fused(module, (), unknown)
     for name, method in methods.items():
         own = vars(module).get(name)
         own = getattr(own, "__func__", own)
         if own not in (None, getattr(type(module), name)) and not rewriting.is_fused(own):
-            return pattern, False, f"has a {name} of its own"
-        reason = check and check.disagreement(module, name, method, rewriting.mlps_in(method, module))
-        if reason is not None:
-            return pattern, False, reason
+            return outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
+        words = check and check.disagreement(module, name, method, rewriting.mlps_in(method, module))
+        if words is not None:
+            return outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
     for name, method in methods.items():
         setattr(module, name, MethodType(method, module))
     setattr(module, forwards.FUSED, True)
     module._replicate_for_data_parallel = MethodType(_replicate_for_data_parallel, module)
-    return pattern, True, explain_plan(module)
+    return outcome.of_methods(module, methods.values())
 
 
 def _restore(module: nn.Module) -> None:

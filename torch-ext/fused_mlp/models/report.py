@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Tuple
+from itertools import zip_longest
+from typing import Callable, Dict, Iterator, List, Sequence, Tuple
+
+from torch import nn
+
+from . import outcome
+
+_TABLE_WIDTH = 100
+_COLUMNS = ("class", "pattern", "fused", "why not", "modules")
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module: its path, its class, the patterns it holds, whether it was fused and why."""
+    """What became of one module.
+
+    ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
+    how far it is fused: "full", "pointwise", "partly", "none"; ``reasons`` why it is not more, each with a ``code``,
+    the ``part`` that it is about and a ``detail``.
+    """
 
     path: str
     class_name: str
     pattern: str
-    fused: bool
-    reason: str
+    extent: str
+    reasons: Tuple[outcome.Reason, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether any of it is fused."""
+        return self.extent != outcome.NONE
+
+    @property
+    def reason(self) -> str:
+        """``reasons`` in words; empty where all is fused."""
+        return "; ".join(map(str, self.reasons))
 
 
 @dataclass
@@ -47,14 +71,43 @@ class FusionReport:
         self._restoring.clear()
 
     def __str__(self) -> str:
-        head = f"{len(self.fused)} fused, {len(self.left)} left"
+        if not self.modules:
+            return "no MLP found"
         rows: Dict[Tuple[str, ...], List[str]] = {}
         for module in self.modules:
-            key = (module.class_name, module.pattern, "yes" if module.fused else "no", module.reason)
-            rows.setdefault(key, []).append(module.path)
-        table = [("class", "pattern", "fused", "reason", "modules")]
-        for key, paths in rows.items():
-            table.append((*key, paths[0] if len(paths) == 1 else f"{len(paths)}: {paths[0]} ... {paths[-1]}"))
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
-        return "\n".join([head, *lines])
+            extent = {outcome.FULL: "yes", outcome.NONE: "no"}.get(module.extent, module.extent)
+            rows.setdefault((module.class_name, module.pattern, extent, module.reason), []).append(module.path)
+        table = [_COLUMNS, *((*key, _paths(paths)) for key, paths in rows.items())]
+        return "\n".join([counts(self.modules), *_lines(table)])
+
+
+def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleReport:
+    """What the outcome says of a module of that path."""
+    return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
+
+
+def counts(modules: Sequence[ModuleReport]) -> str:
+    """How many modules are fused, and how many are not."""
+    fused = sum(module.fused for module in modules)
+    return f"{fused} fused, {len(modules) - fused} left"
+
+
+def _paths(paths: Sequence[str]) -> str:
+    """The paths of modules that are alike, in short: * stands for what differs in them."""
+    if len(paths) == 1:
+        return paths[0] or "the model itself"
+    split = [path.split(".") for path in paths]
+    if len({len(names) for names in split}) > 1:
+        return f"{len(paths)}: {paths[0] or 'the model itself'} ... {paths[-1]}"
+    return f"{len(paths)}: {'.'.join(names[0] if len(set(names)) == 1 else '*' for names in zip(*split))}"
+
+
+def _lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table that is no wider than a terminal: the cells of its widest columns are broken."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    while sum(widths) + 2 * (len(widths) - 1) > _TABLE_WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    for row in table:
+        cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths)]
+        for line in zip_longest(*cells, fillvalue=""):
+            yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
