@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from types import FunctionType
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -134,19 +134,6 @@ def of_input(x: Tensor) -> Optional[str]:
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
     return "a nested input" if x.is_nested else of_surroundings()
-
-
-def summary(blocked: Dict[str, str]) -> str:
-    """How far an MLP is fused whose projections have these obstacles, by name; alike projections share a reason."""
-    around = of_surroundings()
-    if around is not None:
-        return f"partly, called: all parts ({around})"
-    if not blocked:
-        return "GEMMs and activation"
-    names: Dict[str, List[str]] = {}
-    for name, obstacle in blocked.items():
-        names.setdefault(obstacle, []).append(name)
-    return "partly, called: " + "; ".join(f"{', '.join(alike)} ({obstacle})" for obstacle, alike in names.items())
 
 
 def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:

@@ -40,8 +40,8 @@ class FoundMLP:
     between: Dict[str, Any]
 
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]]:
-    """The methods of a module with MLPs in them, fused; and the names of the activations that are not known."""
+def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     if type(module).forward is nn.Sequential.forward:
         mlps = mlps_in(forwards.sequential, module)
         return ({"forward": forwards.sequential} if mlps else {}), []
@@ -63,8 +63,8 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
-            unknown.update({name_of(value): None for text in left for value in callees[text].values()})
-    return made, list(unknown)
+            unknown.update({name_of(value): value for text in left for value in callees[text].values()})
+    return made, list(unknown.values())
 
 
 def is_fused(function: Any) -> bool:

@@ -9,6 +9,7 @@ code that asks for ``type(module) is Class`` sees the difference, ``isinstance``
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
 from types import FunctionType
 from typing import Any, Callable, Dict, Optional, Tuple
@@ -34,6 +35,8 @@ class _Fused:
         kind, original = type(self), vars(type(self)).get(FUSED, type(self))
         make, args, *rest = reduced
         args = tuple(original if arg is kind else arg for arg in args)
+        if make is copyreg.__newobj__:  # which pickle takes only with the object's own class
+            make = original.__new__
         return (original if make is kind else make, args, *rest)
 
     def __copy__(self) -> Any:
