@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from torch import nn
 
 from . import forwards, obstacles, rewriting, sites, verification
-from .recognition import activation_of, name_of
+from .recognition import name_of
 from .source import tree_of
 
 
@@ -155,7 +155,7 @@ def _explain(mlp: rewriting.FoundMLP) -> str:
     """How far one MLP is fused in its present state."""
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
-    if activation_of(mlp.act) is None:
+    if mlp.activation is None:
         found[name_of(mlp.act)] = "an activation that is not known"
     blocked = {name: obstacle for name, obstacle in found.items() if obstacle is not None}
     return "activation and product" if not blocked and not mlp.projections else obstacles.summary(blocked)
@@ -163,7 +163,7 @@ def _explain(mlp: rewriting.FoundMLP) -> str:
 
 def _patterns(module: nn.Module, methods: Dict[str, Callable[..., Any]]) -> str:
     mlps = (mlp for method in methods.values() for mlp in rewriting.mlps_in(method, module))
-    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))
+    return ", ".join(dict.fromkeys(str(mlp.pattern) for mlp in mlps))
 
 
 def _fused_methods(module: nn.Module) -> Dict[str, FunctionType]:

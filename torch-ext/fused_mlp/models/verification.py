@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from . import forwards, obstacles
-from .recognition import activation_of
 from .rewriting import FoundMLP
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
@@ -39,7 +38,7 @@ class Verification:
             return None  # its parts are called
         parts = list(mlp.projections.values())
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
-        key = (mlp.pattern, type(mlp.act), activation_of(mlp.act), *kinds)
+        key = (mlp.pattern, type(mlp.act), mlp.activation, *kinds)
         if key not in self._known:
             self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
@@ -130,12 +129,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
-    forward, parts = forwards.BY_PATTERN[mlp.pattern], mlp.projections.values()
+    parts = tuple(mlp.projections.values())
     x = _rows(weight)
     try:
         with torch.no_grad():
-            got = forward(x, *parts, activation_of(mlp.act), mlp.act)
-            expected = forward(x, *parts, None, mlp.act)
+            got = forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act)
+            expected = forwards.fused(mlp.pattern, x, parts, None, mlp.act)
     except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
     difference = _difference(got, expected)
