@@ -144,7 +144,11 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Tupl
 def _why_nothing(module: nn.Module) -> Optional[str]:
     """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
     roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
-    if not {sites.PROJECTION, sites.ACTIVATION} <= roles or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if (
+        sites.PROJECTION not in roles
+        or roles.isdisjoint({sites.ACTIVATION, sites.RELU})
+        or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ):
         return None
     if tree_of(type(module).forward) is None:
         return "the source of its forward cannot be had"

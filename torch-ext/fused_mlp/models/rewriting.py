@@ -48,9 +48,9 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
     """The methods of a module with MLPs in them, fused; and the names of the activations that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
-        return (
-            ({"forward": forwards.sequential}, []) if _mlps_in_sequence(module) else ({}, _unknown_in_sequence(module))
-        )
+        if _mlps_in_sequence(module):
+            return {"forward": forwards.sequential}, []
+        return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in sites.ACTIVATIONS}
     # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
@@ -104,7 +104,8 @@ def role_of(part: Any) -> Optional[str]:
         return sites.OTHER
     role = _ROLES.get(part)
     if role is None:
-        role = sites.OTHER if activation_of(part) is None else _role_of_row(activation_of(part))
+        activation = activation_of(part)
+        role = sites.OTHER if activation is None else _BY_ROW.get(activation.name, sites.ACTIVATION)
     return role
 
 
@@ -115,7 +116,7 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.GLU
     activation = activation_of(part)
     if activation is not None:
-        return _role_of_row(activation)
+        return sites.RELU if activation.name == "relu" else sites.ACTIVATION
     if type(part).__module__ in (nn.GELU.__module__, "transformers.activations"):
         return sites.UNKNOWN
     if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
@@ -123,10 +124,7 @@ def _role_of_module(part: nn.Module) -> str:
     return sites.LAYER if next(part.parameters(), None) is not None else sites.OTHER
 
 
-def _role_of_row(activation: Activation) -> str:
-    return {"relu": sites.RELU, "sigmoid": sites.SIGMOID}.get(activation.name, sites.ACTIVATION)
-
-
+_BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
 _ROLES = {
     F.dropout: sites.DROPOUT,
     F.glu: sites.GLU,
@@ -256,9 +254,9 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
             continue
         rest = parts[index + 2 :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))
-        roles = [role_of(part) for _, part in rest[len(passing) :]]
-        if roles[:1] == [sites.PROJECTION] and sites.ACTIVATIONS.isdisjoint(roles[1:2]):
-            found.append(FoundMLP(forwards.PLAIN, {name: first, **dict(rest[len(passing) :][:1])}, act, dict(passing)))
+        last, *after = rest[len(passing) :][:2] or [(None, None)]
+        if role_of(last[1]) == sites.PROJECTION and not any(activation_of(part) for _, part in after):
+            found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
         else:
             found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
     return found

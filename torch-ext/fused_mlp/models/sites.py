@@ -258,8 +258,7 @@ def _applied(value: _Value, role: Role) -> Tuple[Optional[Act], Optional[_Value]
             form = "glu" if found == GLU else "call"
             arguments, options = node.args[:1], node.args[1:]
             given = [*options, *(word.value for word in node.keywords)]
-            is_plain = all(isinstance(each, (ast.Constant, ast.Name, ast.Attribute)) for each in given)
-            if not arguments or isinstance(arguments[0], ast.Starred) or not is_plain:
+            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(_is_plain, given)):
                 return None, None
             if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS[form]:
                 found = UNKNOWN
@@ -506,6 +505,13 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("__") and not name.endswith("__")
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return isinstance(node.operand, ast.Constant)
+    return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

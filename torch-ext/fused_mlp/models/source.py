@@ -79,6 +79,8 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     """What names and attributes in a function stand for, given its first argument; None where that is not known."""
     if isinstance(node, ast.Constant):
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        return -node.operand.value
     if isinstance(node, ast.Attribute):
         owner = value_of(node.value, function, first)
         if isinstance(owner, nn.Module):  # not its properties, which may do anything
