@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import importlib
 import io
+import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -98,6 +100,10 @@ def paths(reports):
     return {report.path for report in reports}
 
 
+def codes(report):
+    return tuple(reason.code for reason in report.reasons)
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", MODELS)
 def test_models(fused_mlp, device, name):
@@ -115,7 +121,7 @@ def test_models(fused_mlp, device, name):
     for fused in report.fused:
         assert fused.class_name == type(model.get_submodule(fused.path)).__name__ == (class_name or fused.class_name)
         assert fused.pattern == (pattern or fused.pattern)
-        assert fused.reason == "GEMMs and activation"
+        assert (fused.extent, fused.reason) == ("full", "")
         assert fused_mlp.explain(model.get_submodule(fused.path)).implementation == "fused"
     assert all(left.reason for left in report.left)
     assert model.state_dict().keys() == state.keys()
@@ -190,18 +196,24 @@ def test_report(fused_mlp, device):
     assert report.modules == [*report.fused, *report.left]
     lines = str(report).splitlines()
     assert lines[0] == "2 fused, 1 left"
-    assert lines[1].split() == ["class", "pattern", "fused", "reason", "modules"]
-    assert len(lines) == 4  # alike modules share a line
-    for word in ("BertIntermediate", "linear", "yes", "encoder.layer.0.intermediate ... encoder.layer.1.intermediate"):
-        assert word in lines[2]
-    for word in ("BertPooler", "no", report.left[0].reason, "pooler"):
-        assert word in lines[3]
+    assert [re.split(r" {2,}", line) for line in lines[1:]] == [  # alike modules share a line
+        ["class", "pattern", "fused", "why not", "modules"],
+        ["BertIntermediate", "linear", "yes", "2: encoder.layer.*.intermediate"],
+        ["BertPooler", "no", report.left[0].reason, "pooler"],
+    ]
+    assert json.loads(json.dumps([dataclasses.asdict(module) for module in report.modules]))[-1] == {
+        "path": "pooler",
+        "class_name": "BertPooler",
+        "pattern": "",
+        "extent": "none",
+        "reasons": [{"code": "unknown activation", "part": "Tanh", "detail": ""}],
+    }
 
 
 def test_a_model_without_mlps(fused_mlp):
     report = fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)))
     assert report.modules == []
-    assert str(report).startswith("0 fused, 0 left")
+    assert str(report) == "no MLP found"
 
 
 def test_the_module_itself(fused_mlp, device):
@@ -240,7 +252,7 @@ def test_fused_twice(fused_mlp, device):
     first = fused_mlp.fuse_mlps(model)
     second = fused_mlp.fuse_mlps(model)
     assert paths(second.left) == paths(first.fused)
-    assert {left.reason for left in second.left} == {"already fused"}
+    assert {codes(left) for left in second.left} == {("already fused",)}
     second.restore()  # what the first call did stays
     assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "fused"
     torch.testing.assert_close(outcome(model, inputs), expected, rtol=1e-3, atol=1e-5)
@@ -309,20 +321,20 @@ def test_moved_after_fusing(fused_mlp, device):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "code", "part"),
     [
-        (lambda: Gated(nn.Mish), ["Mish", "not known"]),
-        (lambda: Plain(nn.Tanh), ["Tanh", "not known"]),
-        (lambda: Gated(nn.LeakyReLU), ["LeakyReLU"]),
-        (look_alikes.NoActivation, ["does not apply its activation"]),
+        (lambda: Gated(nn.Mish), "unknown activation", "Mish"),
+        (lambda: Plain(nn.Tanh), "unknown activation", "Tanh"),
+        (lambda: Gated(nn.LeakyReLU), "unknown activation", "LeakyReLU"),
+        (look_alikes.HiddenUsedTwice, "unknown form", ""),
     ],
-    ids=["mish", "tanh", "leaky", "no activation"],
+    ids=["mish", "tanh", "leaky", "form"],
 )
-def test_reasons(fused_mlp, device, make, words):
+def test_reasons(fused_mlp, device, make, code, part):
     report = fused_mlp.fuse_mlps(make().to(device))
-    assert report.fused == []
-    for word in words:
-        assert word in report.left[0].reason
+    ((reason,),) = (left.reasons for left in report.modules)
+    assert (reason.code, reason.part) == (code, part)
+    assert part in report.modules[0].reason
 
 
 def test_a_forward_of_its_own(fused_mlp, device):
@@ -330,7 +342,7 @@ def test_a_forward_of_its_own(fused_mlp, device):
     original = module.forward
     module.forward = lambda x: 2 * original(x)
     report = fused_mlp.fuse_mlps(module)
-    assert report.left[0].reason == "has a forward of its own"
+    assert [(reason.code, reason.part) for reason in report.left[0].reasons] == [("own method", "forward")]
     x = torch.randn(2, 32, device=device)
     torch.testing.assert_close(module(x), 2 * original(x))
 

@@ -16,8 +16,9 @@ from ..activations import Activation, get_activation
 from . import obstacles
 from .recognition import activation_of, name_of
 
-_METHODS = {"relu": "relu", "sigmoid": "sigmoid"}
-_GLU_FORWARD = nn.GLU.forward
+# As they were when this was imported: what is put in their place is called.
+_METHODS = {"relu": Tensor.relu, "sigmoid": Tensor.sigmoid}
+_GELU_FUNCTION, _GLU_FUNCTION, _GLU_FORWARD = F.gelu, F.glu, nn.GLU.forward
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
 _SELF_GATED = {1.0: "silu", 1.702: "quick_gelu"}
@@ -50,22 +51,21 @@ def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
 
 
 def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
-    """``function(h, *options, **named)``"""
-    row, given = activation_of(function), dict(named)
-    if function in _INPLACE and options:
-        given["inplace"], *options_left = options
-        row = None if options_left or "inplace" in named else row
-    elif options:
+    """``function(h, *options, **named)``, with at least one option"""
+    row, inplace = activation_of(function), False
+    if function in _INPLACE:
+        inplace, *others = (*options, *named.values())
+        row = None if others else row
+    elif function is _GELU_FUNCTION and not options and named.keys() == {"approximate"}:
+        row = _GELU.get(named["approximate"])
+    else:
         row = None
-    inplace = given.pop("inplace", False) if function in _INPLACE else False
-    if function is F.gelu and "approximate" in given:
-        row = _GELU.get(given.pop("approximate"))
-    return Form(name_of(function), lambda h: function(h, *options, **named), None if given else row, inplace)
+    return Form(name_of(function), lambda h: function(h, *options, **named), row, inplace)
 
 
 def method(name: str) -> Form:
     """``h.name()``"""
-    row = get_activation(_METHODS[name]) if name in _METHODS else None
+    row = get_activation(name) if name in _METHODS and getattr(Tensor, name) is _METHODS[name] else None
     return Form(name, lambda h: getattr(h, name)(), row)
 
 
@@ -86,8 +86,13 @@ def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
     given = (*options, *named.values())
     dim = given[0] if given else function.dim if type(function) is nn.GLU else -1
-    plain = type(function) is nn.GLU and nn.GLU.forward is _GLU_FORWARD and obstacles.of_call(function) is None
-    known = function is F.glu or plain
+    plain = (
+        type(function) is nn.GLU
+        and not given
+        and nn.GLU.forward is _GLU_FORWARD
+        and obstacles.of_call(function) is None
+    )
+    known = function is _GLU_FUNCTION or plain
     row = get_activation("sigmoid") if known and dim == -1 else None
     return Form("glu", lambda h: function(h, *options, **named), row, halves=True)
 

@@ -55,15 +55,30 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
         if name is None and isinstance(function, (FunctionType, MethodType)):
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
-    kind = type(function)
-    if kind.forward.__module__ != kind.__module__:  # patched for all
+    name = _row_of_class(function)
+    if name is None or _is_patched(type(function)) or obstacles.of_call(function, kernelizable=True) is not None:
         return None
-    if obstacles.of_call(function, kernelizable=True) is not None:
+    return get_activation(name)
+
+
+def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
+    """What keeps a module of a class in the table from being recognised, as a noun phrase; None for any other."""
+    if not isinstance(function, torch.nn.Module) or _row_of_class(function) is None:
         return None
+    if _is_patched(type(function)):
+        return "a patched class"
+    return obstacles.of_call(function, kernelizable=True)
+
+
+def _row_of_class(module: torch.nn.Module) -> Optional[str]:
+    kind = type(module)
     if kind is torch.nn.GELU:
-        return get_activation("gelu" if function.approximate == "none" else "gelu_pytorch_tanh")
-    name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-    return None if name is None else get_activation(name)
+        return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
+    return _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _is_patched(kind: type) -> bool:
+    return kind.forward.__module__ != kind.__module__
 
 
 def _by_qualified_name(function: Callable) -> Optional[str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import forms, forwards, obstacles, sites
+from . import forms, forwards, obstacles, sites, switching
 from .pattern import Pattern
 from .recognition import activation_of, name_of
 from .source import around, function_of, inside, value_of, values_of
@@ -44,8 +44,8 @@ class FoundMLP:
         return forms.row_of(self.act)
 
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]]:
-    """The methods of a module with MLPs in them, fused; and the names of the activations that are not known."""
+def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
         if _mlps_in_sequence(module):
@@ -63,13 +63,12 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
         function = decorated if inner is None else inner
         if experts or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, _roles(callees))
+            rewritten, left = _rewritten(function, name, decorated, _roles(callees))
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
-            for act in left:
-                unknown.update(dict.fromkeys(_names_of(act, callees)))
-    return made, list(unknown)
+            unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
+    return made, list(unknown.values())
 
 
 def is_fused(function: Any) -> bool:
@@ -164,11 +163,12 @@ def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
 ) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    The outcome depends on nothing but its name and what its callees are, so that the layers of a model share it.
+    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
+    depends on nothing else but what its callees are, so that the layers of a model share it.
     """
     named = dict(roles)
     if sites.PROJECTION not in named.values() and sites.ACTIVATIONS.isdisjoint(named.values()):
@@ -191,16 +191,11 @@ def _rewritten(
     made = None
     if found:
         names = {**_NAMES, **{_name_of_pattern(site.pattern): site.pattern for site in found}}
-        made = function_of(tree, function, names, functools.partial(_instead, function))
+        made = function_of(tree, function, names, switching.instead_of(name, method, function))
         setattr(made, _SITES, tuple(found))
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
     return made, tuple(site.act for site in left)
-
-
-def _instead(original: FunctionType, module: nn.Module) -> Optional[FunctionType]:
-    """What is to run in place of a fused method: the original, where it was restored."""
-    return None if getattr(module, forwards.FUSED, False) else original
 
 
 def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
@@ -262,11 +257,11 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
     return found
 
 
-def _unknown_in_sequence(module: nn.Sequential) -> List[str]:
-    """The names of activations that are not known, behind projections."""
+def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
+    """The activations that are not known, behind projections."""
     pairs = zip(module._modules.values(), list(module._modules.values())[1:])
     unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (sites.PROJECTION, sites.UNKNOWN))
-    return list(dict.fromkeys(map(name_of, unknown)))
+    return list({type(act): act for act in unknown}.values())
 
 
 def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -280,12 +275,6 @@ def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callab
         return _NAMES[node.func.id](*map(value, node.args), **named)
 
     return value(_act(act))
-
-
-def _names_of(act: sites.Act, callees: Dict[str, Dict[str, Any]]) -> List[str]:
-    if act.callee is None:
-        return [act.name]
-    return [name_of(value) for value in callees[ast.unparse(act.callee)].values()]
 
 
 def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
