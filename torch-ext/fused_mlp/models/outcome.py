@@ -120,7 +120,9 @@ def of_activation(function: object) -> Reason:
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
     roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
-    if not {sites.PROJECTION, sites.ACTIVATION} <= roles or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if sites.PROJECTION not in roles or roles.isdisjoint({sites.ACTIVATION, sites.RELU}):
+        return None
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     if not isinstance(forward, FunctionType):
@@ -135,9 +137,9 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
         return [Reason(CALLED, "all parts", around)]
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
-    unknown = [] if recognition.activation_of(mlp.act) is not None else [of_activation(mlp.act)]
+    unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
     return [*called(found), *unknown]
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))
+    return ", ".join(dict.fromkeys(str(mlp.pattern) for mlp in mlps))
