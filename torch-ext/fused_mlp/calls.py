@@ -22,6 +22,9 @@ from .operands import PLAIN_TENSORS, autocasts
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    result = _short_way("act_and_mul", (gate, up), activation.code)
+    if result is not None:
+        return result
     operands.check_act_and_mul(gate, up)
     if gate.dtype != up.dtype:
         dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
@@ -30,10 +33,11 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Activation) -> Tensor:
-    if composition_reason(x, weight, bias) is None:
-        return _one_op("linear", operands.check_linear, (x, weight, bias), activation.code)
-    operands.check_linear(x, weight, bias)
-    return reference.linear(x, weight, bias, activation.code)
+    given = (x, weight, bias)
+    result = _short_way("linear", given, activation.code)
+    if result is None:
+        result = _checked("linear", operands.check_linear, reference.linear, given, activation.code)
+    return result
 
 
 def gated_linear(
@@ -45,10 +49,11 @@ def gated_linear(
     activation: Activation,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    if composition_reason(*given) is None:
-        return _one_op("gated_linear", operands.check_gated_linear, given, activation.code)
-    operands.check_gated_linear(*given)
-    return _composed_gated_linear(*given, activation.code)
+    result = _short_way("gated_linear", given, activation.code)
+    if result is None:
+        check = operands.check_gated_linear
+        result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code)
+    return result
 
 
 def gated_mlp(
@@ -62,11 +67,10 @@ def gated_mlp(
     activation: Activation,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    if composition_reason(*given) is None:
-        return _one_op("gated_mlp", operands.check_gated_mlp, given, activation.code)
-    operands.check_gated_mlp(*given)
-    hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation.code)
-    return F.linear(hidden, down_weight, down_bias)
+    result = _short_way("gated_mlp", given, activation.code)
+    if result is None:
+        result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code)
+    return result
 
 
 def mlp(
@@ -78,10 +82,10 @@ def mlp(
     activation: Activation,
 ) -> Tensor:
     given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    if composition_reason(*given) is None:
-        return _one_op("mlp", operands.check_mlp, given, activation.code)
-    operands.check_mlp(*given)
-    return reference.mlp(*given, activation.code)
+    result = _short_way("mlp", given, activation.code)
+    if result is None:
+        result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code)
+    return result
 
 
 def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -104,6 +108,13 @@ def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
     for tensor in given:
         if tensor is not None and type(tensor) not in PLAIN_TENSORS:
             return f"an operand is a {type(tensor).__name__}"
+        if tensor is not None and tensor.layout != torch.strided:
+            return f"an operand has the layout {tensor.layout}"
+    return _ambient_reason()
+
+
+def _ambient_reason() -> Optional[str]:
+    """What around a call, whatever its operands, has to see the parts."""
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
     # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
@@ -113,16 +124,42 @@ def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
     return None
 
 
-def _one_op(op: str, check: Callable[..., None], given: Tuple[Optional[Tensor], ...], activation: int) -> Tensor:
-    implementation = dispatch.select(op, given[0])
-    if implementation is not native or torch.compiler.is_compiling():
-        check(*given)
-        return getattr(implementation, op)(*given, activation)
+_COMPILED_OPS = {name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp")}
+_PLAIN_TYPES = frozenset(PLAIN_TENSORS)
+
+
+def _short_way(op: str, given: Tuple[Optional[Tensor], ...], activation: int) -> Optional[Tensor]:
+    """The result of the compiled op, for the calls that all have in common to need it: small ones outside of training.
+
+    None for any other, also for operands that the op refuses: it checks them in less time than Python does, but says
+    less. What is asked here is in ``composition_reason`` too; asked in one place, it costs a third.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return None
+    grad = torch.is_grad_enabled()
+    for tensor in given:
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or (grad and tensor.requires_grad)):
+            return None
+    if _ambient_reason() is not None or given[0] is None or dispatch.select(op, given[0]) is not native:
+        return None
     try:
-        return getattr(native, op)(*given, activation)
-    except RuntimeError:  # the compiled ops check what they are given, in less time than it takes here, but say less
-        check(*given)
-        raise
+        return _COMPILED_OPS[op](*given, activation)
+    except RuntimeError:
+        return None
+
+
+def _checked(
+    op: str,
+    check: Callable[..., None],
+    composed: Callable[..., Tensor],
+    given: Tuple[Optional[Tensor], ...],
+    activation: int,
+) -> Tensor:
+    """The result of one op of some backend, or of the composed parts where something must see them."""
+    check(*given)
+    if composition_reason(*given) is not None:
+        return composed(*given, activation)
+    return getattr(dispatch.select(op, given[0]), op)(*given, activation)
 
 
 def _composed_gated_linear(
@@ -134,6 +171,20 @@ def _composed_gated_linear(
     activation: int,
 ) -> Tensor:
     return _act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
+
+
+def _composed_gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
+    return F.linear(hidden, down_weight, down_bias)
 
 
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
@@ -160,7 +211,8 @@ class _ActAndMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         gate, up = ctx.saved_tensors
-        # With create_graph the gradient itself must be differentiable, which no kernel is.
-        implementation = reference if torch.is_grad_enabled() else ctx.implementation
+        # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
+        composed = torch.is_grad_enabled() or _ambient_reason() is not None
+        implementation = reference if composed else ctx.implementation
         gate_grad, up_grad = implementation.act_and_mul_backward(grad, gate, up, ctx.activation)
         return gate_grad, up_grad, None, None
