@@ -266,15 +266,18 @@ def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
 
 def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
     """The activation of a site as it is now."""
+    return _value(_act(act), function, module)
 
-    def value(node: ast.expr) -> Any:
-        if not isinstance(node, ast.Call):
-            found, *_ = values_of(node, function, module).values()
-            return found
-        named = {word.arg: value(word.value) for word in node.keywords}
-        return _NAMES[node.func.id](*map(value, node.args), **named)
 
-    return value(_act(act))
+def _value(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
+    """What an expression that gives an activation gives. (A function inside of another that called itself would hold
+    the module until the next garbage collection.)"""
+    if not isinstance(node, ast.Call):
+        found, *_ = values_of(node, function, module).values()
+        return found
+    given = [_value(argument, function, module) for argument in node.args]
+    named = {word.arg: _value(word.value, function, module) for word in node.keywords}
+    return _NAMES[node.func.id](*given, **named)
 
 
 def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
