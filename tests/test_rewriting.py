@@ -267,8 +267,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from modules import Gated, PackedGated, Plain
-
-constant = torch.linspace(-1, 1, 88)
 """
 
 
@@ -276,10 +274,10 @@ constant = torch.linspace(-1, 1, 88)
 def written(tmp_path):
     """Makes a class of modules of the source of a file."""
 
-    def make(body, parent="Plain", arguments="x", head=""):
+    def make(body, parent="Plain", arguments="x", head=HEAD):
         path = tmp_path / "written.py"
         method = f"def forward(self, {arguments}):\n{textwrap.indent(body, '    ')}\n"
-        path.write_text(f"{head}{HEAD}\nclass Written({parent}):\n{textwrap.indent(method, '    ')}")
+        path.write_text(f"{head}\nclass Written({parent}):\n{textwrap.indent(method, '    ')}")
         spec = importlib.util.spec_from_file_location("written", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -309,7 +307,7 @@ def with_dropout_in_adapters(module):
 def assert_same(fused_mlp, module, *args, fused=None):
     """Fuses a module and compares it with what it was, plain, with adapters, and watched by hooks."""
     plain = copy.deepcopy(module).train()
-    report = fused_mlp.fuse_mlps(module.train())
+    report = fused_mlp.fuse_mlps(module.train(), verify=False)
     if fused is not None:
         assert [entry.pattern for entry in report.fused] == ([fused] if fused else [])
     assert report.fused or fused == "" or all(entry.reason for entry in report.left)
@@ -365,7 +363,8 @@ BINDINGS = {
 @pytest.mark.parametrize("binding", BINDINGS)
 @pytest.mark.parametrize("arguments", ["x", "x, mask=None, *rest, scale=1.0, **options"])
 def test_a_name_that_is_bound_anew(fused_mlp, device, written, binding, arguments):
-    body = f"other = constant.to(x)\nh = self.fc1(x)\n{BINDINGS[binding]}\nreturn self.fc2(self.activation_fn(h))"
+    other = "other = torch.linspace(-1, 1, 88).to(x)"
+    body = f"{other}\nh = self.fc1(x)\n{BINDINGS[binding]}\nreturn self.fc2(self.activation_fn(h))"
     assert_same(fused_mlp, written(body, arguments=arguments)().to(device), torch.randn(4, 32, device=device))
 
 
@@ -373,7 +372,7 @@ def test_a_name_that_is_bound_anew(fused_mlp, device, written, binding, argument
 def test_an_input_that_is_bound_anew(fused_mlp, device, written, binding):
     """Between the two projections that read it."""
     body = f"""\
-other, h = constant.to(x)[:32], x
+other, h = torch.linspace(-1, 1, 88).to(x)[:32], x
 gate = self.gate_proj(h)
 {BINDINGS[binding]}
 return self.down_proj(self.act_fn(gate) * self.up_proj(h))"""
@@ -503,7 +502,7 @@ fused_linear = original_method = method_instead = getattr = fused_plain
 def test_names_that_are_taken(fused_mlp, device, written, name):
     """By functions around a method, and by what it is given."""
     body = f"return self.fc2(self.activation_fn(self.fc1(x))) * {name}"
-    module = written(body, arguments=f"x, {name}=2", head=TAKEN)().to(device)
+    module = written(body, arguments=f"x, {name}=2", head=HEAD + TAKEN)().to(device)
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), 3.0, fused="plain")
     methods = [vars(type(module))["forward"]]
     added = {name for method in methods for name in method.__code__.co_freevars} - {"__class__"}
@@ -513,11 +512,12 @@ def test_names_that_are_taken(fused_mlp, device, written, name):
 # What compiles to other code for what stands elsewhere.
 
 CONTEXTS = {
-    "imported": "",
-    "imported under a condition": "if True:\n    import torch.nn.functional as F\n",
-    "imported by star": "from torch.nn.functional import *\n",
-    "annotations": "from __future__ import annotations\n",
-    "an attribute's name": "import math as fc1, math as activation_fn\n",
+    "imported": HEAD,
+    "imported under a condition": f"if True:{textwrap.indent(HEAD, '    ')}",
+    "imported by star": "from look_alikes import *\n",
+    "imported elsewhere": "import look_alikes\nglobals().update(vars(look_alikes), __name__=__name__)\n",
+    "annotations": f"from __future__ import annotations\n{HEAD}",
+    "an attribute's name": f"{HEAD}\nimport math as fc1, math as activation_fn\n",
 }
 
 
@@ -526,7 +526,7 @@ CONTEXTS = {
     "body",
     [
         "return self.fc2(F.silu(self.fc1(x)))",
-        "fc1 = x\nreturn self.fc2(F.silu(self.fc1(fc1)))",
+        "fc1 = x\nreturn self.fc2(F.silu(self.fc1(fc1.float())))",
         "with torch.no_grad():\n    return self.fc2(F.silu(self.fc1(x)))",
         "with torch.no_grad():\n    y = self.fc2(F.silu(self.fc1(x)))\nreturn y",
         "return (lambda y: y)(self.fc2(F.silu(self.fc1(x))))",
