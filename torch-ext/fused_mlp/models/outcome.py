@@ -8,7 +8,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, obstacles, recognition, rewriting, sites
+from . import forwards, obstacles, recognition, rewriting, shape
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
@@ -107,11 +107,12 @@ def of_activation(function: object) -> Reason:
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
-    """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
-    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
-    if not {sites.PROJECTION, sites.ACTIVATION} <= roles or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    """Why nothing was found in a module that is an MLP all the same; None if it is none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
-    return Outcome(NONE, (Reason(NO_SOURCE if tree_of(type(module).forward) is None else UNKNOWN_FORM),))
+    if tree_of(type(module).forward) is None:
+        return Outcome(NONE, (Reason(NO_SOURCE),))
+    return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
 
 
 def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:

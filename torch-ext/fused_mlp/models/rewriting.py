@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import forwards, obstacles, sites
-from .recognition import activation_of, name_of
+from .recognition import activation_of, looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, tree_of, value_of, values_of
 
-_SIGMOID, _UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
-_ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, _UNKNOWN}
+_SIGMOID, UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
+_ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, UNKNOWN}
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
@@ -42,8 +42,9 @@ class FoundMLP:
 def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     if type(module).forward is nn.Sequential.forward:
-        mlps = mlps_in(forwards.sequential, module)
-        return ({"forward": forwards.sequential} if mlps else {}), []
+        mlps = _mlps_in_sequence(module, sites.ACTIVATION)
+        unknown = {name_of(mlp.act): mlp.act for mlp in _mlps_in_sequence(module, UNKNOWN)}
+        return ({"forward": forwards.sequential} if mlps else {}), list(unknown.values())
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in _ACTIVATIONS}
     # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
@@ -74,7 +75,7 @@ def is_fused(function: Any) -> bool:
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function is forwards.sequential:
-        return _mlps_in_sequence(module)
+        return _mlps_in_sequence(module, sites.ACTIVATION)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
         act, *_ = values_of(site.activation, original, module).values()
@@ -96,13 +97,13 @@ def role_of(part: Any) -> Optional[str]:
         return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else None
     if not isinstance(part, (nn.Module, FunctionType, MethodType, type(torch.relu))):
         return None
-    activation = activation_of(part)
+    activation = recognise(part)
     if activation is not None:
         return _SIGMOID if part in (torch.sigmoid, F.sigmoid) else sites.ACTIVATION
+    if looks_like_activation(part):
+        return UNKNOWN
     if not isinstance(part, nn.Module):
-        return _UNKNOWN if part in (torch.tanh, F.tanh, F.leaky_relu, F.elu, F.mish, F.softplus, F.hardswish) else None
-    if type(part).__module__ in (nn.GELU.__module__, "transformers.activations"):
-        return _UNKNOWN
+        return None
     if hasattr(part, "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
     return sites.LAYER if next(part.parameters(), None) is not None else None
@@ -151,7 +152,7 @@ def _rewritten(
         return activation == sites.ACTIVATION
 
     def is_unknown(site: sites.Site) -> bool:
-        return site.pattern != "pointwise" and named[ast.unparse(site.activation)] == _UNKNOWN
+        return site.pattern != "pointwise" and named[ast.unparse(site.activation)] == UNKNOWN
 
     found = sites.rewrite(tree, role, is_known, _call)
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
@@ -184,11 +185,12 @@ def _call(site: sites.Site) -> ast.expr:
 # What was found.
 
 
-def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
+def _mlps_in_sequence(module: nn.Sequential, activation: str) -> List[FoundMLP]:
+    """The MLPs among the parts of a sequence whose activation has that role."""
     found, parts = [], list(module._modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != sites.PROJECTION or role_of(act) != sites.ACTIVATION:
+        if role_of(first) != sites.PROJECTION or role_of(act) != activation:
             continue
         rest = parts[index + 2 :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))
