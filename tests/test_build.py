@@ -201,7 +201,7 @@ class SmallProject:
 
 @pytest.fixture
 def small(tmp_path) -> SmallProject:
-    return SmallProject(tmp_path / "small")
+    return SmallProject(tmp_path / "a folder of $HOME")
 
 
 def compiled(result: subprocess.CompletedProcess) -> list[str]:
