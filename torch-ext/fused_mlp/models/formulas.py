@@ -149,7 +149,7 @@ class _Reader:
 
 def _row(function: Callable[[Tensor], Tensor]) -> Optional[Activation]:
     """The row of the table that a function computes which is known to read elements alone."""
-    steps = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64)
+    steps = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     x = torch.cat([steps, steps * 1e-3])
     try:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Dict, Iterable, List, Optional, Tuple
@@ -30,23 +31,27 @@ EXTENT_WORDS = {  # where there is no reason to give
 CALLED = "called"
 UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
-ALREADY_FUSED = "already fused"
 NOT_FUSED = "not fused"
 OWN_METHOD = "own method"
+SCRIPTED = "scripted"
+NO_FUNCTION = "no function"
 NO_SOURCE = "no source"
 UNKNOWN_FORM = "unknown form"
 DISAGREES = "disagrees"
+ERROR = "error"
 
 _REASON_WORDS = {
     CALLED: "calls {part} ({detail})",
     UNKNOWN_ACTIVATION: "activation {part} is not known",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
-    ALREADY_FUSED: "already fused",
     NOT_FUSED: "not fused",
     OWN_METHOD: "has a {part} of its own",
+    SCRIPTED: "compiled by TorchScript",
+    NO_FUNCTION: "its forward is a {detail}, not a function",
     NO_SOURCE: "source of its code not found",
     UNKNOWN_FORM: "code in a form that is not known",
     DISAGREES: "{detail}",
+    ERROR: "cannot be changed: {detail}",
 }
 
 
@@ -87,8 +92,14 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """How far an MLP is fused that has these projections, and an activation that is known."""
-    reasons = called({name: obstacles.of_projection(part) for name, part in projections.items()})
+    around = obstacles.of_surroundings()
+    reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
     return Outcome(PARTLY if reasons else FULL, reasons)
+
+
+def of_error(error: Exception) -> Reason:
+    """That something went wrong that nobody foresaw, with one module alone."""
+    return Reason(ERROR, "", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def called(obstacle_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
@@ -110,13 +121,19 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """Why nothing was found in a module that is an MLP all the same; None if it is none."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
-    if tree_of(type(module).forward) is None:
+    forward = inspect.getattr_static(type(module), "forward")
+    if not isinstance(forward, FunctionType):
+        return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
+    if tree_of(forward) is None:
         return Outcome(NONE, (Reason(NO_SOURCE),))
     return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
 
 
 def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
     """Why one MLP is not fused further."""
+    around = obstacles.of_surroundings()
+    if around is not None:
+        return [Reason(CALLED, "all parts", around)]
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
     unknown = [] if recognition.activation_of(mlp.act) is not None else [of_activation(mlp.act)]

@@ -7,6 +7,7 @@ from typing import Callable, Dict, Optional, Union
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
 
 from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
@@ -89,8 +90,8 @@ def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
         return True
     if kind.__module__ == torch.nn.GELU.__module__:
         return kind.__name__ not in _NOT_ELEMENTWISE
-    few = all(parameter.numel() <= 1 for parameter in function.parameters())  # a learnt slope, scale or bias
-    if not few or _formula(function) is None:
+    parameters = list(function.parameters())  # a learnt slope, scale or bias, if any
+    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or _formula(function) is None:
         return False
     return all(recognise(part) is not None or looks_like_activation(part) for part in function.children())
 

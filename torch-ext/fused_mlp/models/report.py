@@ -45,7 +45,8 @@ class ModuleReport:
 class FusionReport:
     """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
 
-    ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes.
+    ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes. A report does not keep
+    the model alive.
     """
 
     modules: List[ModuleReport] = field(default_factory=list)
@@ -53,7 +54,7 @@ class FusionReport:
 
     @property
     def fused(self) -> List[ModuleReport]:
-        """The modules that were fused."""
+        """The modules that are fused, by this call or by an earlier one."""
         return [module for module in self.modules if module.fused]
 
     @property
@@ -62,7 +63,7 @@ class FusionReport:
         return [module for module in self.modules if not module.fused]
 
     def restore(self) -> None:
-        """Gives every module that was fused its own methods back.
+        """Gives every module in ``fused`` its own methods back.
 
         Where somebody has wrapped a fused method since, the wrapper stays, and what it wraps runs the original.
         """

@@ -17,8 +17,9 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from . import forwards, obstacles, sites
+from . import forwards, obstacles, sites, switching
 from .recognition import activation_of, looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, tree_of, value_of, values_of
 
@@ -49,7 +50,7 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in _ACTIVATIONS}
     # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
     # between it and other ways.
-    experts = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+    experts = any(_is_stacked(parameter) for parameter in module._parameters.values())
     has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
     made, unknown = {}, {}
     for name, decorated in _functions(type(module)).items() if wanted and has_layers else ():
@@ -59,7 +60,7 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
             roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
             known = tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
-            rewritten, left = _rewritten(function, name, known)
+            rewritten, left = _rewritten(function, name, decorated, known)
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
@@ -109,6 +110,10 @@ def role_of(part: Any) -> Optional[str]:
     return sites.LAYER if next(part.parameters(), None) is not None else None
 
 
+def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
+    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
+
+
 # Rewriting.
 
 
@@ -130,11 +135,12 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
 ) -> Tuple[Optional[FunctionType], Tuple[str, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    The outcome depends on nothing but its name and what its callees are, so that the layers of a model share it.
+    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
+    depends on nothing else but what its callees are, so that the layers of a model share it.
     """
     named = dict(roles)
     if _ACTIVATIONS.isdisjoint(named.values()):
@@ -156,7 +162,7 @@ def _rewritten(
 
     found = sites.rewrite(tree, role, is_known, _call)
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
-    made = function_of(tree, function, _CALLS, forwards.FUSED) if found else None
+    made = function_of(tree, function, _CALLS, switching.instead_of(name, method, function)) if found else None
     if made is not None:
         setattr(made, _SITES, tuple(found))
         made.__name__ = name  # by which a bound method is pickled
