@@ -136,9 +136,9 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
         return [Reason(CALLED, "all parts", around)]
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
-    unknown = [] if recognition.activation_of(mlp.act) is not None else [of_activation(mlp.act)]
+    unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
     return [*called(found), *unknown]
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))
+    return ", ".join(dict.fromkeys(str(mlp.pattern) for mlp in mlps))

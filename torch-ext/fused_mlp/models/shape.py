@@ -11,7 +11,7 @@ from torch import nn
 from . import rewriting, sites
 from .source import tree_of, values_of
 
-_ACTIVATIONS = {sites.ACTIVATION, rewriting.UNKNOWN}
+_ACTIVATIONS = {sites.ACTIVATION, sites.RELU, sites.UNKNOWN}  # a sigmoid is more often a gate of something else
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:

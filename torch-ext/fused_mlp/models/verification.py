@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from . import forwards, obstacles
-from .recognition import activation_of
 from .rewriting import FoundMLP
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
@@ -41,7 +40,7 @@ class Verification:
             return None  # its parts are called
         parts = list(mlp.projections.values())
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
-        key = (mlp.pattern, type(mlp.act), activation_of(mlp.act), *kinds)
+        key = (mlp.pattern, type(mlp.act), mlp.activation, *kinds)
         if key not in self._known:
             self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
@@ -49,7 +48,7 @@ class Verification:
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
     """Whether nobody would see it: no hooks, no modes, and weights that are here."""
-    if obstacles.of_surroundings() is not None or activation_of(mlp.act) is None:
+    if obstacles.of_surroundings() is not None or mlp.activation is None:
         return False
     if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
         return False
@@ -66,12 +65,12 @@ def _kind(parameter: Tensor) -> Tuple[Any, ...]:
 
 
 def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
-    forward, parts = forwards.BY_PATTERN[mlp.pattern], mlp.projections.values()
+    parts = tuple(mlp.projections.values())
     x = _rows(weight)
     try:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            got = forward(x, *parts, activation_of(mlp.act), mlp.act)
-            expected = forward(x, *parts, None, mlp.act)
+            got = forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act)
+            expected = forwards.fused(mlp.pattern, x, parts, None, mlp.act)
     except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
     difference = _difference(got, expected)
