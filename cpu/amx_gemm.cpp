@@ -1,6 +1,7 @@
 #include "amx_gemm.h"
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/matrix.h"
 
 #if defined(__x86_64__)
 
@@ -42,7 +43,6 @@ constexpr int64_t kGroupSums = 256 * kSums;  // 1 MiB
 
 int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Some compilers' tile intrinsics do not say that they read memory: what they are to read must be stored by then.
 void finish_stores() { __asm__ volatile("" ::: "memory"); }

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "../torch-ext/matrix.h"
+
 namespace fused_mlp::amx {
 
 using torch::stable::parallel_for;
@@ -16,8 +18,6 @@ namespace {
 // Tokens that share one pass over the weights: enough for the pass to be cheap, few enough for a chunk of their
 // features to stay in L2.
 constexpr int64_t kBlockTokens = 256;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 

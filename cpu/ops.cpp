@@ -42,14 +42,10 @@ DType dtype_of(const Tensor& tensor, const char* name) {
   return dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
 }
 
-int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 // An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
 Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
 
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Applies kernel(shape, activation, operands...) to all the elements, in parallel.
 template <typename Kernel, typename... Operands>

@@ -2,15 +2,9 @@
 
 #include <cstdint>
 
+#include "../torch-ext/matrix.h"
+
 namespace fused_mlp {
-
-enum class DType { kFloat32, kBFloat16 };
-
-// Rows of adjacent elements, row_stride elements apart.
-struct Matrix {
-  void* data;
-  int64_t row_stride;
-};
 
 struct PointwiseShape {
   DType dtype;

@@ -8,8 +8,6 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   unsigned x = kThreads;  // narrow rows share a block

@@ -4,15 +4,9 @@
 
 #include <cstdint>
 
+#include "../torch-ext/matrix.h"
+
 namespace fused_mlp {
-
-enum class DType { kFloat32, kFloat16, kBFloat16 };
-
-// `rows` rows of adjacent elements, `row_stride` elements apart.
-struct Matrix {
-  void* data;
-  int64_t row_stride;
-};
 
 // out = act(gate) * up, or act(gate) where up.data is null. out may be gate or up itself.
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,

@@ -2,10 +2,7 @@
 
 import copy
 import dataclasses
-import importlib
-import io
 import json
-import pickle
 import re
 
 import pytest
@@ -15,7 +12,7 @@ import transformers
 from torch import nn
 
 import look_alikes
-from modules import PROJECTIONS, WRAPPERS, Decoder, Gated, Plain, TanhGelu
+from modules import PROJECTIONS, WRAPPERS, Gated, Plain, TanhGelu
 
 LLM = {
     "vocab_size": 64,
@@ -53,8 +50,8 @@ MODELS = {
         ("GPT2MLP", 2, "plain"),
     ),
     "CLIP text": ("CLIPTextModel", "CLIPTextConfig", LLM, ("CLIPMLP", 2, "plain")),
-    "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGES, ("SiglipMLP", None, "plain")),
-    "ViT": ("ViTModel", "ViTConfig", IMAGES, (None, 2, None)),
+    "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGES, ("SiglipMLP", 3, "plain")),
+    "ViT": ("ViTModel", "ViTConfig", IMAGES, ("ViTMLP", 2, "plain")),
     "BERT": ("BertModel", "BertConfig", LLM, ("BertIntermediate", 2, "linear")),
     "DistilBERT": (
         "DistilBertModel",
@@ -117,10 +114,10 @@ def test_models(fused_mlp, device, name):
         torch.testing.assert_close(model(**inputs)[0], before[0], rtol=1e-3, atol=1e-5)
 
     class_name, count, pattern = MODELS[name][3]
-    assert len(report.fused) == (count or len(report.fused)) > 0
+    assert len(report.fused) == count
     for fused in report.fused:
-        assert fused.class_name == type(model.get_submodule(fused.path)).__name__ == (class_name or fused.class_name)
-        assert fused.pattern == (pattern or fused.pattern)
+        assert fused.class_name == type(model.get_submodule(fused.path)).__name__ == class_name
+        assert fused.pattern == pattern
         assert (fused.extent, fused.reason) == ("full", "")
         assert fused_mlp.explain(model.get_submodule(fused.path)).implementation == "fused"
     assert all(left.reason for left in report.left)
@@ -231,35 +228,6 @@ def test_one_module_at_two_places(fused_mlp, device):
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("name", ["Llama", "BERT"])
-def test_restore(fused_mlp, device, name):
-    model, inputs = build(name, device)
-    expected = outcome(model, inputs)
-    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
-    report = fused_mlp.fuse_mlps(model)
-    report.restore()
-    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
-    for entry in report.fused:
-        assert fused_mlp.explain(model.get_submodule(entry.path)).implementation == "original"
-    torch.testing.assert_close(outcome(model, inputs), expected, rtol=0, atol=0)
-    report.restore()  # nothing left to do
-    assert len(fused_mlp.fuse_mlps(model).fused) == len(report.fused)
-
-
-def test_fused_twice(fused_mlp, device):
-    model, inputs = build("Llama", device)
-    expected = outcome(model, inputs)
-    first = fused_mlp.fuse_mlps(model)
-    second = fused_mlp.fuse_mlps(model)
-    assert paths(second.left) == paths(first.fused)
-    assert {codes(left) for left in second.left} == {("already fused",)}
-    second.restore()  # what the first call did stays
-    assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "fused"
-    torch.testing.assert_close(outcome(model, inputs), expected, rtol=1e-3, atol=1e-5)
-    first.restore()
-    assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "original"
-
-
 @pytest.mark.parametrize("what", [None, "model", [Gated()], {"model": 1}, Gated], ids=lambda what: type(what).__name__)
 def test_what_is_no_module(fused_mlp, what):
     with pytest.raises(TypeError, match=rf"(?=.*model)(?=.*Module)(?=.*{type(what).__name__})"):
@@ -267,57 +235,6 @@ def test_what_is_no_module(fused_mlp, what):
 
 
 # Copies of fused modules.
-
-
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_deepcopy(fused_mlp, device, kind):
-    """The copy uses its own weights, not those of what it was copied from."""
-    module = kind().to(device)
-    fused_mlp.fuse_mlps(module)
-    x = torch.randn(3, 32, device=device)
-    expected = module(x)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    torch.testing.assert_close(twin(x), expected)
-    assert fused_mlp.explain(twin).implementation == "fused"
-
-
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_pickle(fused_mlp, device, kind):
-    """What is saved loads anywhere, also without this package: with the original forward, to be fused again."""
-    module = kind().to(device)
-    fused_mlp.fuse_mlps(module)
-    x = torch.randn(3, 32, device=device)
-    assert fused_mlp.__name__.encode() not in pickle.dumps(module)
-    saved = io.BytesIO()
-    torch.save(module, saved)
-    saved.seek(0)
-    for twin in (pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
-        torch.testing.assert_close(twin(x), module(x))
-        assert fused_mlp.explain(twin).implementation == "original"
-        assert len(fused_mlp.fuse_mlps(twin).fused) == 1
-        torch.testing.assert_close(twin(x), module(x))
-
-
-def test_state_dicts_fit_both_ways(fused_mlp, device):
-    fused, plain = Gated(bias=True).to(device), Gated(bias=True).to(device)
-    fused_mlp.fuse_mlps(fused)
-    fused.load_state_dict(plain.state_dict())
-    x = torch.randn(3, 32, device=device)
-    torch.testing.assert_close(fused(x), plain(x))
-    plain.load_state_dict(fused.state_dict())
-
-
-def test_moved_after_fusing(fused_mlp, device):
-    module = Gated()
-    fused_mlp.fuse_mlps(module)
-    module.to(device, torch.bfloat16)
-    plain = copy.deepcopy(module)
-    plain.forward = Gated.forward.__get__(plain)
-    x = torch.randn(8, 32, device=device, dtype=torch.bfloat16)
-    torch.testing.assert_close(module(x), plain(x), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(
@@ -345,164 +262,6 @@ def test_a_forward_of_its_own(fused_mlp, device):
     assert [(reason.code, reason.part) for reason in report.left[0].reasons] == [("own method", "forward")]
     x = torch.randn(2, 32, device=device)
     torch.testing.assert_close(module(x), 2 * original(x))
-
-
-class NoSuchActivation(nn.SiLU):
-    """What the table takes for SiLU, if its class goes by that name."""
-
-    def forward(self, input):
-        return 1.1 * super().forward(input)
-
-
-NoSuchActivation.__module__, NoSuchActivation.__qualname__ = nn.SiLU.__module__, nn.SiLU.__qualname__
-NoSuchActivation.forward.__module__ = nn.SiLU.__module__
-
-
-def test_verification(fused_mlp, device):
-    """What does not compute what the table says is found out, unless nobody looks."""
-    report = fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device))
-    assert "computes something else" in report.left[0].reason
-    assert fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device), verify=False).fused
-
-
-def test_verification_of_a_whole_method(fused_mlp, device, monkeypatch):
-    """What is put in the place of an MLP is run where it stands."""
-    rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting")
-    call = rewriting._call
-
-    def swapped(site):
-        gate, up, down = site.projections
-        return call(dataclasses.replace(site, projections=(up, gate, down)))
-
-    monkeypatch.setattr(rewriting, "_call", swapped)
-    monkeypatch.setattr(rewriting, "_rewritten", rewriting._rewritten.__wrapped__)  # which remembers
-    report = fused_mlp.fuse_mlps(Gated().to(device))
-    assert "its fused forward computes something else" in report.left[0].reason
-    assert fused_mlp.fuse_mlps(Gated().to(device), verify=False).fused
-
-
-class Counted(Gated):
-    """An MLP that keeps account of what it sees, in all the ways there are."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-        self.dropout = nn.Dropout(0.5)
-        self.calls = 0
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        self.total += x.abs().sum()
-        x = self.norm(x.flatten(0, -2)).view_as(x)
-        x = self.dropout(x)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_verification_runs_a_copy(fused_mlp, device, monkeypatch, training):
-    verification = importlib.import_module(f"{fused_mlp.__name__}.models.verification")
-    compared = []
-    run = verification._outputs
-    monkeypatch.setattr(
-        verification, "_outputs", lambda method, module, x: compared.append(module.training) or run(method, module, x)
-    )
-    module = Counted().to(device).train(training)
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    random_state = torch.get_rng_state(), [torch.cuda.get_rng_state()] if device.type == "cuda" else []
-    assert fused_mlp.fuse_mlps(module).fused
-    assert set(compared) == {False, True}
-    assert (module.calls, module.training, module.norm.training) == (0, training, training)
-    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), random_state[0])
-    assert all(torch.equal(torch.cuda.get_rng_state(), state) for state in random_state[1])
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-class Particular(Gated):
-    """One that takes matrices alone, and counts its calls before it looks."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        _, _ = x.shape
-        return self.calls * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def test_verification_starts_anew(fused_mlp, device):
-    """An input that the original refuses leaves nothing behind for the next."""
-    module = Particular().to(device)
-    assert fused_mlp.fuse_mlps(module).fused
-    assert module.calls == 0
-
-
-def test_verification_leaves_no_trace(fused_mlp, device):
-    """Neither in the random state, nor in gradients, nor in hooks, nor in the mode."""
-    module = nn.Sequential(Gated(), Decoder(), Plain()).to(device).train()
-    fired = []
-    for part in module.modules():
-        part.register_forward_hook(lambda *_: fired.append(1))
-    before = torch.get_rng_state(), [torch.cuda.get_rng_state()] if device.type == "cuda" else []
-    fused_mlp.fuse_mlps(module)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert all(torch.equal(torch.cuda.get_rng_state(), state) for state in before[1])
-    assert fired == []
-    assert all(parameter.grad is None for parameter in module.parameters())
-    assert all(part.training for part in module.modules())
-
-
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_zero_weights(fused_mlp, device, kind):
-    """A real MLP is recognised whatever its weights are, and uses the weights it has later."""
-    module, plain = kind().to(device), kind().to(device)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    assert fused_mlp.fuse_mlps(module).fused
-    assert all(not parameter.any() for parameter in module.parameters())
-    module.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 32, device=device)
-    torch.testing.assert_close(module(x), plain(x))
-
-
-@pytest.mark.parametrize("fill", [torch.inf, torch.nan])
-def test_weights_that_are_not_finite(fused_mlp, device, fill):
-    """As memory that is yet to be loaded may hold: nothing can be compared then, and nothing has to be."""
-    module, plain = look_alikes.Swapped().to(device), look_alikes.Swapped().to(device)
-    with torch.no_grad():
-        module.down_proj.weight.fill_(fill)
-    fused_mlp.fuse_mlps(module)
-    module.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 32, device=device)
-    torch.testing.assert_close(module(x), plain(x))
-
-
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_weights_that_are_elsewhere(fused_mlp, device, kind):
-    """As where every process holds a part of them, and they are gathered when they are needed."""
-    module, plain = kind().to(device), kind().to(device)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.new_empty(0)
-    assert fused_mlp.fuse_mlps(module).fused
-    for parameter, full in zip(module.parameters(), plain.parameters(), strict=True):
-        parameter.data = full.data
-    x = torch.randn(2, 32, device=device)
-    torch.testing.assert_close(module(x), plain(x))
-
-
-def test_on_the_meta_device(fused_mlp, device):
-    """A model that has no weights yet is fused, and right when it has them."""
-    with torch.device("meta"):
-        model = nn.Sequential(Gated(), Plain(), look_alikes.Swapped())
-    assert len(fused_mlp.fuse_mlps(model).fused) == 3
-    assert model(torch.empty(3, 32, device="meta")).shape == (3, 32)
-    plain = nn.Sequential(Gated(), Plain(), look_alikes.Swapped()).to(device)
-    model.to_empty(device=device).load_state_dict(plain.state_dict())
-    x = torch.randn(3, 32, device=device)
-    torch.testing.assert_close(model(x), plain(x))
 
 
 # Modules that change after they were fused.
@@ -622,16 +381,6 @@ def test_after_kernelize(fused_mlp, device):
     module.forward = fused_mlp.layers.GatedMLP.forward.__get__(module)
     assert fused_mlp.fuse_mlps(module).fused == []
     assert fused_mlp.explain(module).implementation == "fused"
-
-
-def test_sharing_of_parameters_survives(fused_mlp, device):
-    """Verification copies no parameter into the model."""
-    module = Gated().to(device)
-    before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
-    identities = {name: id(parameter) for name, parameter in module.named_parameters()}
-    fused_mlp.fuse_mlps(module)
-    assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before
-    assert {name: id(parameter) for name, parameter in module.named_parameters()} == identities
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])

@@ -56,9 +56,9 @@ def test_look_alikes(fused_mlp, device, kind, verify):
     plain = copy.deepcopy(module)
     report = fused_mlp.fuse_mlps(module, verify=verify)
     assert_alike(behaviour(module, x), behaviour(plain, x), rtol=1e-3, atol=1e-4)
-    assert len(report.modules) == 1
+    assert len(report.modules) == (0 if kind in look_alikes.NO_MLPS else 1)
     if kind.fused is None:
-        assert report.fused == [] and report.left[0].reason
+        assert report.fused == [] and all(left.reason for left in report.left)
         assert "forward" not in vars(module)
         assert fused_mlp.explain(module).implementation == "original"
     else:
