@@ -11,7 +11,7 @@ from typing import Callable, List, Optional, Sequence, Tuple, Union
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import functional
+from .. import calls
 from ..activations import Activation
 from . import obstacles, switching
 from .pattern import Pattern
@@ -33,6 +33,8 @@ def fused(
     between: Between = (),
 ) -> Tensor:
     """What ``pattern`` says, of projections in the order gate, up, down (``packed``: gate and up in one)."""
+    if activation is not None and obstacles.of_input(x) is not None:
+        activation, act = None, act or activation.function
     if not pattern.whole:
         return _hidden(pattern, x, projections, activation, act)
     found = _parameters(x, activation, projections) if _passes(between) else None
@@ -40,11 +42,11 @@ def fused(
         *first, (weight, bias) = found
         if not pattern.gated:
             ((first_weight, first_bias),) = first
-            return functional.mlp(x, first_weight, weight, first_bias, bias, activation.name)
+            return calls.mlp(x, first_weight, weight, first_bias, bias, activation)
         gate_and_up = _gate_and_up(pattern, first)
         if gate_and_up is not None:
             gate_weight, up_weight, gate_bias, up_bias = gate_and_up
-            return functional.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation.name)
+            return calls.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation)
     *others, last = projections
     return _last(_hidden(pattern, x, others, activation, act), between, last)
 
@@ -56,11 +58,11 @@ def _hidden(
     found = _parameters(x, activation, projections)
     if not pattern.gated:
         if found is not None:
-            return functional.linear(x, *found[0], activation.name)
+            return calls.linear(x, *found[0], activation)
         return (act or activation.function)(projections[0](x))
     gate_and_up = None if found is None else _gate_and_up(pattern, found)
     if gate_and_up is not None:
-        return functional.gated_linear(x, *gate_and_up, activation.name)
+        return calls.gated_linear(x, *gate_and_up, activation)
     if pattern.packed:
         if getattr(act, "halves", False):
             return act(projections[0](x))
@@ -82,7 +84,7 @@ def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: A
     if _is_called(activation, act) or not _are_alike(gate, up):
         activated = (act or activation.function)(gate)
         return up * activated if up_left else activated * up
-    return functional.act_and_mul(gate, up, activation.name)
+    return calls.act_and_mul(gate, up, activation)
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def _parameters(
     x: Tensor, activation: Optional[Activation], projections: Sequence[nn.Module]
 ) -> Optional[List[Tuple[Tensor, Optional[Tensor]]]]:
     """The weights and biases of the projections; None where something must be called instead."""
-    if activation is None or obstacles.of_input(x) is not None:
+    if activation is None:
         return None
     found = []
     for projection in projections:
