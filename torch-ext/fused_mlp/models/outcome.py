@@ -9,7 +9,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, obstacles, recognition, rewriting, sites
+from . import forwards, obstacles, recognition, rewriting, shape
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
@@ -118,16 +118,15 @@ def of_activation(function: object) -> Reason:
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
-    """Why nothing was found in a module that has the parts of an MLP; None if it has not."""
-    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
-    if sites.PROJECTION not in roles or roles.isdisjoint({sites.ACTIVATION, sites.RELU}):
-        return None
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    """Why nothing was found in a module that is an MLP all the same; None if it is none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     if not isinstance(forward, FunctionType):
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
-    return Outcome(NONE, (Reason(NO_SOURCE if tree_of(forward) is None else UNKNOWN_FORM),))
+    if tree_of(forward) is None:
+        return Outcome(NONE, (Reason(NO_SOURCE),))
+    return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
 
 
 def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:

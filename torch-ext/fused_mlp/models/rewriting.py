@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..activations import Activation
 from . import forms, forwards, obstacles, sites, switching
 from .pattern import Pattern
-from .recognition import activation_of, name_of
+from .recognition import looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
@@ -103,8 +103,10 @@ def role_of(part: Any) -> Optional[str]:
         return sites.OTHER
     role = _ROLES.get(part)
     if role is None:
-        activation = activation_of(part)
-        role = sites.OTHER if activation is None else _BY_ROW.get(activation.name, sites.ACTIVATION)
+        activation = recognise(part)
+        if activation is not None:
+            return _BY_ROW.get(activation.name, sites.ACTIVATION)
+        role = sites.UNKNOWN if looks_like_activation(part) else sites.OTHER
     return role
 
 
@@ -113,10 +115,10 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
-    activation = activation_of(part)
+    activation = recognise(part)
     if activation is not None:
         return sites.RELU if activation.name == "relu" else sites.ACTIVATION
-    if type(part).__module__ in (nn.GELU.__module__, "transformers.activations"):
+    if looks_like_activation(part):
         return sites.UNKNOWN
     if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
@@ -124,12 +126,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 _BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
-_ROLES = {
-    F.dropout: sites.DROPOUT,
-    F.glu: sites.GLU,
-    torch.square: sites.SQUARE,
-    **dict.fromkeys((torch.tanh, F.tanh, F.leaky_relu, F.elu, F.mish, F.softplus, F.hardswish), sites.UNKNOWN),
-}
+_ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
@@ -245,12 +242,12 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
     found, parts = [], list(module._modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != sites.PROJECTION or activation_of(act) is None:
+        if role_of(first) != sites.PROJECTION or recognise(act) is None:
             continue
         rest = parts[index + 2 :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        if role_of(last[1]) == sites.PROJECTION and not any(activation_of(part) for _, part in after):
+        if role_of(last[1]) == sites.PROJECTION and not any(recognise(part) for _, part in after):
             found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
         else:
             found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
@@ -266,18 +263,16 @@ def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
 
 def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
     """The activation of a site as it is now."""
-    return _value(_act(act), function, module)
+    return _evaluated(_act(act), function, module)
 
 
-def _value(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
-    """What an expression that gives an activation gives. (A function inside of another that called itself would hold
-    the module until the next garbage collection.)"""
+def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
+    """What an expression of :func:`_act` makes. (As a function inside of another, it would hold the module.)"""
     if not isinstance(node, ast.Call):
         found, *_ = values_of(node, function, module).values()
         return found
-    given = [_value(argument, function, module) for argument in node.args]
-    named = {word.arg: _value(word.value, function, module) for word in node.keywords}
-    return _NAMES[node.func.id](*given, **named)
+    named = {word.arg: _evaluated(word.value, function, module) for word in node.keywords}
+    return _NAMES[node.func.id](*(_evaluated(argument, function, module) for argument in node.args), **named)
 
 
 def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
