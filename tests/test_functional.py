@@ -32,7 +32,7 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
     assert_no_worse_than_eager(
         result, eager, exact, what, ROUNDINGS[function], chance=chance, conditioning=conditioning
     )
-    assert result.is_contiguous() or not machine.takes(implementation, result.dtype)
+    assert result.stride() == eager.stride(), what
     for name, operand in operands.items():
         assert torch.equal(operand, before[name]), f"{function} changed {name}"
         shared = result.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
@@ -320,6 +320,32 @@ def test_extreme_values(fused_mlp, device, implementation, activation, dtype):
     # Ties of subnormal numbers may round either way, and the last bits of float32's own may differ.
     atol = max(info.smallest_normal * info.eps, 1e-44)
     torch.testing.assert_close(result, expected, rtol=2 * info.eps, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_gradients(fused_mlp, device, implementation, activation, dtype, create_graph):
+    """They are NaN, infinite or finite where PyTorch's formulas are in float64."""
+    values = torch.tensor([*SPECIAL, 1e19, -1e19, 2.5e38, -2.5e38, 105.0, -105.0, 15.0, -15.0], device=device).to(dtype)
+    ups = torch.tensor([1.0, -2.0, 0.0, torch.inf, torch.nan], device=device).to(dtype)
+    gate, up = (grid.repeat(1, 7).requires_grad_() for grid in torch.meshgrid(values, ups, indexing="ij"))
+    with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
+        result = fused_mlp.act_and_mul(gate, up, activation)
+        got = torch.autograd.grad(result, (gate, up), torch.ones_like(result), create_graph=create_graph)
+    act = reference.FORMULAS[activation].eager
+    if machine.takes(implementation, dtype):
+        wide = gate.detach().double().requires_grad_()
+        value = act(wide)
+        (derivative,) = torch.autograd.grad(value, wide, torch.ones_like(value))
+        expected = (derivative.float() * up.float()).to(dtype), value.float().to(dtype)
+    else:
+        eager = act(gate) * up
+        expected = torch.autograd.grad(eager, (gate, up), torch.ones_like(eager))
+    info = torch.finfo(dtype)
+    atol = max(info.smallest_normal * info.eps, 1e-44)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=2 * info.eps, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan, 1e4, 1e30])
