@@ -34,7 +34,7 @@ def drawn(draw: random.Random, shape: tuple[int, ...], device: torch.device, dty
 
 
 def check_product(fused_mlp, implementation, draw: random.Random, device: torch.device, dtype: torch.dtype) -> None:
-    """One product and its gradients, of operands drawn at random: the values and the strides of the eager operations."""
+    """A product of operands drawn at random, and its gradients: eager's values, and eager's strides."""
     shape, activation = drawn_shape(draw, draw.choice([None, 4])), draw.choice(ACTIVATIONS)
     gate, up, grad = (drawn(draw, shape, device, dtype) for _ in range(3))
     if draw.random() < 0.4:  # of one layout, the usual case

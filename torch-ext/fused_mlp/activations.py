@@ -100,7 +100,7 @@ ACTIVATIONS: Tuple[Activation, ...] = (
         lambda x: _sigmoid_weighted_derivative(x, _QUICK_SLOPE),
     ),
     Activation("silu", 4, F.silu, lambda x: _sigmoid_weighted_derivative(x, 1.0), ("swish",)),
-    Activation("relu", 5, F.relu, lambda x: (x > 0).to(x.dtype)),
+    Activation("relu", 5, F.relu, lambda x: 1.0 - (x <= 0).to(x.dtype)),
     Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x)),
     Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative),
 )

@@ -25,8 +25,8 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
         activation: a name of ``transformers.activations.ACT2FN`` that the package knows, or None for the identity.
 
     Returns:
-        A tensor of the shape and dtype of ``gate``, with the strides that ``act(gate) * up`` has in PyTorch: of operands
-        that are dense in some order of their dimensions (transposed, channels_last), it is dense in the same order.
+        A tensor of the shape and dtype of ``gate``, with the strides of ``act(gate) * up`` in PyTorch: of operands that
+        are dense in some order of their dimensions (transposed, channels_last), it is dense in the same order.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
