@@ -12,6 +12,7 @@ import torch
 import layouts
 import machine
 import reference
+import special_values
 from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -116,6 +117,12 @@ def test_gradients(fused_mlp, device, activation, dtype):
 
 
 # Memory layouts
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_special_values(fused_mlp, device, activation, dtype):
+    special_values.check_gradients(fused_mlp, "triton", device, activation, dtype)
 
 
 @pytest.mark.parametrize("repetition", range(3))
