@@ -143,7 +143,7 @@ bool rows_are_adjacent(const Tensor& weight, const OptionalTensor& bias) {
 
 // Why the AMX kernels do not take these operands, or nullptr if they do.
 const char* tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
-  if (dtype_of(x, "x") != DType::kBFloat16) return "not bfloat16";
+  if (dtype_of(x, "x") != DType::kBFloat16) return "AMX has no float32 products";
   if (isa() != Isa::kAmx) return "no AMX";
   const bool adjacent = rows_are_adjacent(hidden.weight, hidden.bias) &&
                         (!hidden.gated() || rows_are_adjacent(*hidden.up_weight, *hidden.up_bias)) &&
