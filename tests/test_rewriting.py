@@ -413,6 +413,24 @@ def test_calls_in_the_order_of_statements(fused_mlp, device, written, body):
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused=STATEMENTS[body])
 
 
+@pytest.mark.parametrize("expression", ORDERS)
+def test_the_order_that_hooks_of_all_modules_see(fused_mlp, device, written, expression):
+    module = written(f"return {expression}", "Gated")().to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert fused_mlp.fuse_mlps(module).fused
+    seen = [], []
+    for each, calls in zip((module, plain), seen, strict=True):
+        names = {part: name for name, part in each.named_modules()}
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda part, *_, calls=calls, names=names: calls.append(names[part])
+        )
+        try:
+            each(x)
+        finally:
+            handle.remove()
+    assert seen[0] == seen[1] != []
+
+
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Decoder, look_alikes.FunctionalDropout])
 def test_calls_of_models_in_their_order(fused_mlp, device, kind):
     assert_same(fused_mlp, kind().to(device), torch.randn(4, 32, device=device))
@@ -547,6 +565,19 @@ ODD = {
     "global": "global h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h))",
     "private": "__h = self.fc1(x)\nreturn self.fc2(self.activation_fn(__h))",
 }
+
+
+class Untold(Plain):
+    """Made of no source, and of functions."""
+
+    exec("def forward(self, x):\n    return self.fc2(F.silu(self.fc1(x)))", globals(), locals())
+
+
+def test_a_source_that_cannot_be_had_is_reported(fused_mlp):
+    module = Untold()
+    del module.activation_fn
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused == [] and "source" in report.left[0].reason
 
 
 @pytest.mark.parametrize("odd", ODD)
