@@ -8,6 +8,7 @@
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/operands.h"
+#include "../torch-ext/plan.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
@@ -139,18 +140,19 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   }
 }
 
-bool rows_are_adjacent(const Tensor& weight, const OptionalTensor& bias) {
-  return (weight.size(1) <= 1 || weight.stride(1) == 1) && (!bias || bias->size(0) <= 1 || bias->stride(0) == 1);
+Refusal layout_refusal(const Tensor& weight, const OptionalTensor& bias) {
+  if (weight.size(1) > 1 && weight.stride(1) != 1) return Refusal::kColumnMajorWeight;
+  return bias && bias->size(0) > 1 && bias->stride(0) != 1 ? Refusal::kStridedBias : Refusal::kNone;
 }
 
-// Why the AMX kernels do not take these operands, or nullptr if they do.
-const char* tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
-  if (dtype_of(x, "x") != DType::kBFloat16) return "not bfloat16";
-  if (isa() != Isa::kAmx) return "no AMX";
-  const bool adjacent = rows_are_adjacent(hidden.weight, hidden.bias) &&
-                        (!hidden.gated() || rows_are_adjacent(*hidden.up_weight, *hidden.up_bias)) &&
-                        (output == nullptr || rows_are_adjacent(output->weight, output->bias));
-  return adjacent ? nullptr : "a weight or bias with gaps between its elements";
+// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
+Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
+  if (dtype_of(x, "x") != DType::kBFloat16) return Refusal::kFloat32;
+  if (isa() != Isa::kAmx) return Refusal::kInstructionSet;
+  Refusal refusal = layout_refusal(hidden.weight, hidden.bias);
+  if (refusal == Refusal::kNone && hidden.gated()) refusal = layout_refusal(*hidden.up_weight, *hidden.up_bias);
+  if (refusal == Refusal::kNone && output != nullptr) refusal = layout_refusal(output->weight, output->bias);
+  return refusal;
 }
 
 #if defined(__x86_64__)
@@ -181,7 +183,7 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
   const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
   if (out.numel() == 0) return restore_leading_dims(out, x);
 #if defined(__x86_64__)
-  if (tiles_refusal(x, hidden, output) == nullptr) {
+  if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
     run_tiles(flat, hidden, output, out);
     return restore_leading_dims(out, x);
   }
@@ -232,12 +234,23 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
   return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, nullptr);
 }
 
-std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation, bool /*follows_gemm*/) {
-  const char* refusal =
-      tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
-  if (refusal == nullptr) return "fused GEMM on AMX tiles";
-  return std::string("torch's GEMM on blocks of rows and ") + name(isa()) + " pointwise kernels: " + refusal;
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                 const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& second_bias, int64_t activation) {
+  const HiddenLayer hidden{weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation};
+  const std::optional<OutputLayer> output =
+      second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
+  const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
+  PlanRecord plan;
+  const auto record = [&](bool pointwise) {
+    plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
+    if (refusal == Refusal::kNone) return;
+    plan.set("refusal", code(refusal));
+    if (pointwise) plan.set("pointwise", name(std::min(isa(), Isa::kAvx512)));
+  };
+  record(hidden.gated() || static_cast<Activation>(activation) != Activation::kLinear);
+  if (output) record(false);
+  return plan.text();
 }
 
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

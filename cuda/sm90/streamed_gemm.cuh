@@ -4,8 +4,8 @@
 // of its ranks through distributed shared memory.
 #pragma once
 
-#include "epilogue.cuh"
-#include "gemm.h"
+#include "../gemm/epilogue.cuh"
+#include "chip.h"
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -27,16 +27,17 @@ struct StreamedGemmArgs {
   bool starts_early;  // before the kernel that writes A is done
 };
 
-template <typename Element_, bool kGated_, int kTokens_>
+template <typename Element_, Product kProduct_, int kTokens_>
 struct StreamedGemm {
   using Element = Element_;
-  static constexpr bool kGated = kGated_;
+  static constexpr Product kProduct = kProduct_;
+  static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kRows = 64;
-  static constexpr int kBlockK = 64;
+  static constexpr int kRows = kStreamedColumns;  // of one weight, which are columns of the output
+  static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup, a producer warp
-  static constexpr int kMaxCluster = 8;
+  static constexpr int kMaxCluster = kMaxStreamedSplitK;
 
   static constexpr int kWeightBytes = kRows * kBlockK * sizeof(Element);  // of one part
   static constexpr int kTokenBytes = kTokens * kBlockK * sizeof(Element);
@@ -190,20 +191,19 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     const int row = index % kQuads * 4;
     const int column = first_column + row;
     if (column >= args.n) continue;
-    const auto biased_sum = [&](int part, const void* bias) {
-      const float4 sum = sum_partials(shared, part, token, row, ranks);
-      if (bias == nullptr) return sum;
-      const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
-      const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
-      return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
+    const auto sums = [&](Operand operand, auto&& take) {
+      const bool gate = operand == Operand::kGate;
+      const void* bias = gate ? args.epilogue.bias : args.epilogue.up_bias;
+      float4 sum = sum_partials(shared, gate ? 0 : 1, token, row, ranks);
+      if (bias != nullptr) {
+        const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
+        const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
+        sum = make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
+      }
+      take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
     };
-    const float4 gate = biased_sum(0, args.epilogue.bias);
-    float value[4] = {gate.x, gate.y, gate.z, gate.w};
-    visit_activation(args.epilogue.activation, [&]<Activation A>() { activate<A, Element>(value); });
-    if constexpr (Gemm::kGated) {
-      const float4 up = biased_sum(1, args.epilogue.up_bias);
-      value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;
-    }
+    float value[4];
+    GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
     *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + (first_token + token) * args.out_stride + column) =
         make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
   }

@@ -3,7 +3,7 @@
 // of a warp's 16 columns.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
 #include "ptx.cuh"
 #include "tiled_layout.cuh"
 #include "tiled_store.cuh"
@@ -42,15 +42,14 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
 #pragma unroll
     for (int step = 0; step < Gemm::kChunkM / kStepM; ++step) {
       float value[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        value[i] = accumulator[0][step * kCount + i] + (i / 2 % 2 == 0 ? bias.x : bias.y);
-      activate<A, Element>(value);
-      if constexpr (Gemm::kGated) {
+      const auto sums = [&](Operand operand, auto&& take) {
+        const int part = operand == Operand::kGate ? 0 : 1;
+        const float2 added = operand == Operand::kGate ? bias : up_bias;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          value[i] *= accumulator[1][step * kCount + i] + (i / 2 % 2 == 0 ? up_bias.x : up_bias.y);
-      }
+          take(i, accumulator[part][step * kCount + i] + (i / 2 % 2 == 0 ? added.x : added.y));
+      };
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), sums);
       // The boxes of the step before are sent only now: the fence does not wait for their writing.
       if (step > 0) send_boxes<Gemm>(args, store, row + (step - 1) * kStepM, column);
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();

@@ -2,7 +2,7 @@
 
 #include <cuda.h>
 
-#include "../pointwise.h"
+#include "../../torch-ext/matrix.h"
 
 namespace fused_mlp::sm90 {
 

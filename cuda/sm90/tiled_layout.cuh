@@ -2,7 +2,8 @@
 // shared memory, its sums in registers.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
+#include "chip.h"
 #include "ptx.cuh"
 
 namespace fused_mlp::sm90 {
@@ -24,20 +25,25 @@ struct TiledGemmArgs {
 
 __host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 
-template <typename Element_, bool kGated_, int kBlockM_, int kBlockN_, bool kPingPong_, int kSplitK_>
+template <typename Element_, Product kProduct_, int kBlockM_, int kBlockN_, Schedule kSchedule_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
-  static constexpr bool kGated = kGated_;
+  static constexpr Product kProduct = kProduct_;
+  static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kBlockK = 64;
-  static constexpr bool kPingPong = kPingPong_;
+  static constexpr int kBlockK = sm90::kBlockK;
+  static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kSplitK = kSplitK_;
-  static constexpr bool kSwapped = kBlockM != 128;  // the weights are the wgmma's M side, the rows of A its N side
-  // Swapped, a warpgroup has 64 weight rows of each part, or, where a tile has no more, all of them and half the rows.
-  static constexpr bool kHalvesRows = kSwapped && kGated && kBlockN == 128;
-  static_assert(!(kPingPong || kSwapped) || kSplitK == 1);
-  static_assert(!kSwapped || (!kPingPong && kBlockN % 128 == 0));
+  static constexpr bool kPingPong = kSchedule == Schedule::kPingPong;
+  static constexpr bool kHalvesRows = kSchedule == Schedule::kSwappedHalfRows;
+  static constexpr bool kSwapped = kSchedule == Schedule::kSwapped || kHalvesRows;
+  static_assert(kSwapped || kBlockM == 128, "unswapped, two wgmmas of 64 rows of a make a tile");
+  static_assert(!kSwapped || kBlockN % 128 == 0, "swapped, each of two warpgroups has a multiple of 64 weight rows");
+  static_assert(kHalvesRows == (kSwapped && kGated && kBlockN == 128),
+                "64 gate and 64 up rows do not divide among two warpgroups: they share the rows of a instead");
+  static_assert(kSplitK == 1 || kSchedule == Schedule::kCooperative,
+                "the sums of a cluster are added for warpgroups that share a tile, unswapped");
 
   static constexpr int kParts = kGated ? 2 : 1;     // gate and up
   static constexpr int kTileN = kBlockN / kParts;   // columns of the output

@@ -2,7 +2,7 @@
 // in TMA boxes.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
 #include "ptx.cuh"
 #include "tiled_layout.cuh"
 
@@ -47,22 +47,21 @@ struct TileBias {
   }
 };
 
-// Calls combine(value, the accumulator plus its bias, if there are any in shared memory) for a thread's accumulators of
-// a step, from `first` on.
-template <typename Gemm, typename Combine>
-__device__ __forceinline__ void for_each_biased(float (&value)[Gemm::kStepN / 2],
-                                                const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
-                                                uint32_t shared, Combine&& combine) {
+// Calls take(i, accumulator plus bias) for a thread's accumulators of a step, from `first` on. The biases lie in shared
+// memory, if there are any.
+template <typename Gemm, typename Take>
+__device__ __forceinline__ void for_each_biased(const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
+                                                uint32_t shared, Take&& take) {
   if (biased) {
 #pragma unroll
     for (int i = 0; i < Gemm::kStepN / 2; i += 4) {
       const float2 pair = load_shared_float2(shared + (i * 2 + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
-      for (int j = i; j < i + 4; ++j) combine(value[j], accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
+      for (int j = i; j < i + 4; ++j) take(j, accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Gemm::kStepN / 2; ++i) combine(value[i], accumulator[first + i]);
+    for (int i = 0; i < Gemm::kStepN / 2; ++i) take(i, accumulator[first + i]);
   }
 }
 
@@ -113,13 +112,15 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       const int step_column = Gemm::step_column(step);
       const int first = step_column / 2;  // accumulator
       float value[kCount];
-      for_each_biased<Gemm>(value, accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4,
-                            [](float& result, float gate) { result = gate; });
-      activate<A, typename Gemm::Element>(value);
-      if constexpr (Gemm::kGated) {
-        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
-                              bias + (Gemm::kShareN + step_column) * 4, [](float& result, float up) { result *= up; });
-      }
+      const auto sums = [&](Operand operand, auto&& take) {
+        if (operand == Operand::kGate) {
+          for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
+        } else {
+          for_each_biased<Gemm>(accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
+                                bias + (Gemm::kShareN + step_column) * 4, take);
+        }
+      };
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
       // The boxes of the step before are sent only now: the fence does not wait for their writing.
       if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
