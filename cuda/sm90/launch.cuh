@@ -61,12 +61,12 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
-  // TMA takes longer for rows that do not exist. A tile that would pass the edge begins earlier, and computes some of
-  // its neighbour's results, in the same way, again: with parts of k, its columns' sums would be in another order.
+  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
   args.last_row = last(p.m, Gemm::kBlockM);
+  // Where a cluster splits k, the order in which a column's parts are added depends on its place in the tile. The last
+  // tile is not moved then: that would give its neighbour's results other bits.
   args.last_column = Gemm::kSplitK == 1 ? last(p.n, Gemm::kTileN) : std::numeric_limits<int>::max();
-  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
 

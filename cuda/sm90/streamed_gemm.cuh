@@ -191,15 +191,16 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     const int row = index % kQuads * 4;
     const int column = first_column + row;
     if (column >= args.n) continue;
+    const auto biased_sum = [&](int part, const void* bias) {
+      const float4 sum = sum_partials(shared, part, token, row, ranks);
+      if (bias == nullptr) return sum;
+      const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
+      const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
+      return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
+    };
     const auto sums = [&](Operand operand, auto&& take) {
-      const bool gate = operand == Operand::kGate;
-      const void* bias = gate ? args.epilogue.bias : args.epilogue.up_bias;
-      float4 sum = sum_partials(shared, gate ? 0 : 1, token, row, ranks);
-      if (bias != nullptr) {
-        const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
-        const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
-        sum = make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
-      }
+      const float4 sum =
+          operand == Operand::kGate ? biased_sum(0, args.epilogue.bias) : biased_sum(1, args.epilogue.up_bias);
       take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
     };
     float value[4];

@@ -36,17 +36,17 @@ __device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t
 
 template <typename Gemm>
 __device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args.tiles_m, args.tiles_n};
+  const TileOrder tiles{args};
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
-    const int2 first = origin<Gemm>(args, tiles[index]);
+    const Tile tile = tiles.tile<Gemm>(index);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(full, args.stage_bytes);
-      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, first.x);
-      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, first.y, rank);
+      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
+      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.column, rank);
     }
   }
 }
@@ -150,12 +150,12 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
 
 template <typename Gemm>
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args.tiles_m, args.tiles_n};
   const int warp = warp_uniform(threadIdx.x / 32);
   const int consumer = warp / 4;
   const int group = consumer / Gemm::kConsumersOfTile;  // of the threads that share a tile
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
+  const TileOrder tiles{args};
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kSplitK;
@@ -174,8 +174,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
-    const int2 first = origin<Gemm>(args, tiles[index]);
-    const int column = first.y + rank * Gemm::kShareN;
+    const Tile tile = tiles.tile<Gemm>(index);
+    const int column = tile.column + rank * Gemm::kShareN;
     TileBias<Gemm> bias;
     if (biased) bias.load(args, column);
     if (Gemm::kPingPong) {
@@ -194,9 +194,10 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       if constexpr (Gemm::kSwapped) {
-        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, first.x + first_n, first.y + warp_m);
+        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
+                                    tile.column + warp_m);
       } else {
-        store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, first.x + warp_m,
+        store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, tile.row + warp_m,
                             column);
       }
     });

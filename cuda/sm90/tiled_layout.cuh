@@ -16,9 +16,9 @@ struct TiledGemmArgs {
   EpilogueArgs epilogue;
   int n;
   int k_blocks;
-  int last_row;     // that a tile may begin at
+  int last_row;     // at which a tile may begin
   int last_column;  // likewise
-  int stage_bytes;
+  int stage_bytes;  // that the TMA brings
   int tiles_m;
   int tiles_n;
 };
@@ -98,24 +98,40 @@ struct TiledGemm {
   static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
 };
 
-// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2. A
-// single row left over joins the group before: alone it would read all the weights again.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A tile of the output, by its first row and column: the first row of a, and the first row of each weight.
+struct Tile {
+  int row;
+  int column;
+};
+
+// The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
+// loop knows of a tile it has from here: rows grouped by weights take another order, with tiles that know their group.
+//
+// Tiles go in groups of kGroupM tile rows, so that those in flight at any time share few rows of a and of the weights
+// in L2. A single tile row left over joins the group before: alone it would read all the weights again.
 struct TileOrder {
   static constexpr int kGroupM = 8;
-  int tiles_m;
-  int tiles_n;
+  const TiledGemmArgs& args;
+  int tiles_m = args.tiles_m;
+  int tiles_n = args.tiles_n;
 
   __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
-  __device__ __forceinline__ int2 operator[](int index) const {
+
+  // A tile that would pass an edge is moved inward, where the arguments say so: the TMA takes longer for rows outside
+  // of the matrix. It computes some of its neighbour's results again, which is right only because both have the same
+  // weights.
+  template <typename Gemm>
+  __device__ __forceinline__ Tile tile(int index) const {
     const int last = max(tiles_m - 2, 0) / kGroupM;
     const int group = min(index / (kGroupM * tiles_n), last);
     const int rows = group == last ? tiles_m - last * kGroupM : kGroupM;
     const int in_group = index - group * kGroupM * tiles_n;
-    return {group * kGroupM + in_group % rows, in_group / rows};
+    const int2 at{group * kGroupM + in_group % rows, in_group / rows};
+    return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * Gemm::kTileN, args.last_column)};
   }
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Addresses in shared memory.
 template <typename Gemm>
@@ -137,12 +153,6 @@ struct TiledGemmShared {
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
-
-// First row and column of a tile, moved inwards where it must not pass the edge.
-template <typename Gemm>
-__device__ __forceinline__ int2 origin(const TiledGemmArgs& args, int2 tile) {
-  return {min(tile.x * Gemm::kBlockM, args.last_row), min(tile.y * Gemm::kTileN, args.last_column)};
-}
 
 // The k blocks, [x, y), of the CTA with this rank in its cluster, which shares a tile.
 template <typename Gemm>
