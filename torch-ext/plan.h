@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 // How a call would be computed, as a record: `explain` is made from it. backends/native.py reads the record and has the

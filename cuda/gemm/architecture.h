@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../../torch-ext/plan.h"
 #include "problem.h"
 
 namespace fused_mlp {

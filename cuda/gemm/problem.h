@@ -1,12 +1,11 @@
-// A product of matrices with an epilogue, and what an architecture answers about it. No CUDA header is needed here: the
-// choice of a kernel is plain C++, which the tuner compiles without the kernels.
+// A product of matrices with an epilogue, and the kernels that may compute it. This is included in device code, and in
+// the choice of a kernel, which is plain C++: it includes no CUDA header, and of the standard library <cstdint> alone.
 #pragma once
 
 #include <cstdint>
 
 #include "../../torch-ext/activation.h"
 #include "../../torch-ext/matrix.h"
-#include "../../torch-ext/plan.h"
 
 namespace fused_mlp {
 

@@ -12,7 +12,7 @@ namespace fused_mlp::sm90 {
 template <typename Element>
 cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream);
 
-const Architecture kArchitecture = {
+constinit const Architecture kArchitecture = {
     .name = "sm90",
     .runs_on = [](const Gpu& gpu) { return gpu.major == 9 && gpu.minor == 0; },
     .refusal = refusal,

@@ -3,6 +3,7 @@
 
 #include <iterator>
 
+#include "../../torch-ext/plan.h"
 #include "../gemm/problem.h"
 #include "chip.h"
 
