@@ -1,4 +1,4 @@
-// From a problem and a plan to a launch: tensor maps, grid, cluster. Instantiated once per dtype.
+// Launches the kernel of a plan: encodes the tensor maps, sets the grid and the cluster. Instantiated once per dtype.
 #pragma once
 
 #include <algorithm>
@@ -76,14 +76,17 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
-  // Never early: at large widths CTAs that share weights take up to half as long again then.
+  // A tiled kernel does not start before the kernel before it is done: at large widths its CTAs, which share weights in
+  // L2, took up to half as long again when they did (measured on an H100).
   return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK, false,
                        stream);
 }
 
-// CTAs that start while the kernel before drains go where there is room first, several to a multiprocessor, and leave
-// others idle, unless each takes its share of one. Behind a streamed kernel a larger cluster has room beside that one's
-// CTAs, and need not wait for as many empty multiprocessors side by side.
+// The shared memory to ask for, so that CTAs spread over all multiprocessors. A kernel that starts while the one before
+// it drains is placed on the first multiprocessors that have room, several CTAs to each, and leaves others idle. To
+// prevent that, each CTA asks for its share of a multiprocessor's shared memory, even where it needs less. Clusters of
+// more than two CTAs behind a streamed kernel ask for half at most: they fit beside the CTAs that still run, and need
+// not wait until enough neighbouring multiprocessors are empty.
 template <typename Gemm>
 int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
   const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;

@@ -1,5 +1,5 @@
-// The way of a tile's sums out of a tiled GEMM: biases, activation and gating in registers, then through shared memory
-// in TMA boxes.
+// Stores the tiles of a GEMM whose rows of a are the wgmma's M side: the epilogue works in registers, and the TMA
+// stores the results from shared memory.
 #pragma once
 
 #include "../gemm/epilogue.cuh"
@@ -10,8 +10,8 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where in a TMA box this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
-// over their whole width; XOR with 2 c then leads c columns (a multiple of 16) to the right.
+// Where in a TMA box this thread's first stmatrix row goes. Rows of a box are kBoxN columns wide and swizzled over
+// their whole width. XOR with 2 c moves the offset c columns to the right, where c is a multiple of 16.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t store_offset() {
   const int lane = threadIdx.x % 32;
@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t store_offset() {
   return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// The biases of a tile's columns, on their way to shared memory: read early, written when the tile before is done.
+// Brings the biases of a tile's columns to shared memory. They are read from memory early, and written to shared memory
+// when the tile before is done with its own.
 template <typename Gemm>
 struct TileBias {
   static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
@@ -92,12 +93,12 @@ __device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t s
   }
 }
 
-// Stores the warp's rows of the tile, 16 of every 64, leaving the accumulators undefined.
+// Stores the warp's rows of the tile, 16 of every 64. Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
                                            int first_column) {
-  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread and step
+  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
   constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;
 #pragma unroll 1
@@ -121,7 +122,7 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
         }
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
-      // The boxes of the step before are sent only now: the fence does not wait for their writing.
+      // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
       if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
       __syncwarp();
@@ -131,7 +132,7 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
     }
     send_boxes<Gemm>(args, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll
-    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators take the place of this one's
+    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
       const int next = i + kShift;
       accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
           accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];

@@ -12,7 +12,7 @@ extern "C" cudaError_t tune_gemm(const tuning::Shape* s, const tuning::Kernel* k
   p.weight.data = weight;
   p.up_weight.data = up_weight;
   p.out.data = out;
-  const GemmKernel kernel{static_cast<MainLoop>(k->loop),         p.product(), k->block_m, k->block_n,
+  const GemmKernel kernel{static_cast<MainLoop>(k->loop),     p.product(), k->block_m, k->block_n,
                           static_cast<Schedule>(k->schedule), k->split_k};
   return sm90::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(s->multiprocessors)}, stream);
 }

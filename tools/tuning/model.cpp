@@ -1,8 +1,7 @@
 // The choice of a kernel and the model of its time, for ctypes. Includes no CUDA header and calls no CUDA function.
-#include "../../cuda/sm90/plan.h"
-
 #include <cstring>
 
+#include "../../cuda/sm90/plan.h"
 #include "../../cuda/sm90/time_model.h"
 #include "shape.h"
 
@@ -11,7 +10,7 @@ using namespace fused_mlp;
 namespace {
 
 GemmKernel kernel_of(const GemmProblem& p, const tuning::Kernel& k) {
-  return {static_cast<MainLoop>(k.loop),         p.product(), k.block_m, k.block_n,
+  return {static_cast<MainLoop>(k.loop),     p.product(), k.block_m, k.block_n,
           static_cast<Schedule>(k.schedule), k.split_k};
 }
 
@@ -52,9 +51,8 @@ extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel*
   for (int64_t i = 0; i < count; ++i) {
     const GemmProblem p = problem_of(shapes[i]);
     const GemmKernel kernel = kernel_of(p, kernels[i]);
-    const auto estimate =
-        kernel.loop == MainLoop::kTiled ? estimated<sm90::TiledTime> : estimated<sm90::StreamedTime>;
-    microseconds[i] = estimate(p, kernel, constants + i * stride, bytes_per_microsecond,
-                               static_cast<int>(shapes[i].multiprocessors));
+    const auto estimate = kernel.loop == MainLoop::kTiled ? estimated<sm90::TiledTime> : estimated<sm90::StreamedTime>;
+    microseconds[i] =
+        estimate(p, kernel, constants + i * stride, bytes_per_microsecond, static_cast<int>(shapes[i].multiprocessors));
   }
 }
