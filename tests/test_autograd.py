@@ -280,6 +280,28 @@ def test_forward_mode(fused_mlp, device, implementation, function):
     torch.testing.assert_close((dual.primal, dual.tangent), expected)
 
 
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])  # PyTorch's own cannot
+@functions
+def test_tangents_of_a_gradient(fused_mlp, device, implementation, function, activation):
+    """The graph is older than the level of forward mode in which it is differentiated."""
+    made = operands(function, device=device)
+
+    def tangents(call):
+        own = leaves(made)
+        result = call(**own)
+        direction = (
+            torch.ones_like(result),
+            torch.arange(result.numel(), device=device).view_as(result) / result.numel(),
+        )
+        with forward_ad.dual_level():
+            found = torch.autograd.grad(result, own.values(), forward_ad.make_dual(*direction))
+            return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
+
+    with fused_mlp.backend(implementation):
+        got = tangents(fused(fused_mlp, function, activation))
+    torch.testing.assert_close(got, tangents(eager(function, activation)), rtol=1e-4, atol=1e-4)
+
+
 @functions
 def test_hessian(fused_mlp, device, implementation, function):
     """Forward over reverse and reverse over reverse."""

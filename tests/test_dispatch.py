@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,6 +113,33 @@ def test_an_exception_restores_what_was(fused_mlp, device):
             raise KeyError
         assert implementation_of(fused_mlp, "mlp") == "torch"
     assert implementation_of(fused_mlp, "mlp") == device.type
+
+
+def test_blocks_that_overlap(fused_mlp, device):
+    """As in two threads: the block entered last counts, in whichever order they are left."""
+    first, second, third = (fused_mlp.backend(name) for name in ("torch", device.type, "torch"))
+    seen = []
+    for step in (first.__enter__, second.__enter__, third.__enter__):
+        step()
+        seen.append(implementation_of(fused_mlp, "mlp"))
+    for block in (first, third, second):
+        block.__exit__(None, None, None)
+        seen.append(implementation_of(fused_mlp, "mlp"))
+    assert seen == ["torch", device.type, "torch", "torch", device.type, device.type]
+
+
+def test_blocks_in_many_threads(fused_mlp, device):
+    """Nothing stays forced, whatever the order of entering and leaving was."""
+
+    def enter_and_leave(name):
+        for _ in range(200):
+            with fused_mlp.backend(name):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enter_and_leave, ["torch", device.type] * 4))
+    assert implementation_of(fused_mlp, "mlp") == device.type
+    assert fused_mlp.explain(fused_mlp.mlp, **operands("mlp", device=device)).reason != "forced by backend()"
 
 
 def test_as_a_decorator(fused_mlp, device):

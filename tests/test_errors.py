@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+import reference
 from reference import FUNCTIONS, operands
 
 PRODUCTS = [name for name in FUNCTIONS if name != "act_and_mul"]
@@ -32,6 +33,48 @@ def test_an_operand_that_is_no_tensor(fused_mlp, device, function):
         for call in each(fused_mlp, function):
             with raises(TypeError, rf"\b{name}\b", "tensor", "list"):
                 call(**good(function, device) | {name: [1.0, 2.0]})
+
+
+@pytest.mark.parametrize("wrong", [None, "silu", 3, 2.5], ids=repr)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_operand_of_another_kind(fused_mlp, device, function, wrong):
+    for name in good(function, device):
+        if wrong is not None or not name.endswith("bias"):
+            for call in each(fused_mlp, function):
+                with raises(TypeError, rf"\b{name}\b", "tensor", type(wrong).__name__):
+                    call(**good(function, device) | {name: wrong})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_nested_operand(fused_mlp, device, function):
+    """Of the kind that has no shape."""
+    for name, operand in good(function, device).items():
+        nested = torch.nested.nested_tensor([operand, operand], layout=torch.strided)
+        for call in each(fused_mlp, function):
+            with raises(TypeError, rf"\b{name}\b", "nested"):
+                call(**good(function, device) | {name: nested})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_sparse_operands_are_computed_by_torch(fused_mlp, device, function):
+    made = good(function, device, biases=False)
+    expected = reference.eager(function, made, "silu")
+    weight = next(name for name in made if name.endswith("weight"))
+    for name, sparse in (("x", made["x"].to_sparse()), (weight, made[weight].to_sparse_csr())):
+        call, explain = each(fused_mlp, function)
+        torch.testing.assert_close(call(**made | {name: sparse}, activation="silu"), expected)
+        explanation = explain(**made | {name: sparse})
+        assert (explanation.implementation, "sparse" in explanation.reason) == ("torch", True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_errors_are_what_pytorch_raises_too(fused_mlp, device, function):
+    """Who catches RuntimeError around the eager operations goes on to catch it."""
+    _, second, *_ = made = good(function, device, biases=False)
+    for wrong in (made[second].bfloat16(), made[second][:, :-1], made[second].to("meta"), None):
+        with pytest.raises(RuntimeError, match=second):
+            getattr(fused_mlp, function)(**made | {second: wrong})
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int8, torch.complex64], ids=str)

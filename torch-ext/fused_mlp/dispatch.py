@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import ModuleType
-from typing import Dict, Iterator, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 from torch import Tensor
 
@@ -16,12 +16,25 @@ _NAMES = ("cuda", "triton", "cpu", "torch")
 # Measured order: the compiled ops win wherever they exist, the Triton kernels where a build has no code for the GPU.
 _AUTO = ("cuda", "triton") if native.DEVICE_TYPE == "cuda" else ("cpu",)
 
-_forced = "auto"  # a plain global: torch.compile guards on it, which it does not on a context variable
+
+class _Block:
+    """A ``with backend(name)`` that is open in some thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+# Those that are open, the latest last. A block appends itself and removes itself, each in one step that no other thread
+# can divide. A plain global: torch.compile guards on it, which it does not on a context variable.
+_open_blocks: List[_Block] = [_Block("auto")]
 
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
     """Forces an implementation for the calls inside a ``with`` block, in all threads.
+
+    Of several open blocks, nested or in different threads, the one entered last counts; leaving a block ends that one
+    alone.
 
     ``name`` is ``"cuda"`` (compiled CUDA C++), ``"triton"``, ``"cpu"`` (compiled C++), ``"torch"`` (the operations a
     model written in PyTorch runs) or ``"auto"`` (the default choice). Raises ValueError for another name; a call that
@@ -29,21 +42,22 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in (*_NAMES, "auto"):
         raise ValueError(f"backend must be one of {', '.join(_NAMES)} or auto, got {name!r}")
-    global _forced
-    before, _forced = _forced, name
+    block = _Block(name)
+    _open_blocks.append(block)
     try:
         yield
     finally:
-        _forced = before
+        _open_blocks.remove(block)
 
 
 def select(op: str, x: Tensor) -> ModuleType:
     """The backend module that takes ``op`` on ``x``; ValueError if one is forced and refuses."""
-    if _forced != "auto":
-        reason = _forced_refusal(_forced, op, x)
+    forced = _open_blocks[-1].name
+    if forced != "auto":
+        reason = _forced_refusal(forced, op, x)
         if reason is not None:
-            raise ValueError(f"backend {_forced!r} is forced, and it does not take {op}: {reason}")
-        return _BACKENDS[_forced]
+            raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
+        return _BACKENDS[forced]
     for name in _AUTO:
         if _BACKENDS[name].refusal(op, x) is None:
             return _BACKENDS[name]
@@ -52,9 +66,10 @@ def select(op: str, x: Tensor) -> ModuleType:
 
 def reasoned(op: str, x: Tensor) -> Tuple[str, str]:
     """Name of the backend that :func:`select` takes, and why, in a sentence."""
-    if _forced != "auto":
+    forced = _open_blocks[-1].name
+    if forced != "auto":
         select(op, x)
-        return _forced, "forced by backend()"
+        return forced, "forced by backend()"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)

@@ -1,26 +1,19 @@
-"""The public functions: argument checks, autograd, autocast, and the call of the chosen backend.
-
-A call is one op of one backend wherever nothing has to see the parts. Where something has to (autograd, autocast with
-operands to cast, a tensor subclass with ways of its own, an export), torch runs the GEMMs and only the pointwise part
-is fused, or nothing: ``composition_reason`` says which.
+"""The public functions.
 
 Every function takes float32, float16 or bfloat16 operands of one dtype and device (others run in plain PyTorch), any
-leading dimensions, any strides. Each raises TypeError or ValueError for operands that do not fit (``operands``).
+leading dimensions, any strides. Each raises TypeError or ValueError for operands that do not fit (``operands``), which
+is a RuntimeError too, as PyTorch's own. What becomes of NaN, infinities and overflow: ``activations``.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Tuple
+from typing import Optional
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import dispatch, operands
+from . import calls
 from .activations import get_activation
-from .backends import native, reference
-from .operands import PLAIN_TENSORS, autocasts
+from .calls import composition_reason, pointwise_reason  # noqa: F401 (for `explanation`)
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:
@@ -32,16 +25,12 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
         activation: a name of ``transformers.activations.ACT2FN`` that the package knows, or None for the identity.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``gate``.
+        A tensor of the shape and dtype of ``gate``, with the strides of ``act(gate) * up`` in PyTorch: of operands that
+        are dense in some order of their dimensions (transposed, channels_last), it is dense in the same order.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
-    row = get_activation(activation)
-    operands.check_act_and_mul(gate, up)
-    if gate.dtype != up.dtype:
-        dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
-        gate, up = gate.to(dtype), up.to(dtype)
-    return _act_and_mul(gate, up, row.code)
+    return calls.act_and_mul(gate, up, get_activation(activation))
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
@@ -73,11 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation:
     Returns:
         ``[..., out]``.
     """
-    row = get_activation(activation)
-    if composition_reason(x, weight, bias) is None:
-        return _one_op("linear", operands.check_linear, (x, weight, bias), row.code)
-    operands.check_linear(x, weight, bias)
-    return reference.linear(x, weight, bias, row.code)
+    return calls.linear(x, weight, bias, get_activation(activation))
 
 
 def gated_linear(
@@ -100,12 +85,7 @@ def gated_linear(
     Returns:
         ``[..., hidden]``.
     """
-    row = get_activation(activation)
-    given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    if composition_reason(*given) is None:
-        return _one_op("gated_linear", operands.check_gated_linear, given, row.code)
-    operands.check_gated_linear(*given)
-    return _composed_gated_linear(*given, row.code)
+    return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, get_activation(activation))
 
 
 def gated_mlp(
@@ -132,12 +112,7 @@ def gated_mlp(
         ``[..., out]``.
     """
     row = get_activation(activation)
-    given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    if composition_reason(*given) is None:
-        return _one_op("gated_mlp", operands.check_gated_mlp, given, row.code)
-    operands.check_gated_mlp(*given)
-    hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, row.code)
-    return F.linear(hidden, down_weight, down_bias)
+    return calls.gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, row)
 
 
 def mlp(
@@ -161,91 +136,4 @@ def mlp(
     Returns:
         ``[..., out]``.
     """
-    row = get_activation(activation)
-    given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    if composition_reason(*given) is None:
-        return _one_op("mlp", operands.check_mlp, given, row.code)
-    operands.check_mlp(*given)
-    return reference.mlp(*given, row.code)
-
-
-def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
-    """Why a call on these operands (the input first) cannot be one op, or None if it can."""
-    reason = pointwise_reason(*given)
-    if reason is not None:
-        return reason
-    x = given[0]
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
-        return "autograd follows the parts"
-    if autocasts(x):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if any(tensor is not None and tensor.dtype != dtype for tensor in given):
-            return f"autocast casts the operands to {dtype}"
-    return None
-
-
-def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
-    """Why not even the pointwise part of a call on these operands can be one op, or None if it can."""
-    for tensor in given:
-        if tensor is not None and type(tensor) not in PLAIN_TENSORS:
-            return f"an operand is a {type(tensor).__name__}"
-    if forward_ad._current_level >= 0:
-        return "forward-mode autograd follows the parts"
-    # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
-    # The flag, not torch.compiler.is_exporting(), which is true in all that torch 2.11 compiles.
-    if torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag:
-        return "torch.export and torch.jit.trace record the parts"
-    return None
-
-
-def _one_op(op: str, check: Callable[..., None], given: Tuple[Optional[Tensor], ...], activation: int) -> Tensor:
-    implementation = dispatch.select(op, given[0])
-    if implementation is not native or torch.compiler.is_compiling():
-        check(*given)
-        return getattr(implementation, op)(*given, activation)
-    try:
-        return getattr(native, op)(*given, activation)
-    except RuntimeError:  # the compiled ops check what they are given, in less time than it takes here, but say less
-        check(*given)
-        raise
-
-
-def _composed_gated_linear(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    return _act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
-
-
-def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    if pointwise_reason(gate, up) is not None:
-        return reference.act_and_mul(gate, up, activation)
-    implementation = dispatch.select("act_and_mul", gate)
-    if implementation is not reference and torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _ActAndMul.apply(gate, up, activation, implementation)
-    return implementation.act_and_mul(gate, up, activation)
-
-
-class _ActAndMul(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor, activation: int, implementation) -> Tensor:
-        return implementation.act_and_mul(gate, up, activation)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        gate, up, ctx.activation, ctx.implementation = inputs
-        ctx.save_for_backward(gate, up)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        gate, up = ctx.saved_tensors
-        # With create_graph the gradient itself must be differentiable, which no kernel is.
-        implementation = reference if torch.is_grad_enabled() else ctx.implementation
-        gate_grad, up_grad = implementation.act_and_mul_backward(grad, gate, up, ctx.activation)
-        return gate_grad, up_grad, None, None
+    return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, get_activation(activation))

@@ -1,8 +1,8 @@
 """What the functions ask of their operands.
 
-A check raises TypeError for an operand that is no tensor, is not of a floating dtype or differs in dtype from the
-first, and ValueError for a shape or a device that does not fit; the message names the argument, what came and what is
-needed.
+A check raises :class:`OperandTypeError` for an operand that is no tensor, is not of a floating dtype or differs in
+dtype from the first, and :class:`OperandValueError` for a shape or a device that does not fit; the message names the
+argument, what came and what is needed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from torch import Tensor
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+class OperandTypeError(TypeError, RuntimeError):
+    """A TypeError that who expects PyTorch's own error for the same call catches too."""
+
+
+class OperandValueError(ValueError, RuntimeError):
+    """A ValueError that who expects PyTorch's own error for the same call catches too."""
+
+
 def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
     _check_tensor("gate", gate)
     _check_tensor("up", up)
     if gate.shape != up.shape:
-        raise ValueError(f"up must have the shape of gate, {_shape(gate)}, got {_shape(up)}")
+        raise OperandValueError(f"up must have the shape of gate, {_shape(gate)}, got {_shape(up)}")
     if gate.device != up.device:
-        raise ValueError(f"up must be on the device of gate, {gate.device}, got {up.device}")
+        raise OperandValueError(f"up must be on the device of gate, {gate.device}, got {up.device}")
     if gate.dtype != up.dtype and not autocasts(gate):
-        raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
+        raise OperandTypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> None:
@@ -38,7 +46,7 @@ def check_gated_linear(
     _check_projection(x, "x", x.shape[-1], "gate_weight", gate_weight, "gate_bias", gate_bias)
     _check_projection(x, "x", x.shape[-1], "up_weight", up_weight, "up_bias", up_bias)
     if up_weight.shape[0] != gate_weight.shape[0]:
-        raise ValueError(
+        raise OperandValueError(
             f"up_weight must have the shape of gate_weight, {_shape(gate_weight)}, got {_shape(up_weight)}"
         )
 
@@ -79,25 +87,27 @@ def _shape(tensor: Tensor) -> str:
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise OperandTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested and tensor.layout == torch.strided:
+        raise OperandTypeError(
+            f"{name} must be a tensor of one shape, or jagged, got a nested tensor of layout torch.strided"
+        )
     if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")
+        raise OperandTypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")
 
 
 def _check_input(x: Tensor) -> None:
     _check_tensor("x", x)
     if x.dim() == 0:
-        raise ValueError("x must have at least one dimension, [..., in], got a scalar")
+        raise OperandValueError("x must have at least one dimension, [..., in], got a scalar")
 
 
 def _check_like(x: Tensor, name: str, tensor: Tensor) -> None:
-    if type(tensor) in PLAIN_TENSORS and tensor.dtype == x.dtype and tensor.device == x.device:
-        return
     _check_tensor(name, tensor)
     if tensor.device != x.device:
-        raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+        raise OperandValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     if tensor.dtype != x.dtype and not autocasts(x):
-        raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
+        raise OperandTypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
 
 
 def _check_projection(
@@ -111,10 +121,10 @@ def _check_projection(
 ) -> None:
     _check_like(x, weight_name, weight)
     if weight.dim() != 2 or weight.shape[1] != in_features:
-        raise ValueError(
+        raise OperandValueError(
             f"{weight_name} must be [out, in] with in = {in_features} to fit {in_name}, got {_shape(weight)}"
         )
     if bias is not None:
         _check_like(x, bias_name, bias)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-            raise ValueError(f"{bias_name} must be [{weight.shape[0]}] to fit {weight_name}, got {_shape(bias)}")
+            raise OperandValueError(f"{bias_name} must be [{weight.shape[0]}] to fit {weight_name}, got {_shape(bias)}")

@@ -1,0 +1,218 @@
+"""How a call is computed: which parts are one op, and autograd around the others.
+
+The functions are those of ``functional``, with a row of the table of activations in the place of its name. A call is
+one op of one backend wherever nothing has to see the parts. Where something has to (autograd, autocast with operands to
+cast, a tensor subclass with ways of its own, an export), torch runs the GEMMs and only the pointwise part is fused, or
+nothing: ``composition_reason`` says which.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import dispatch, operands
+from .activations import Activation
+from .backends import native, reference
+from .operands import PLAIN_TENSORS, autocasts
+
+
+def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    result = _short_way("act_and_mul", (gate, up), activation.code)
+    if result is not None:
+        return result
+    operands.check_act_and_mul(gate, up)
+    if gate.dtype != up.dtype:
+        dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
+        gate, up = gate.to(dtype), up.to(dtype)
+    return _act_and_mul(gate, up, activation.code)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Activation) -> Tensor:
+    given = (x, weight, bias)
+    result = _short_way("linear", given, activation.code)
+    if result is None:
+        result = _checked("linear", operands.check_linear, reference.linear, given, activation.code)
+    return result
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    activation: Activation,
+) -> Tensor:
+    given = (x, gate_weight, up_weight, gate_bias, up_bias)
+    result = _short_way("gated_linear", given, activation.code)
+    if result is None:
+        check = operands.check_gated_linear
+        result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code)
+    return result
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: Activation,
+) -> Tensor:
+    given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    result = _short_way("gated_mlp", given, activation.code)
+    if result is None:
+        result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code)
+    return result
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc2_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_bias: Optional[Tensor],
+    activation: Activation,
+) -> Tensor:
+    given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+    result = _short_way("mlp", given, activation.code)
+    if result is None:
+        result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code)
+    return result
+
+
+def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
+    """Why a call on these operands (the input first) cannot be one op, or None if it can."""
+    reason = pointwise_reason(*given)
+    if reason is not None:
+        return reason
+    x = given[0]
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        return "autograd follows the parts"
+    if autocasts(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if any(tensor is not None and tensor.dtype != dtype for tensor in given):
+            return f"autocast casts the operands to {dtype}"
+    return None
+
+
+def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
+    """Why not even the pointwise part of a call on these operands can be one op, or None if it can."""
+    for tensor in given:
+        if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+            return f"an operand is a {type(tensor).__name__}"
+        if tensor is not None and tensor.layout != torch.strided:
+            return f"an operand has the layout {tensor.layout}"
+    return _ambient_reason()
+
+
+def _ambient_reason() -> Optional[str]:
+    """What around a call, whatever its operands, has to see the parts."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode autograd follows the parts"
+    # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
+    # The flag, not torch.compiler.is_exporting(), which is true in all that torch 2.11 compiles.
+    if torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag:
+        return "torch.export and torch.jit.trace record the parts"
+    return None
+
+
+_COMPILED_OPS = {name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp")}
+_PLAIN_TYPES = frozenset(PLAIN_TENSORS)
+
+
+def _short_way(op: str, given: Tuple[Optional[Tensor], ...], activation: int) -> Optional[Tensor]:
+    """The result of the compiled op, for the calls that all have in common to need it: small ones outside of training.
+
+    None for any other, also for operands that the op refuses: it checks them in less time than Python does, but says
+    less. What is asked here is in ``composition_reason`` too; asked in one place, it costs a third.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return None
+    grad = torch.is_grad_enabled()
+    for tensor in given:
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or (grad and tensor.requires_grad)):
+            return None
+    if _ambient_reason() is not None or given[0] is None or dispatch.select(op, given[0]) is not native:
+        return None
+    try:
+        return _COMPILED_OPS[op](*given, activation)
+    except RuntimeError:
+        return None
+
+
+def _checked(
+    op: str,
+    check: Callable[..., None],
+    composed: Callable[..., Tensor],
+    given: Tuple[Optional[Tensor], ...],
+    activation: int,
+) -> Tensor:
+    """The result of one op of some backend, or of the composed parts where something must see them."""
+    check(*given)
+    if composition_reason(*given) is not None:
+        return composed(*given, activation)
+    return getattr(dispatch.select(op, given[0]), op)(*given, activation)
+
+
+def _composed_gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return _act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
+
+
+def _composed_gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
+    return F.linear(hidden, down_weight, down_bias)
+
+
+def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    if pointwise_reason(gate, up) is not None:
+        return reference.act_and_mul(gate, up, activation)
+    implementation = dispatch.select("act_and_mul", gate)
+    if implementation is not reference and torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _ActAndMul.apply(gate, up, activation, implementation)
+    return implementation.act_and_mul(gate, up, activation)
+
+
+class _ActAndMul(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, activation: int, implementation) -> Tensor:
+        return implementation.act_and_mul(gate, up, activation)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        gate, up, ctx.activation, ctx.implementation = inputs
+        ctx.save_for_backward(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        gate, up = ctx.saved_tensors
+        # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
+        composed = torch.is_grad_enabled() or _ambient_reason() is not None
+        implementation = reference if composed else ctx.implementation
+        gate_grad, up_grad = implementation.act_and_mul_backward(grad, gate, up, ctx.activation)
+        return gate_grad, up_grad, None, None
