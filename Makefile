@@ -55,8 +55,9 @@ compat: $(call installed,bench) build ## build, then load it under every torch t
 sanitize: $(call installed,test) build ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
 	$(python) tests/sanitizer_cases.py
 
-coverage: $(call installed,coverage) $(call installed,timm) build ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md
+coverage: $(call installed,coverage) $(call installed,timm) build ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md, fills README.md
 	$(python) tools/model_coverage.py
+	$(python) tools/fill_documents.py
 
 demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
 	$(python) examples/demo.py

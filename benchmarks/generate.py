@@ -13,9 +13,9 @@ import copy
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -24,12 +24,13 @@ import project
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import kernels
-import measure
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+import measure
 
 VOCABULARY = 32_000
 MODELS = {
@@ -102,16 +103,11 @@ def setups(model, fused_mlp):
     return ways
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def generation_seconds(model, options, prompt, tokens):
-    synchronize()
+    measure.synchronize()
     start = time.perf_counter()
     made = model.generate(prompt, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, **options)
-    synchronize()
+    measure.synchronize()
     seconds = time.perf_counter() - start
     if made.shape[1] != prompt.shape[1] + tokens:
         sys.exit(f"generate() made {made.shape[1] - prompt.shape[1]} tokens instead of {tokens}")
@@ -119,17 +115,17 @@ def generation_seconds(model, options, prompt, tokens):
 
 
 def compare(ways, prompt, tokens, rounds, progress):
-    """Medians over `rounds` turns of every way: ttft_ms and tokens_per_second."""
-    samples = {name: {"ttft_ms": [], "tokens_per_second": []} for name in ways}
-    for turn in range(-1, rounds):  # the first turn compiles and warms up
-        for name, (model, options) in ways.items():
-            first = generation_seconds(model, options, prompt, 1)
-            whole = generation_seconds(model, options, prompt, 1 + tokens)
-            progress.update()
-            if turn >= 0:
-                samples[name]["ttft_ms"].append(1e3 * first)
-                samples[name]["tokens_per_second"].append(len(prompt) * tokens / (whole - first))
-    return {name: {key: statistics.median(values) for key, values in s.items()} for name, s in samples.items()}
+    """Figures of every way, in turns: ttft_ms and tokens_per_second."""
+
+    def turn(model, options):
+        first = generation_seconds(model, options, prompt, 1)
+        whole = generation_seconds(model, options, prompt, 1 + tokens)
+        progress.update()
+        return {"ttft_ms": 1e3 * first, "tokens_per_second": len(prompt) * tokens / (whole - first)}
+
+    turns = {name: partial(turn, *way) for name, way in ways.items()}
+    measure.in_turns(turns, 1)  # compiles and warms up
+    return measure.in_turns(turns, rounds)
 
 
 def differences(ways, prompt):

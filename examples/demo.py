@@ -7,15 +7,14 @@ package through `kernels.kernelize`, and after `fuse_mlps`. Exits with 1 if an a
 
 import copy
 import logging
-import math
 import os
-import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import measure
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
@@ -98,38 +97,6 @@ def kernelized(model, layer_name, replaced_class):
     return model
 
 
-TURN_SECONDS = 0.05  # a turn takes at least as long: single short calls differ by more than what fusing gains
-
-
-def seconds_per_call(variants, inputs, rounds=15):
-    """Median seconds of each variant, the variants taking turns so that a drift of the machine's speed meets all."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-
-    def seconds(model, calls):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            model(**inputs)
-        synchronize()
-        return (time.perf_counter() - start) / calls
-
-    calls = math.ceil(TURN_SECONDS / seconds(variants["original"], 1))
-    samples = {name: [] for name in variants}
-    for _ in tqdm(range(rounds), desc="timing", leave=False, disable=None):
-        for name, model in variants.items():
-            samples[name].append(seconds(model, calls))
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def gpu_kernels(model, inputs):
-    """GPU kernels that one forward launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        model(**inputs)
-        torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_gpu and "Mem" not in event.name for event in profile.events())
-
-
 def wide_reference(model, inputs, answer):
     """The model's answer in wider arithmetic, from the same weights."""
     dtype = next(model.parameters()).dtype
@@ -155,23 +122,24 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
     for name, variant in tqdm(variants.items(), desc="warming up", leave=False, disable=None):
         variant(**inputs)
         answers[name] = answer(variant(**inputs)).double()
-    times = seconds_per_call(variants, inputs)
+    calls = {name: partial(variant, **inputs) for name, variant in variants.items()}
+    figures = measure.compare(calls, budget_us=50_000)  # single short calls differ by more than what fusing gains
 
     table = Table(title=f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", ""))
-    columns = ["", "time", "speed-up", "largest error", *(["GPU kernels"] if device.type == "cuda" else [])]
+    columns = ["", "time", "speed-up", "largest error", *(["GPU launches"] if device.type == "cuda" else [])]
     for column in columns:
         table.add_column(column, justify="left" if column == "" else "right")
     faults = []
     original_error = (answers["original"] - reference).norm()
-    for name, variant in variants.items():
+    for name in variants:
         error = answers[name] - reference
         row = [
             name,
-            f"{times[name] * 1e3:.2f} ms",
-            f"{times['original'] / times[name]:.2f}x",
+            f"{figures[name]['wall_us'] / 1e3:.2f} ms",
+            f"{figures['original']['wall_us'] / figures[name]['wall_us']:.2f}x",
             f"{error.abs().max():.1e}",
         ]
-        table.add_row(*row, *([str(gpu_kernels(variant, inputs))] if device.type == "cuda" else []))
+        table.add_row(*row, *([f"{figures[name]['kernels']:.0f}"] if device.type == "cuda" else []))
         if name not in ("original", "torch.compile"):
             if error.norm() > 1.1 * original_error:
                 faults.append(f"{title}, {name}: error {error.norm():.2e}, the original's {original_error:.2e}")

@@ -1,28 +1,19 @@
-"""Fills the tables of docs/profiling.md from a results.json, so that they say what was measured and nothing else.
-
-A part between `<!-- filled: NAME -->` and `<!-- end -->` is replaced; the rest of the page is left as it is.
-"""
+"""Fills the tables of docs/profiling.md from a results.json, so that they say what was measured and nothing else."""
 
 import argparse
 import json
-import re
 from pathlib import Path
 
+import environment  # noqa: F401
 import results
 
+import documents
+
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "profiling.md"
-_PART = re.compile(r"(<!-- filled: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str, run: dict, source: str) -> str:
-    parts = _parts(run, source)
-
-    def replace(match: re.Match) -> str:
-        if match[2] not in parts:
-            raise ValueError(f"no part is called {match[2]!r}; there are {', '.join(parts)}")
-        return f"{match[1]}{parts[match[2]]}\n{match[3]}"
-
-    return _PART.sub(replace, text)
+    return documents.fill(text, _parts(run, source))
 
 
 def _parts(run: dict, source: str) -> dict[str, str]:
@@ -33,7 +24,9 @@ def _parts(run: dict, source: str) -> dict[str, str]:
     for workload in run["workloads"]:
         key = workload["key"]
         shape = ", ".join(f"{name} {size}" for name, size in workload["shape"].items())
-        parts[f"{key}-comparison"] = f"{shape}:\n\n{_table(results.COLUMNS, results.comparison(workload), left=1)}"
+        parts[f"{key}-comparison"] = (
+            f"{shape}:\n\n{documents.table(results.COLUMNS, results.comparison(workload), left=1)}"
+        )
         for setup in workload["setups"]:
             parts[f"{key}-{setup['key']}"] = _marks(setup)
     return parts
@@ -41,14 +34,7 @@ def _parts(run: dict, source: str) -> dict[str, str]:
 
 def _marks(setup: dict) -> str:
     rows = [(m["claim"], "yes" if m["held"] else "**no**", m["seen"]) for m in setup["expectations"]]
-    return _table((f"{setup['title']}: expected", "held", "seen"), rows, left=3)
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> str:
-    """A Markdown table, its first columns aligned to the left and the others to the right."""
-    rule = ["---" if i < left else "---:" for i in range(len(columns))]
-    lines = [columns, rule, *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return documents.table((f"{setup['title']}: expected", "held", "seen"), rows, left=3)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from functools import partial
 
 import pytest
 
@@ -11,9 +13,10 @@ sys.path.append(str(project.ROOT / "benchmarks"))
 
 import break_even
 import display
-import measure
 import peers
 import providers
+
+import measure
 
 STORED = project.ROOT / "benchmarks" / "results"
 
@@ -91,9 +94,15 @@ def test_stored_results_over_m(monkeypatch, capsys, tmp_path):
 def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
     stored = STORED / f"h100-{workload}.json"
     said = run(monkeypatch, capsys, "--from", stored, "--out", tmp_path / "plot")
+    svg = (tmp_path / "plot.svg").read_text()
     for result in json.loads(stored.read_text())["results"]:
         assert " x ".join(map(str, result["shape"])) in said
-    assert (tmp_path / "plot.svg").stat().st_size > 1000
+        assert all(
+            f"<!-- {size} -->" in svg for size in result["shape"]
+        )  # matplotlib says what it draws the letters of
+        legend = set(result["providers"]) - {"eager", *providers.PARTS} | {"gemms"} & set(result["providers"])
+        assert all(f"<!-- {name} -->" in svg for name in legend)
+    assert "<!-- eager -->" not in svg  # the line at 1
 
 
 def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path):
@@ -143,11 +152,20 @@ def test_tables_fit_a_terminal(capsys):
     assert "…" not in said
 
 
-def test_turns_are_medians(monkeypatch):
-    """Each provider's figure is the median of its turns, of which it has one in every round."""
-    times = iter([5.0, 50.0, 1.0, 10.0, 2.0, 99.0])
-    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "iterations_within", lambda run, budget: 3)
-    monkeypatch.setattr(measure, "wall_microseconds", lambda run, iterations: next(times))
-    figures = measure.compare({"a": lambda: None, "b": lambda: None}, rounds=3)
-    assert figures == {"a": {"wall_us": 2.0}, "b": {"wall_us": 50.0}}
+def test_turns_are_taken_in_turns_and_medians_count():
+    order = []
+
+    def turns(name, *figures):
+        figures = iter(figures)
+        return lambda: order.append(name) or {"us": next(figures)}
+
+    figures = measure.in_turns({"a": turns("a", 5.0, 1.0, 2.0), "b": turns("b", 50.0, 40.0, 99.0)}, rounds=3)
+    assert order == ["a", "b"] * 3
+    assert figures == {"a": {"us": 2.0, "us_spread": 2.0}, "b": {"us": 50.0, "us_spread": 59 / 50}}
+
+
+def test_times_are_of_one_call():
+    """A sleep lasts no less than it says; how often a turn calls it does not show."""
+    figures = measure.compare({ms: partial(time.sleep, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
+    assert all(ms * 1e3 <= figures[ms]["wall_us"] for ms in (1, 8))
+    assert figures[1]["wall_us"] < figures[8]["wall_us"]

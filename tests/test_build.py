@@ -66,18 +66,25 @@ def test_repo_id_stands_in_build_toml_alone():
     assert holders <= documents
 
 
-def test_card_renders():
+@pytest.mark.parametrize("some", [True, False])
+def test_card_renders(some):
+    """A section for what there is, and none for what there is not."""
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
     card = environment.from_string((ROOT / "CARD.md").read_text()).render(
         repo_id=project.repo_id(),
         version=project.version(),
         license="apache-2.0",
-        functions=["gated_mlp"],
-        layers=["GatedMLP"],
-        has_benchmark=True,
+        functions=["gated_mlp"] if some else [],
+        layers=["GatedMLP"] if some else [],
+        has_benchmark=some,
     )
     assert f'get_kernel("{project.repo_id()}", version={project.version()})' in card
-    assert "- `gated_mlp`\n" in card and "- `GatedMLP`\n" in card
+    for heading, content in (
+        ("Functions", "- `gated_mlp`\n"),
+        ("Layers", "- `GatedMLP`\n"),
+        ("Benchmark", f"`kernels benchmark {project.repo_id()} --version {project.version()}`"),
+    ):
+        assert (f"\n## {heading}\n" in card) == (content in card) == some
 
 
 # The files that ship
@@ -201,7 +208,7 @@ class SmallProject:
 
 @pytest.fixture
 def small(tmp_path) -> SmallProject:
-    return SmallProject(tmp_path / "small")
+    return SmallProject(tmp_path / "a folder of $HOME")
 
 
 def compiled(result: subprocess.CompletedProcess) -> list[str]:

@@ -1,6 +1,7 @@
 """The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,15 +34,15 @@ def fused_gemms(fused_mlp, function, made, activation) -> int:
     return sum(part.implementation == "sm90" for part in parts)
 
 
-def poison(function, made, dtype) -> int:
-    """Leaves NaNs where the call's intermediate and result will be allocated, and returns the result's address.
-
-    The allocator hands out the same blocks when the same sizes are asked for again in the same order.
-    """
-    lead = made["x"].shape[:-1]
-    weights = [operand for name, operand in made.items() if name.endswith("weight") and name != "up_weight"]
-    blocks = [torch.full((*lead, w.shape[0]), torch.nan, dtype=dtype, device="cuda") for w in weights]
-    return blocks[-1].data_ptr()
+@contextmanager
+def poisoned_memory(device):
+    """Whatever is allocated meanwhile holds NaNs until it is written to, which torch does for deterministic code."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(8, device=device).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # Random shapes
@@ -68,7 +69,7 @@ def feature_count(rng):
 @half_dtypes
 @functions
 def test_random_shapes(fused_mlp, device, function, dtype):
-    """A thousand over all parameters: against float64, no worse than eager, in memory that held NaNs."""
+    """A thousand over all parameters: against float64, no worse than eager, in memory that holds NaNs."""
     rng = random.Random(torch.initial_seed())
     activations = [name for name in FORMULAS if name is not None]
     rounding = torch.finfo(dtype).eps
@@ -87,12 +88,9 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         what = f"{index}: {function}, {lead} x {sizes}, {activation}, " + ", ".join(
             f"{name} {operand.stride()} from {operand.storage_offset()}" for name, operand in made.items()
         )
-        count = fused_gemms(fused_mlp, function, made, activation)
-        fused += count > 0
-        address = poison(function, made, dtype)
-        result = getattr(fused_mlp, function)(**made, activation=activation)
-        if count == gemms_of(function):
-            assert result.data_ptr() == address, f"{what}: the result does not lie where the NaNs were"
+        fused += fused_gemms(fused_mlp, function, made, activation) > 0
+        with poisoned_memory(device):
+            result = getattr(fused_mlp, function)(**made, activation=activation)
         exact = reference.exact(function, made, activation)
         assert (result.shape, result.dtype) == (exact.shape, dtype), what
         norm, maximum = reference.errors(result, exact)
@@ -110,11 +108,11 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     assert fused >= 40, f"{fused} of 125 calls were fused: this tests something else"
 
 
-def test_every_kernel_is_right(fused_mlp):
-    """The shapes that reach every kernel, with tails: no worse than eager, in memory that held NaNs."""
+def test_every_kernel_is_right(fused_mlp, device):
+    """The shapes that reach every kernel, with tails: no worse than eager, in memory that holds NaNs."""
     for function, made, activation in sanitizer_cases.gemms():
-        poison(function, made, made["x"].dtype)
-        result = getattr(fused_mlp, function)(**made, activation=activation)
+        with poisoned_memory(device):
+            result = getattr(fused_mlp, function)(**made, activation=activation)
         expected = reference.eager(function, made, activation)
         assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
 
@@ -143,8 +141,8 @@ def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
     assert first.isfinite().all()
     different = torch.zeros((), dtype=torch.bool, device=device)
     for _ in range(100):
-        poison(function, made, dtype)
-        again = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
+        with poisoned_memory(device):
+            again = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
         different |= (again.view(torch.int16) != first.view(torch.int16)).any()
     assert not different
 
@@ -174,10 +172,9 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
     made = {"x": torch.randn(rows, n_in, device=device).bfloat16()}
     for name in weights:
         made[name] = torch.empty(n_out, n_in, dtype=torch.bfloat16, device=device).normal_(std=n_in**-0.5)
-    address = poison(function, made, torch.bfloat16)
-    result = getattr(fused_mlp, function)(**made, activation="silu")
+    with poisoned_memory(device):
+        result = getattr(fused_mlp, function)(**made, activation="silu")
     assert fused_gemms(fused_mlp, function, made, "silu")
-    assert result.data_ptr() == address
     assert not any(part.isnan().any() for part in result.flatten().split(2**29))
 
     def sample(size):

@@ -447,9 +447,12 @@ def test_what_the_card_shows_runs(users):
 
 def test_the_card_states_the_facts_of_build_toml():
     card, config = publish.render_card(), project.config()
-    capabilities = {base(arch) for table in config["kernel"].values() for arch in table.get("cuda-capabilities", [])}
-    *most, last = sorted(capabilities, key=float)
+    archs = [arch for table in config["kernel"].values() for arch in table.get("cuda-capabilities", [])]
+    *most, last = sorted({base(arch) for arch in archs}, key=float)
     assert f"compute capability {', '.join(most)} and {last}" in card
+    own = {base(arch) for arch in archs if arch.endswith("a")}  # our GEMMs are compiled for one architecture each
+    of_fused = " and ".join(sorted(own, key=float))
+    assert re.findall(r"\*\*NVIDIA GPUs of.*?\*\*", card) == [f"**NVIDIA GPUs of compute capability {of_fused}**"]
     (torch_version,) = set(config["torch"]["stable-abi"].values())
     assert f"for PyTorch {torch_version} and every later version" in card
     assert f"Python {sources.OLDEST_PYTHON} and later" in card

@@ -28,7 +28,7 @@ def test_every_target_compiles(targets, activations):
 
 @pytest.fixture
 def compile_targets(monkeypatch):
-    monkeypatch.syspath_prepend(project.ROOT / "triton")  # the script replaces this entry
+    monkeypatch.syspath_prepend(project.ROOT / "triton")
     return importlib.import_module("compile_targets")
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import project
 from builder import abi, plan, toolchain
-from builder.compile import compile
 from builder.toolchain import BuildError
 
 try:
     from builder import layout
+    from builder.compile import compile
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/build.txt)")
 

@@ -20,6 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import documents
 import project
 
 SMOKE = project.ROOT / "tools/compatibility/smoke.py"
@@ -140,8 +141,6 @@ def table(rows: list[Row]) -> Table:
 
 
 def document(rows: list[Row]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells() for row in rows)]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"""# One build, many versions of torch
 
@@ -149,7 +148,7 @@ Made by `make compat`: one build of the extensions, for torch's stable ABI of {o
 Python {python} and each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
 gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
 
-{text}
+{documents.table(COLUMNS, [row.cells() for row in rows])}
 """
 
 

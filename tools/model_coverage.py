@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import documents
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
@@ -202,27 +203,23 @@ def document(coverage: Coverage, found) -> str:
         "kernel; *left* is as it was. What an MLP is, is decided apart from the fuser, by names of classes and shapes",
         "of layers (`tools/survey/mlps.py`). Models have two layers where they can.",
         "",
-        *markdown(("kind", *COLUMNS), rows(coverage)),
+        documents.table(("kind", *COLUMNS), rows(coverage)),
         "",
         "Experts hold their weights in stacks: transformers groups their GEMMs, and the product between is fused.",
         "",
         "## Blocks of diffusers and timm",
         "",
-        *markdown(("package", "block", "outcome", "what is fused"), found),
+        documents.table(("package", "block", "outcome", "what is fused"), found),
         "",
         "## What is left, and why",
         "",
-        *markdown(("reason", "classes", "model types"), left(coverage)),
+        documents.table(("reason", "classes", "model types"), left(coverage)),
         "",
         "## Model types that were not built",
         "",
         *(f"- {reason}: {', '.join(types)}" for reason, types in not_built(coverage).items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def markdown(head, body) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
 if __name__ == "__main__":

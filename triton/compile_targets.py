@@ -19,8 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# In place of this folder, whose `kernels` is not the library of that name.
-sys.path[0] = str(Path(__file__).resolve().parent.parent / "tools")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import kernels
 import torch

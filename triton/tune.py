@@ -18,18 +18,18 @@ import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
-# In place of this folder, whose `kernels` is not the library of that name.
-sys.path[0] = str(Path(__file__).resolve().parent.parent / "tools")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import kernels
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from triton.runtime.errors import OutOfResources
-from triton.testing import do_bench
 
+import measure
 import project
 
 OPS = ("linear", "gated_linear")
@@ -112,19 +112,20 @@ class Timer:
         copies = 1 + 2 * torch.cuda.get_device_properties(0).L2_cache_size // weight_bytes
         self.problems = [Problem(op, M, N, K) for _ in range(min(copies, 64))]
 
-    def microseconds(self, run, milliseconds=100):
-        """Of one ``run(problem)``, the median."""
-        run(self.problems[0])  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for problem in self.problems:
-                run(problem)
-        times = do_bench(graph.replay, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
-        return 1e3 * times / len(self.problems)
+    def microseconds(self, ways, rounds):
+        """Medians of one ``way(problem)`` each, in turns."""
 
-    def of_kernel(self, config, milliseconds):
-        return self.microseconds(lambda problem: problem.run(config), milliseconds)
+        def turn(graph):
+            return {"us": measure.replay_microseconds(graph) / len(self.problems)}
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graphs = [measure.captured(partial(self.all, way), 1) for way in ways]
+            found = measure.in_turns({i: partial(turn, graph) for i, graph in enumerate(graphs)}, rounds)
+        return [figures["us"] for figures in found.values()]
+
+    def all(self, way):
+        for problem in self.problems:
+            way(problem)
 
 
 def compute_once(op, M, N, K, config):
@@ -142,11 +143,16 @@ def tune(op, M, N, K, compilers):
     bar = {"desc": f"{op} M={M} N={N} K={K}", "unit": "config", "total": len(tried), "leave": False}
     possible = [config for config, computes in tqdm(zip(tried, compiled), **bar) if computes]
     timer = Timer(op, M, N, K)
-    ranked = sorted(possible, key=lambda config: timer.of_kernel(config, 8))
-    default = configs.default_config(op, M, N, DTYPE.itemsize, True, gpu)
-    finalists = [(timer.of_kernel(config, 100), config) for config in (default, *ranked[:FINALISTS])]
-    time, best = min(finalists, key=lambda finalist: finalist[0])
-    return best, (time, finalists[0][0], timer.microseconds(Problem.eager))
+
+    def kernel(config):
+        return lambda problem: problem.run(config)
+
+    times = timer.microseconds(map(kernel, possible), rounds=5)
+    ranked = [config for _, config in sorted(zip(times, possible), key=lambda found: found[0])]
+    finalists = [configs.default_config(op, M, N, DTYPE.itemsize, True, gpu), *ranked[:FINALISTS]]
+    *times, eager = timer.microseconds([*map(kernel, finalists), Problem.eager], rounds=50)
+    time, best = min(zip(times, finalists), key=lambda found: found[0])
+    return best, (time, times[0], eager)
 
 
 def save(op, N, K, best):

@@ -1,11 +1,16 @@
 """Compiles a variant's extension. A generated build.ninja rebuilds only what changed, and shows progress."""
 
+import io
+import math
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import ninja
 
 import project
 
@@ -29,8 +34,8 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     script, extension = cache / "build.ninja", cache / "extension.so"
     if nvcc is not None:
         _write(cache / "libtorch_cuda.cpp", _torch_cuda_stub(compiler.torch / "include"))
-    script.write_text("\n".join(_script(compiler, cache, extension)) + "\n")
-    command = [toolchain.ninja(), "-f", str(script), "-j", str(jobs)]
+    script.write_text(_script(compiler, cache, extension))
+    command = [os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(script), "-j", str(jobs)]
     if subprocess.run(command, cwd=project.ROOT).returncode != 0:
         raise BuildError(f"{variant.label} did not compile: the compiler's messages are above")
     return extension
@@ -97,31 +102,30 @@ class _Compiler:
         return [self.cxx, "-shared", "-fPIC", "-Xlinker", "-soname=libtorch_cuda.so", "-o", str(stub), str(source)]
 
 
-def _script(compiler: _Compiler, cache: Path, extension: Path) -> Iterator[str]:
-    yield f"builddir = {_escape(cache)}"
-    yield "rule compile"
-    yield "  command = $run -MD -MF $out.d -c $in -o $out"
-    yield "  deps = gcc"
-    yield "  depfile = $out.d"
-    yield f"  description = {compiler.variant.backend}: $in"
-    yield "rule link"
-    yield "  command = $run"
-    yield f"  description = {compiler.variant.backend}: link"
-    objects = []
-    for section in compiler.variant.sections:
-        for source in section.sources:
-            if source.endswith(".cu") or Path(source).suffix in CXX_SUFFIXES:
-                objects.append(cache / section.name / f"{source}.o")
-                yield f"build {_escape(objects[-1])}: compile {_escape(source)}"
-                yield f"  run = {_command(compiler.object(section, source))}"
+def _script(compiler: _Compiler, cache: Path, extension: Path) -> str:
+    script = ninja.Writer(io.StringIO(), width=math.inf)
+
+    def build(output: Path, rule: str, inputs: list[str | Path], command: list[str]) -> Path:
+        paths = [ninja.escape(str(path)) for path in (output, *inputs)]
+        script.build(paths[0], rule, paths[1:], variables={"run": ninja.escape(shlex.join(command))})
+        return output
+
+    backend = compiler.variant.backend
+    script.variable("builddir", ninja.escape(str(cache)))
+    script.rule("compile", "$run -MD -MF $out.d -c $in -o $out", f"{backend}: $in", depfile="$out.d", deps="gcc")
+    script.rule("link", "$run", f"{backend}: link")
+    objects = [
+        build(cache / section.name / f"{source}.o", "compile", [source], compiler.object(section, source))
+        for section in compiler.variant.sections
+        for source in section.sources
+        if source.endswith(".cu") or Path(source).suffix in CXX_SUFFIXES
+    ]
     stubs = []
     if compiler.nvcc is not None:
-        stubs = [cache / "libtorch_cuda.so"]
-        source = stubs[0].with_suffix(".cpp")
-        yield f"build {_escape(stubs[0])}: link {_escape(source)}"
-        yield f"  run = {_command(compiler.link_stub(stubs[0], source))}"
-    yield f"build {_escape(extension)}: link {' '.join(map(_escape, objects + stubs))}"
-    yield f"  run = {_command(compiler.link(extension, objects, stubs))}"
+        stub, source = cache / "libtorch_cuda.so", cache / "libtorch_cuda.cpp"
+        stubs = [build(stub, "link", [source], compiler.link_stub(stub, source))]
+    build(extension, "link", objects + stubs, compiler.link(extension, objects, stubs))
+    return script.output.getvalue()
 
 
 def _torch_cuda_stub(include: Path) -> str:
@@ -145,11 +149,3 @@ def _gencode(section: Section) -> Iterator[str]:
 def _write(path: Path, text: str) -> None:
     if not path.is_file() or path.read_text() != text:  # an untouched file stays up to date
         path.write_text(text)
-
-
-def _command(parts: list[str]) -> str:
-    return shlex.join(parts).replace("$", "$$")
-
-
-def _escape(path: str | Path) -> str:
-    return re.sub(r"([$ :])", r"$\1", str(path))

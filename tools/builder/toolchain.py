@@ -24,13 +24,6 @@ def cxx() -> str:
     return path
 
 
-def ninja() -> str:
-    path = shutil.which("ninja", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
-    if path is None:
-        raise BuildError(f"ninja not found: install it for {sys.executable} (requirements/build.txt)")
-    return path
-
-
 def python_include() -> Path:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():

@@ -6,7 +6,6 @@ through before the last projection: dropout modules and their like, or probabili
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Callable, List, Optional, Sequence, Tuple, Union
 
 import torch.nn.functional as F
@@ -14,102 +13,85 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..activations import Activation
-from . import obstacles
+from . import obstacles, switching
+from .pattern import Pattern
 from .recognition import activation_of
 
-FUSED = "_fused_mlp"  # the attribute of a module whose methods are fused, which restore() takes away
+LINEAR, PLAIN = Pattern(), Pattern(whole=True)
+GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
 
 Act = Optional[Callable[[Tensor], Tensor]]
 Between = Sequence[Union[nn.Module, float]]
 
 
-def gated(
+def fused(
+    pattern: Pattern,
     x: Tensor,
-    gate: nn.Module,
-    up: nn.Module,
-    down: nn.Module,
+    projections: Sequence[nn.Module],
     activation: Optional[Activation],
     act: Act,
     between: Between = (),
 ) -> Tensor:
-    """``down(act(gate(x)) * up(x))``."""
-    found = _parameters(x, activation, gate, up, down) if _passes(between) else None
+    """What ``pattern`` says, of projections in the order gate, up, down (``packed``: gate and up in one)."""
+    if not pattern.whole:
+        return _hidden(pattern, x, projections, activation, act)
+    found = _parameters(x, activation, projections) if _passes(between) else None
     if found is not None:
-        (gate_weight, gate_bias), (up_weight, up_bias), (weight, bias) = found
-        if gate_weight.size(0) == up_weight.size(0):  # else an output is broadcast
+        *first, (weight, bias) = found
+        if not pattern.gated:
+            ((first_weight, first_bias),) = first
+            return functional.mlp(x, first_weight, weight, first_bias, bias, activation.name)
+        gate_and_up = _gate_and_up(pattern, first)
+        if gate_and_up is not None:
+            gate_weight, up_weight, gate_bias, up_bias = gate_and_up
             return functional.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation.name)
-    return _last(gated_linear(x, gate, up, activation, act), between, down)
+    *others, last = projections
+    return _last(_hidden(pattern, x, others, activation, act), between, last)
 
 
-def gated_linear(x: Tensor, gate: nn.Module, up: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
-    """``act(gate(x)) * up(x)``."""
-    found = _parameters(x, activation, gate, up)
-    if found is not None:
-        (gate_weight, gate_bias), (up_weight, up_bias) = found
-        if gate_weight.size(0) == up_weight.size(0):
-            return functional.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation.name)
-    return pointwise(gate(x), up(x), activation, act)
-
-
-def packed_gated(
-    x: Tensor,
-    gate_up: nn.Module,
-    down: nn.Module,
-    activation: Optional[Activation],
-    act: Act,
-    between: Between = (),
-    up_first: bool = False,
+def _hidden(
+    pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], activation: Optional[Activation], act: Act
 ) -> Tensor:
-    """``down(act(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``, or the halves the other way round."""
-    found = _parameters(x, activation, gate_up, down) if _passes(between) else None
-    if found is None:
-        return _last(packed_gated_linear(x, gate_up, activation, act, up_first), between, down)
-    packed, (weight, bias) = found
-    gate_weight, up_weight, gate_bias, up_bias = _halves(*packed, up_first)
-    return functional.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation.name)
+    """What goes into the last projection. What is called is called in the order of the source."""
+    found = _parameters(x, activation, projections)
+    if not pattern.gated:
+        if found is not None:
+            return functional.linear(x, *found[0], activation.name)
+        return (act or activation.function)(projections[0](x))
+    gate_and_up = None if found is None else _gate_and_up(pattern, found)
+    if gate_and_up is not None:
+        return functional.gated_linear(x, *gate_and_up, activation.name)
+    if pattern.packed:
+        if getattr(act, "halves", False):
+            return act(projections[0](x))
+        first, second = projections[0](x).chunk(2, dim=-1)
+        gate, up = (second, first) if pattern.up_first else (first, second)
+        return pointwise(gate, up, activation, act)
+    call_gate, call_up = projections
+    if pattern.up_first:
+        up = call_up(x)
+        return pointwise(call_gate(x), up, activation, act)
+    gate = call_gate(x)
+    if not pattern.act_last and _is_called(activation, act):
+        return (act or activation.function)(gate) * call_up(x)
+    return pointwise(gate, call_up(x), activation, act)
 
 
-def packed_gated_linear(
-    x: Tensor, gate_up: nn.Module, activation: Optional[Activation], act: Act, up_first: bool = False
-) -> Tensor:
-    """``act(gate) * up`` with ``gate, up = gate_up(x).chunk(2, -1)``, or the halves the other way round."""
-    found = _parameters(x, activation, gate_up)
-    if found is not None:
-        return functional.gated_linear(x, *_halves(*found[0], up_first), activation.name)
-    gate, up = gate_up(x).chunk(2, dim=-1)
-    return pointwise(up, gate, activation, act) if up_first else pointwise(gate, up, activation, act)
-
-
-def plain(
-    x: Tensor, fc1: nn.Module, fc2: nn.Module, activation: Optional[Activation], act: Act, between: Between = ()
-) -> Tensor:
-    """``fc2(act(fc1(x)))``."""
-    found = _parameters(x, activation, fc1, fc2) if _passes(between) else None
-    if found is None:
-        return _last(linear(x, fc1, activation, act), between, fc2)
-    (weight1, bias1), (weight2, bias2) = found
-    return functional.mlp(x, weight1, weight2, bias1, bias2, activation.name)
-
-
-def linear(x: Tensor, projection: nn.Module, activation: Optional[Activation], act: Act) -> Tensor:
-    """``act(projection(x))``."""
-    found = _parameters(x, activation, projection)
-    if found is None:
-        return (act or activation.function)(projection(x))
-    return functional.linear(x, *found[0], activation.name)
-
-
-def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: Act) -> Tensor:
-    """``act(gate) * up`` of whatever can be multiplied."""
-    if activation is None or getattr(act, "inplace", False) or not _are_alike(gate, up):
-        return (act or activation.function)(gate) * up
+def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: Act, up_left: bool = False) -> Tensor:
+    """``act(gate) * up`` of whatever can be multiplied, or ``up * act(gate)``."""
+    if _is_called(activation, act) or not _are_alike(gate, up):
+        activated = (act or activation.function)(gate)
+        return up * activated if up_left else activated * up
     return functional.act_and_mul(gate, up, activation.name)
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
     """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
-    if not getattr(self, FUSED, False):  # restored while somebody's wrapper holds this forward
-        return type(self).forward(self, input)
+    instead = _instead_of_sequential(self)
+    if instead is not None:
+        return instead(self, input)
+    if obstacles.of_surroundings() is not None:
+        return nn.Sequential.forward(self, input)
     parts, index = list(self), 0
     while index < len(parts):
         first, act = parts[index], parts[index + 1] if index + 1 < len(parts) else None
@@ -120,13 +102,15 @@ def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
         if activation is None:
             input, index = first(input), index + 1
         elif last < len(parts) and ends(parts[last:]):
-            input, index = plain(input, first, parts[last], activation, act), last + 1
+            input, index = fused(PLAIN, input, (first, parts[last]), activation, act), last + 1
         else:
-            input, index = linear(input, first, activation, act), index + 2
+            input, index = fused(LINEAR, input, (first,), activation, act), index + 2
     return input
 
 
 sequential.__name__ = "forward"  # the name under which a bound method is pickled
+sequential.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
+_instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
 
 
 def ends(parts: Sequence[nn.Module]) -> bool:
@@ -158,7 +142,7 @@ def _last(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
 
 
 def _parameters(
-    x: Tensor, activation: Optional[Activation], *projections: nn.Module
+    x: Tensor, activation: Optional[Activation], projections: Sequence[nn.Module]
 ) -> Optional[List[Tuple[Tensor, Optional[Tensor]]]]:
     """The weights and biases of the projections; None where something must be called instead."""
     if activation is None or obstacles.of_input(x) is not None:
@@ -172,6 +156,11 @@ def _parameters(
     return found
 
 
+def _is_called(activation: Optional[Activation], act: Act) -> bool:
+    """Whether the activation must be called as it is: it is not known, or changes what it is given."""
+    return activation is None or getattr(act, "inplace", False)
+
+
 def _are_alike(gate: Tensor, up: Tensor) -> bool:
     if not (isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype.is_floating_point):
         return False
@@ -180,20 +169,15 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-def _halves(weight: Tensor, bias: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], ...]:
-    """The weights and the biases of gate and up, of a packed projection."""
-    first, second = weight.chunk(2)
-    first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
-    return (second, first, second_bias, first_bias) if up_first else (first, second, first_bias, second_bias)
-
-
-BY_PATTERN = {
-    "linear": linear,
-    "plain": plain,
-    "gated linear": gated_linear,
-    "gated": gated,
-    "packed gated linear": packed_gated_linear,
-    "packed gated": packed_gated,
-    "packed gated linear, up first": partial(packed_gated_linear, up_first=True),
-    "packed gated, up first": partial(packed_gated, up_first=True),
-}
+def _gate_and_up(
+    pattern: Pattern, found: Sequence[Tuple[Tensor, Optional[Tensor]]]
+) -> Optional[Tuple[Optional[Tensor], ...]]:
+    """The weights and the biases of gate and up; None where one output would be broadcast to the other."""
+    if pattern.packed:
+        ((weight, bias),) = found
+        first, second = weight.chunk(2)
+        first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
+        halves = ((first, first_bias), (second, second_bias))
+        found = halves[::-1] if pattern.up_first else halves
+    (gate_weight, gate_bias), (up_weight, up_bias) = found
+    return (gate_weight, up_weight, gate_bias, up_bias) if gate_weight.size(0) == up_weight.size(0) else None

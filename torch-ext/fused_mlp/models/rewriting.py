@@ -12,18 +12,18 @@ import functools
 import itertools
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from . import forwards, obstacles, sites
-from .recognition import activation_of, name_of
-from .source import around, function_of, inside, tree_of, value_of, values_of
-
-_SIGMOID, _UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
-_ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, _UNKNOWN}
+from ..activations import Activation
+from . import forms, forwards, obstacles, sites, switching
+from .pattern import Pattern
+from .recognition import looks_like_activation, name_of, recognise
+from .source import around, function_of, inside, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
@@ -33,37 +33,42 @@ _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do n
 class FoundMLP:
     """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there."""
 
-    pattern: str
+    pattern: Pattern
     projections: Dict[str, nn.Module]
     act: Callable
     between: Dict[str, Any]
 
+    @property
+    def activation(self) -> Optional[Activation]:
+        """The row of the table that the activation computes now, or None."""
+        return forms.row_of(self.act)
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]]:
-    """The methods of a module with MLPs in them, fused; and the names of the activations that are not known."""
-    if type(module).forward is nn.Sequential.forward:
-        mlps = mlps_in(forwards.sequential, module)
-        return ({"forward": forwards.sequential} if mlps else {}), []
+
+def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
+    methods = _functions(type(module))
+    if methods.get("forward") is nn.Sequential.forward:
+        if _mlps_in_sequence(module):
+            return {"forward": forwards.sequential}, []
+        return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
-    wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in _ACTIVATIONS}
+    wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in sites.ACTIVATIONS}
     # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
     # between it and other ways.
-    experts = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+    experts = any(map(_is_stacked, module._parameters.values()))
     has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
     made, unknown = {}, {}
-    for name, decorated in _functions(type(module)).items() if wanted and has_layers else ():
+    for name, decorated in methods.items() if wanted and has_layers else ():
         inner = inside(decorated) if experts else None
         function = decorated if inner is None else inner
         if experts or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
-            known = tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
-            rewritten, left = _rewritten(function, name, known)
+            rewritten, left = _rewritten(function, name, decorated, _roles(callees))
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
-            unknown.update({name_of(value): None for text in left for value in callees[text].values()})
-    return made, list(unknown)
+            unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
+    return made, list(unknown.values())
 
 
 def is_fused(function: Any) -> bool:
@@ -77,7 +82,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         return _mlps_in_sequence(module)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
-        act, *_ = values_of(site.activation, original, module).values()
+        act = _act_of(site.act, original, module)
         between = {_name(node): _between(node, original, module) for node in site.between}
         projections = [list(values_of(node, original, module).items()) for node in site.projections]
         for turn in range(max(map(len, projections), default=1)):  # of a loop
@@ -88,24 +93,44 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
 
 def role_of(part: Any) -> Optional[str]:
     """What a part of a module may be in a site."""
-    if part is F.dropout:
-        return sites.DROPOUT
+    if part is None:
+        return None
+    if isinstance(part, nn.ModuleList):  # that of all its parts
+        return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else sites.OTHER
+    if isinstance(part, nn.Module):
+        return _role_of_module(part)
+    if not isinstance(part, (FunctionType, MethodType, type(torch.relu))):
+        return sites.OTHER
+    role = _ROLES.get(part)
+    if role is None:
+        activation = recognise(part)
+        if activation is not None:
+            return _BY_ROW.get(activation.name, sites.ACTIVATION)
+        role = sites.UNKNOWN if looks_like_activation(part) else sites.OTHER
+    return role
+
+
+def _role_of_module(part: nn.Module) -> str:
     if isinstance(part, (nn.Dropout, nn.Identity)):
         return sites.PASSING
-    if isinstance(part, nn.ModuleList):  # that of all its parts
-        return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else None
-    if not isinstance(part, (nn.Module, FunctionType, MethodType, type(torch.relu))):
-        return None
-    activation = activation_of(part)
+    if type(part) is nn.GLU:
+        return sites.GLU
+    activation = recognise(part)
     if activation is not None:
-        return _SIGMOID if part in (torch.sigmoid, F.sigmoid) else sites.ACTIVATION
-    if not isinstance(part, nn.Module):
-        return _UNKNOWN if part in (torch.tanh, F.tanh, F.leaky_relu, F.elu, F.mish, F.softplus, F.hardswish) else None
-    if type(part).__module__ in (nn.GELU.__module__, "transformers.activations"):
-        return _UNKNOWN
-    if hasattr(part, "in_features") or obstacles.of_projection(part) is None:
+        return sites.RELU if activation.name == "relu" else sites.ACTIVATION
+    if looks_like_activation(part):
+        return sites.UNKNOWN
+    if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
-    return sites.LAYER if next(part.parameters(), None) is not None else None
+    return sites.LAYER if next(part.parameters(), None) is not None else sites.OTHER
+
+
+_BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
+_ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE}
+
+
+def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
+    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
 
 
 # Rewriting.
@@ -122,45 +147,52 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 @functools.cache
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     """What a function calls by name or attribute, by its source."""
-    tree = tree_of(function)
+    tree = sites.readable(function)
     calls = [] if tree is None else [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
 
 
+def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
+    """What callees may be in a site, where all their values are alike."""
+    roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
+    return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
+
+
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
-) -> Tuple[Optional[FunctionType], Tuple[str, ...]]:
+    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
+) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    The outcome depends on nothing but its name and what its callees are, so that the layers of a model share it.
+    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
+    depends on nothing else but what its callees are, so that the layers of a model share it.
     """
     named = dict(roles)
-    if _ACTIVATIONS.isdisjoint(named.values()):
+    if sites.PROJECTION not in named.values() and sites.ACTIVATIONS.isdisjoint(named.values()):
         return None, ()
-    tree = copy.deepcopy(tree_of(function))
+    tree = copy.deepcopy(sites.readable(function))
 
     def role(node: ast.expr) -> Optional[str]:
-        found = named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
-        return sites.ACTIVATION if found in _ACTIVATIONS else found
+        return named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
     def is_known(site: sites.Site) -> bool:
-        activation = named[ast.unparse(site.activation)]
-        if activation == _SIGMOID:
-            return site.pattern not in ("linear", "pointwise")  # attention and experts have such gates
-        return activation == sites.ACTIVATION
+        if site.act.role == sites.SIGMOID:
+            return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
+        return site.act.role != sites.UNKNOWN
 
     def is_unknown(site: sites.Site) -> bool:
-        return site.pattern != "pointwise" and named[ast.unparse(site.activation)] == _UNKNOWN
+        return site.act.role == sites.UNKNOWN and not site.pattern.pointwise
 
     found = sites.rewrite(tree, role, is_known, _call)
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
-    made = function_of(tree, function, _CALLS, forwards.FUSED) if found else None
-    if made is not None:
+    made = None
+    if found:
+        names = {**_NAMES, **{_name_of_pattern(site.pattern): site.pattern for site in found}}
+        made = function_of(tree, function, names, switching.instead_of(name, method, function))
         setattr(made, _SITES, tuple(found))
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
-    return made, tuple(ast.unparse(site.activation) for site in left)
+    return made, tuple(site.act for site in left)
 
 
 def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
@@ -172,13 +204,35 @@ def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: Fu
 
 
 def _call(site: sites.Site) -> ast.expr:
-    callee = ast.Name(_call_name(site.pattern), ast.Load())
-    if site.pattern == "pointwise":  # in the order in which they are computed
-        gate, up = ast.keyword("gate", site.inputs[0]), ast.keyword("up", site.inputs[1])
-        return ast.Call(
-            callee, [], [*((up, gate) if site.up_first else (gate, up)), ast.keyword("act", site.activation)]
-        )
-    return ast.Call(callee, [*site.inputs, *site.projections, site.activation, *site.between], [])
+    act = _act(site.act)
+    if site.pattern.pointwise:
+        gate, up = site.inputs
+        waiting = _made_call("activated", gate, act)
+        return _made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
+    projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
+    pattern = ast.Name(_name_of_pattern(site.pattern), ast.Load())
+    return _made_call("fused", pattern, *site.inputs, projections, act, between)
+
+
+def _act(act: sites.Act) -> ast.expr:
+    """What gives the activation as a callable of one tensor."""
+    if act.form == "call" and not act.options and not act.named:
+        return act.callee
+    if act.form == "method":
+        return _made_call("method", ast.Constant(act.name))
+    if act.form == "squared":
+        return _made_call("squared", _act(act.base))
+    if act.form == "self-gated":
+        return _made_call("self-gated", act.callee, ast.Constant(act.slope))
+    return _made_call(act.form, act.callee, *act.options, named=act.named)
+
+
+def _name_of_pattern(pattern: Pattern) -> str:
+    return f"@{pattern!r}"
+
+
+def _made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = ()) -> ast.expr:
+    return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
 # What was found.
@@ -188,16 +242,37 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
     found, parts = [], list(module._modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != sites.PROJECTION or role_of(act) != sites.ACTIVATION:
+        if role_of(first) != sites.PROJECTION or recognise(act) is None:
             continue
         rest = parts[index + 2 :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))
-        roles = [role_of(part) for _, part in rest[len(passing) :]]
-        if roles[:1] == [sites.PROJECTION] and roles[1:2] != [sites.ACTIVATION]:
-            found.append(FoundMLP("plain", {name: first, **dict(rest[len(passing) :][:1])}, act, dict(passing)))
+        last, *after = rest[len(passing) :][:2] or [(None, None)]
+        if role_of(last[1]) == sites.PROJECTION and not any(recognise(part) for _, part in after):
+            found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
         else:
-            found.append(FoundMLP("linear", {name: first}, act, {}))
+            found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
     return found
+
+
+def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
+    """The activations that are not known, behind projections."""
+    pairs = zip(module._modules.values(), list(module._modules.values())[1:])
+    unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (sites.PROJECTION, sites.UNKNOWN))
+    return list({type(act): act for act in unknown}.values())
+
+
+def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The activation of a site as it is now."""
+    return _evaluated(_act(act), function, module)
+
+
+def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
+    """What an expression of :func:`_act` makes. (As a function inside of another, it would hold the module.)"""
+    if not isinstance(node, ast.Call):
+        found, *_ = values_of(node, function, module).values()
+        return found
+    named = {word.arg: _evaluated(word.value, function, module) for word in node.keywords}
+    return _NAMES[node.func.id](*(_evaluated(argument, function, module) for argument in node.args), **named)
 
 
 def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
@@ -212,57 +287,35 @@ def _name(node: ast.expr) -> str:
     return ast.unparse(node).partition(".")[2]
 
 
-# What rewritten methods call, by pattern.
+# What rewritten methods call. They know it by names that no source can spell.
 
 
-def _linear(x, projection, act):
-    return forwards.linear(x, projection, activation_of(act), act)
+def _fused(pattern, x, projections, act, between):
+    return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
-def _plain(x, fc1, fc2, act, *between):
-    return forwards.plain(x, fc1, fc2, activation_of(act), act, between)
+class _Waiting(NamedTuple):
+    """An activation that is applied when the other factor is there."""
+
+    gate: Tensor
+    activation: Activation
+    act: Callable[[Tensor], Tensor]
 
 
-def _gated(x, gate, up, down, act, *between):
-    return forwards.gated(x, gate, up, down, activation_of(act), act, between)
+def _activated(gate, act):
+    activation = forms.row_of(act)
+    if activation is None or getattr(act, "inplace", False):
+        return act(gate)
+    return _Waiting(gate, activation, act)
 
 
-def _gated_linear(x, gate, up, act):
-    return forwards.gated_linear(x, gate, up, activation_of(act), act)
+def _product(left, right):
+    if type(left) is _Waiting:
+        return forwards.pointwise(left.gate, right, left.activation, left.act)
+    if type(right) is _Waiting:
+        return forwards.pointwise(right.gate, left, right.activation, right.act, up_left=True)
+    return left * right
 
 
-def _packed_gated(x, gate_up, down, act, *between):
-    return forwards.packed_gated(x, gate_up, down, activation_of(act), act, between)
-
-
-def _packed_gated_up_first(x, gate_up, down, act, *between):
-    return forwards.packed_gated(x, gate_up, down, activation_of(act), act, between, up_first=True)
-
-
-def _packed_gated_linear(x, gate_up, act):
-    return forwards.packed_gated_linear(x, gate_up, activation_of(act), act)
-
-
-def _packed_gated_linear_up_first(x, gate_up, act):
-    return forwards.packed_gated_linear(x, gate_up, activation_of(act), act, up_first=True)
-
-
-def _pointwise(gate, up, act):
-    return forwards.pointwise(gate, up, activation_of(act), act)
-
-
-def _call_name(pattern: str) -> str:
-    return "fused_" + pattern.replace(",", "").replace(" ", "_")
-
-
-_CALLS = {
-    _call_name("linear"): _linear,
-    _call_name("plain"): _plain,
-    _call_name("gated"): _gated,
-    _call_name("gated linear"): _gated_linear,
-    _call_name("packed gated"): _packed_gated,
-    _call_name("packed gated, up first"): _packed_gated_up_first,
-    _call_name("packed gated linear"): _packed_gated_linear,
-    _call_name("packed gated linear, up first"): _packed_gated_linear_up_first,
-    _call_name("pointwise"): _pointwise,
-}
+_CALLS = {"fused": _fused, "activated": _activated, "product": _product, **forms.FORMS}
+_NAMES = {f"@{name}": function for name, function in _CALLS.items()}

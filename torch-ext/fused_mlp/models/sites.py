@@ -2,45 +2,119 @@
 
 A site is an expression that one call of ``forwards`` computes, its parts perhaps bound to names in statements before
 it. Names are followed only to the one assignment that certainly bound them, and a site is given up wherever taking the
-statements together could change what the function computes, whatever its arguments are.
+statements together could change what the function computes, or the order in which it calls modules, whatever its
+arguments are. What is understood is listed; other syntax is left as it is.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 from dataclasses import dataclass
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import FunctionType
 from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple
 
-# What the callee of a call may be. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; LAYER:
-# another module, with parameters.
-PROJECTION, ACTIVATION, PASSING, DROPOUT, LAYER = "projection", "activation", "passing", "dropout", "layer"
+from .pattern import Pattern
+from .source import bound_names, tree_of
+
+# What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
+# is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
+# torch.square; LAYER: another module, with parameters; OTHER: what is known to be none of these.
+PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
+ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
+GLU, SQUARE, OTHER = "glu", "square", "other"
+ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
 Role = Callable[[ast.expr], Optional[str]]
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _SCOPES += (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
+# Statements with an MLP in them, and those with blocks of such.
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_COMPOUND = (ast.FunctionDef, ast.If, ast.For, ast.While, ast.With)
 
-# What may change a tensor or an attribute, or call what does; beside calls of projections and of these methods.
-_EFFECTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.AugAssign, ast.NamedExpr, ast.Delete, ast.With, ast.For)
-_HARMLESS = {"chunk", "clamp", "float", "reshape", "to", "view"}
+# What computes and binds names, and does nothing else; beside calls of projections and of these methods of tensors.
+_HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
+_HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
+_HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
+_HARMLESS += (ast.cmpop,)
+_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "view"}
+
+# What computes all its parts, whatever their values are.
+_UNCONDITIONAL = (*_SIMPLE, ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
+_UNCONDITIONAL += (ast.Attribute, ast.Subscript)
+
+_READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+
+_METHODS = {"relu": RELU, "sigmoid": SIGMOID, "tanh": UNKNOWN}  # of tensors
+_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
+_QUICK_SLOPE = 1.702
+
+
+@dataclass(frozen=True)
+class Act:
+    """How the source applies an activation to ``h``.
+
+    ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
+    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h; ``squared`` is the square of
+    ``call`` or ``method``, as ``base`` says.
+    """
+
+    form: str
+    role: str
+    callee: Optional[ast.expr] = None
+    name: str = ""
+    slope: float = 1.0
+    options: Tuple[ast.expr, ...] = ()
+    named: Tuple[ast.keyword, ...] = ()
+    base: Optional[Act] = None
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        base = () if self.base is None else self.base.parts
+        callee = () if self.callee is None else (self.callee,)
+        return (*callee, *self.options, *(word.value for word in self.named), *base)
 
 
 @dataclass(frozen=True)
 class Site:
-    """One fused call, ``pattern`` being its kind; all parts are expressions of the source.
+    """One fused call; all parts are expressions of the source.
 
     ``between`` are what the hidden values go through before the last projection: modules, or probabilities of dropout.
-    ``read`` are the names that were followed, ``up_first`` is the order of pointwise inputs.
+    ``read`` are the names that were followed. The inputs of a pointwise site are gate and up.
     """
 
-    pattern: str
+    pattern: Pattern
     inputs: Tuple[ast.expr, ...]
     projections: Tuple[ast.expr, ...]
-    activation: ast.expr
+    act: Act
     between: Tuple[ast.expr, ...] = ()
     read: FrozenSet[ast.Name] = frozenset()
-    up_first: bool = False
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        return (*self.inputs, *self.projections, *self.act.parts, *self.between)
+
+
+def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
+    """The definition of a method, if names in it mean what they say; else None."""
+    tree = tree_of(function)
+    if tree is None or function.__code__.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        return None
+    arguments = [*tree.args.posonlyargs, *tree.args.args]
+    if not arguments or getattr(tree, "type_params", ()):
+        return None
+    bound = {name for statement in tree.body for node in ast.walk(statement) for name in bound_names(node)}
+    if arguments[0].arg in bound:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) or (isinstance(node, ast.Name) and node.id in _READS_LOCALS):
+            return None
+        if any(_is_private(name) for name in _identifiers(node)):  # a class gives them another name
+            return None
+    return tree
 
 
 def rewrite(
@@ -104,13 +178,6 @@ def _sites(place: _Place, role: Role, wanted: Callable[[Site], bool]) -> Iterato
 
 # Patterns. P is a projection, A an activation.
 
-_WHOLE = {  # with a projection at the end
-    "linear": "plain",
-    "gated linear": "gated",
-    "packed gated linear": "packed gated",
-    "packed gated linear, up first": "packed gated, up first",
-}
-
 
 def _whole(value: _Value, role: Role) -> Optional[Site]:
     """``P(...(hidden))``"""
@@ -126,50 +193,119 @@ def _whole(value: _Value, role: Role) -> Optional[Site]:
     site = _hidden(value, role)
     if site is None:
         return None
-    return Site(
-        _WHOLE[site.pattern], site.inputs, (*site.projections, last), site.activation, tuple(between), site.read
-    )
+    pattern = dataclasses.replace(site.pattern, whole=True)
+    return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=tuple(between))
 
 
 def _hidden(value: _Value, role: Role) -> Optional[Site]:
-    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``"""
-    if value.half is None and _is_call(value.node, role, ACTIVATION):
-        inner = value.part(value.node.args[0])
-        if inner.half is None and _is_call(inner.node, role, PROJECTION):
-            return Site("linear", (inner.node.args[0],), (inner.node.func,), value.node.func, read=inner.read)
-    for act, other in _gated(value, role):
-        gate, up = act.part(act.node.args[0]), value.part(other)
+    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
+    act, inner = _applied(value, role)
+    if act is not None and inner.half is None and _is_call(inner.node, role, PROJECTION):
+        halves = {"gated": True, "packed": True, "up_first": True} if act.form == "glu" else {}
+        return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
+    for act, factor, gate, other in _gated(value, role):
+        up = value.part(other)
         if not (_is_call(gate.node, role, PROJECTION) and _is_call(up.node, role, PROJECTION)):
             continue
         x, read = gate.node.args[0], gate.read | up.read
+        if gate.node is up.node and {gate.half, up.half} == {0, 1}:
+            pattern = Pattern(gated=True, packed=True, up_first=gate.half == 1)
+            return Site(pattern, (x,), (gate.node.func,), act, read=read)
         same_x = isinstance(x, ast.Name) and _is_name(up.node.args[0], x.id)
         if gate.half is None and up.half is None and same_x and gate.node is not up.node:
-            return Site("gated linear", (x,), (gate.node.func, up.node.func), act.node.func, read=read)
-        if gate.node is up.node and {gate.half, up.half} == {0, 1}:
-            pattern = "packed gated linear" if gate.half == 0 else "packed gated linear, up first"
-            return Site(pattern, (x,), (gate.node.func,), act.node.func, read=read)
+            sides = (0, 1) if other is value.node.right else (1, 0)
+            gate_turn, act_turn = (gate.place.index, sides[0]), (factor.place.index, sides[0])
+            up_turn = (up.place.index, sides[1])
+            pattern = Pattern(gated=True, up_first=up_turn < gate_turn, act_last=up_turn < act_turn)
+            return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
 
 
 def _pointwise(value: _Value, role: Role) -> Optional[Site]:
-    """``A(gate) * up``, the three computed in the order in which they were, but for A after up."""
-    for act, up in _gated(value, role):
-        gate, direct = act.node.args[0], act.place == value.place
-        up_first = direct and up is value.node.left
-        fresh = direct and (_is_call(gate, role, LAYER) or _is_call(gate, role, PROJECTION))
-        if up_first or not _has_effects(up, role) or (fresh and _is_call(up, role, LAYER)):
-            return Site("pointwise", (gate, up), (), act.node.func, read=act.read, up_first=up_first)
+    """``A(gate) * up``, computed in the order of the source, but that A may wait for up."""
+    for act, factor, _, up in _gated(value, role):
+        if act.form != "call":
+            continue
+        gate, direct, up_left = factor.node.args[0], factor.place == value.place, up is value.node.left
+        if direct and not up_left:
+            fresh = _is_call(gate, role, LAYER) or _is_call(gate, role, PROJECTION)
+            is_safe = _is_harmless(up, role, calls=True) or (fresh and _is_call(up, role, LAYER))
+        else:  # in its place, or before a gate that was computed elsewhere
+            is_safe = direct or _is_harmless(up, role, calls=not up_left)
+        if is_safe:
+            pattern = Pattern(gated=True, pointwise=True, up_first=up_left)
+            return Site(pattern, (gate, up), (), act, read=factor.read)
     return None
 
 
-def _gated(value: _Value, role: Role) -> Iterator[Tuple[_Value, ast.expr]]:
-    """The factors of a product, the one that is an activation's value first."""
+def _gated(value: _Value, role: Role) -> Iterator[Tuple[Act, _Value, _Value, ast.expr]]:
+    """The activation in a product, the factor that it is, what it is applied to, and the other factor."""
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
         left, right = value.node.left, value.node.right
         for first, second in ((left, right), (right, left)):
-            act = value.part(first)
-            if act.half is None and _is_call(act.node, role, ACTIVATION):
-                yield act, second
+            factor = value.part(first)
+            act, inner = _applied(factor, role)
+            if act is not None and act.form != "glu":
+                yield act, factor, inner, second
+
+
+def _applied(value: _Value, role: Role) -> Tuple[Optional[Act], Optional[_Value]]:
+    """The activation that gives a value, and what it is applied to."""
+    node = value.node
+    if value.half is None and isinstance(node, ast.Call):
+        found = role(node.func)
+        if found in ACTIVATIONS or found == GLU:
+            form = "glu" if found == GLU else "call"
+            arguments, options = node.args[:1], node.args[1:]
+            given = [*options, *(word.value for word in node.keywords)]
+            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(_is_plain, given)):
+                return None, None
+            if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS[form]:
+                found = UNKNOWN
+            act = Act(form, found, node.func, options=tuple(options), named=tuple(node.keywords))
+            return act, value.part(arguments[0])
+        if found is None and not node.args and not node.keywords and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name in _METHODS:
+                return Act("method", _METHODS[name], name=name), value.part(node.func.value)
+    return _squared(value, role) if value.half is None else (None, None)
+
+
+def _squared(value: _Value, role: Role) -> Tuple[Optional[Act], Optional[_Value]]:
+    """``A(h).square()`` and its spellings, and ``h * sigmoid(h)``"""
+    node, base = value.node, None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is_number(node.right, 2):
+        base = node.left
+    elif _is_call(node, role, SQUARE):
+        base = node.args[0]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
+        arguments = {"square": 0, "pow": 1}.get(node.func.attr)
+        if len(node.args) == arguments and all(_is_number(each, 2) for each in node.args):
+            base = node.func.value
+    if base is not None:
+        act, inner = _applied(value.part(base), role)
+        if act is not None and act.role == RELU and act.form in ("call", "method"):
+            return Act("squared", ACTIVATION, base=act), inner
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            gate, other = value.part(first), value.part(second)
+            if gate.half is not None or not _is_call(gate.node, role, SIGMOID):
+                continue
+            scaled, slope = _scaled(gate.node.args[0])
+            inner = gate.part(scaled)
+            if inner.node is other.node and inner.half == other.half and slope in (1.0, _QUICK_SLOPE):
+                act = Act("self-gated", ACTIVATION, gate.node.func, slope=slope)
+                return act, dataclasses.replace(inner, read=inner.read | other.read)
+    return None, None
+
+
+def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
+    """``h`` and ``c`` of ``c * h``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(first, ast.Constant) and isinstance(first.value, float):
+                return second, first.value
+    return node, 1.0
 
 
 def _between(value: _Value, role: Role) -> Optional[ast.expr]:
@@ -183,11 +319,15 @@ def _between(value: _Value, role: Role) -> Optional[ast.expr]:
     named = dict(given)
     if len(given) != 3 or named.keys() != {"input", "p", "training"}:
         return None
+    if not all(_is_harmless(named[name], role) for name in ("p", "training")):
+        return None
     return ast.IfExp(named["training"], named["p"], ast.Constant(0.0))
 
 
 def _is_call(node: ast.expr, role: Role, wanted: str) -> bool:
-    return isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and role(node.func) == wanted
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or role(node.func) != wanted:
+        return False
+    return not isinstance(node.args[0], ast.Starred)
 
 
 # Names and what they were bound to.
@@ -202,7 +342,7 @@ def _follow(value: _Value) -> _Value:
         return value
     for index in range(place.index - 1, -1, -1):
         statement = place.block[index]
-        if not _stores(statement, node.id):
+        if node.id not in _bound(statement):
             continue
         target, bound = _assignment(statement)
         there, read = _Place(place.function, place.block, index), value.read | {node}
@@ -234,10 +374,11 @@ def _chunked(node: ast.expr) -> Optional[ast.expr]:
 
 def _absorbed(site: Site, node: ast.expr, place: _Place, role: Role) -> Optional[Set[int]]:
     """The statements that a site makes superfluous; None if it must not be where it is, or they are needed."""
+    if any(isinstance(each, _BINDING) for part in site.parts for each in ast.walk(part)):
+        return None
     absorbed, served = set(), set()
     for index in range(place.index):
-        names = {name.id for name in _names(place.block[index], ast.Store)}
-        reads = [_reads(name, _Place(place.function, place.block, index)) for name in names]
+        reads = [_reads(name, _Place(place.function, place.block, index)) for name in _bound(place.block[index])]
         if any(read is not None and read & site.read for read in reads):
             if any(read is None or not read <= site.read for read in reads):
                 return None
@@ -247,14 +388,13 @@ def _absorbed(site: Site, node: ast.expr, place: _Place, role: Role) -> Optional
         return None
     if not absorbed:
         return absorbed
-    parts = (*site.inputs, *site.projections, site.activation, *site.between)
-    needed = {name.id for part in parts for name in _names(part, ast.Load)}
+    needed = {name.id for part in site.parts for name in ast.walk(part) if isinstance(name, ast.Name)}
     for index in range(min(absorbed), place.index):
         if index not in absorbed:
             statement = place.block[index]
-            if _has_effects(statement, role) or any(name.id in needed for name in _names(statement, ast.Store)):
+            if not _is_harmless(statement, role) or needed & _bound(statement):
                 return None
-    return None if _has_effects(place.block[place.index], role, but=node) else absorbed
+    return absorbed if _is_reached(node, place.block[place.index], role) else None
 
 
 def _reads(name: str, place: _Place) -> Optional[Set[ast.Name]]:
@@ -266,7 +406,7 @@ def _reads(name: str, place: _Place) -> Optional[Set[ast.Name]]:
     for statement in place.block[place.index + 1 :]:
         later.append(statement)
         target, bound = _assignment(statement)
-        if bound is not None and _stores(target, name):
+        if bound is not None and name in _bound(target):
             break  # what is read in the value comes first
     else:
         if place.block is not place.function.body:  # read after the block, or before it in the next turn of a loop?
@@ -284,21 +424,42 @@ def _assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.e
     return None, None
 
 
-def _has_effects(node: ast.AST, role: Role, but: Optional[ast.expr] = None) -> bool:
-    """Whether code does more than compute and bind names, leaving out one expression in it and what holds that."""
-    inside = set() if but is None else set(ast.walk(but))
-    for part in ast.walk(node):
-        if part in inside or (but is not None and but in ast.walk(part)):
+_BINDING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+
+
+def _is_reached(node: ast.expr, holder: ast.AST, role: Role) -> bool:
+    """Whether code computes an expression in it in any case, beside nothing but what is harmless."""
+    if holder is node:
+        return True
+    if not isinstance(holder, _UNCONDITIONAL):
+        return False
+    targets = [holder.target] if isinstance(holder, ast.AnnAssign) else getattr(holder, "targets", ())
+    for child in ast.iter_child_nodes(holder):
+        if child in targets:  # which come last
             continue
+        if not (_is_reached(node, child, role) if node in ast.walk(child) else _is_harmless(child, role)):
+            return False
+    return True
+
+
+def _is_harmless(node: ast.AST, role: Role, calls: bool = False) -> bool:
+    """Whether code only computes and binds names.
+
+    ``calls``: calls of projections are harmless too, as they are where none is moved past another.
+    """
+    for part in ast.walk(node):
         if isinstance(part, ast.Call):
-            harmless = isinstance(part.func, ast.Attribute) and part.func.attr in _HARMLESS
-            if not harmless and role(part.func) != PROJECTION:
-                return True
-        elif isinstance(part, _EFFECTS) or (
-            isinstance(part, (ast.Attribute, ast.Subscript)) and isinstance(part.ctx, ast.Store)
+            if not (_is_of_tensor(part, role) or (calls and role(part.func) == PROJECTION)):
+                return False
+        elif not isinstance(part, _HARMLESS) or (
+            isinstance(part, (ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load)
         ):
-            return True
-    return False
+            return False
+    return True
+
+
+def _is_of_tensor(call: ast.Call, role: Role) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _HARMLESS_METHODS and role(call.func) is None
 
 
 # The tree.
@@ -307,12 +468,11 @@ def _has_effects(node: ast.AST, role: Role, but: Optional[ast.expr] = None) -> b
 def _blocks(node: ast.AST) -> Iterator[List[ast.stmt]]:
     """The lists of statements of a function, but not of functions inside it."""
     for _, field in ast.iter_fields(node):
-        children = field if isinstance(field, list) else [field]
-        if children and isinstance(children[0], ast.stmt):
+        if isinstance(field, list) and field and isinstance(field[0], ast.stmt):
             yield field
-        for child in children:
-            if isinstance(child, ast.AST) and not isinstance(child, _SCOPES):
-                yield from _blocks(child)
+            for child in field:
+                if isinstance(child, _COMPOUND) and not isinstance(child, _SCOPES):
+                    yield from _blocks(child)
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.expr]:
@@ -325,25 +485,41 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
             yield from _expressions(child)
 
 
-def _names(node: ast.AST, context: type) -> List[ast.Name]:
-    return [name for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, context)]
+def _bound(node: ast.AST) -> Set[str]:
+    """The names that a node, or anything in it, may bind."""
+    return {name for part in ast.walk(node) for name in bound_names(part)}
 
 
 def _uses(node: ast.AST, name: str) -> Set[ast.Name]:
     """Where a name is read, or deleted."""
+    changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
     names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
-    return {other for other in names if not isinstance(other.ctx, ast.Store)}
+    return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
 
 
-def _stores(node: ast.AST, name: str) -> bool:
-    return any(
-        isinstance(other, ast.Name) and other.id == name and not isinstance(other.ctx, ast.Load)
-        for other in ast.walk(node)
-    )
+def _identifiers(node: ast.AST) -> Iterator[str]:
+    for field, value in ast.iter_fields(node):
+        if not (isinstance(node, ast.Constant) and field in ("value", "kind")):
+            yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return isinstance(node.operand, ast.Constant)
+    return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_number(node: ast.expr, number: int) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value == number
 
 
 class _Replacement(ast.NodeTransformer):

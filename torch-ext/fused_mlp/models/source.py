@@ -1,53 +1,53 @@
 """Functions and their syntax trees, both ways."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
 import functools
-import inspect
+import linecache
+import warnings
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from torch import nn
 
-_ORIGINAL = "original_method"  # the name by which a changed method knows the original
+_INSTEAD = "@instead"  # by which a changed method asks whether another is to run in its place: no source spells it
+
+_FUTURES = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+_trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
+
+_Definitions = List[Tuple[ast.FunctionDef, CodeType]]
 
 
-@functools.cache
 def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
     """The definition of a function; None where it cannot be had, or is not certainly what the function runs."""
-    try:
-        lines, first = inspect.getsourcelines(function.__code__)
-        # A method parses as it is indented, in a block: dedenting would change the strings in it.
-        head = "if True:\n" if lines[0][:1].isspace() else "if True: pass\n"
-        nodes = ast.walk(ast.parse("".join([head, *lines])))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    definition = next((node for node in nodes if isinstance(node, ast.FunctionDef)), None)
-    if definition is None or not definition.args.args:
-        return None
-    definition.decorator_list = []  # what they make of it is another function
-    first_name = definition.args.args[0].arg
-    for node in ast.walk(definition):
-        rebinds = isinstance(node, ast.Name) and node.id == first_name and not isinstance(node.ctx, ast.Load)
-        if rebinds or isinstance(node, (ast.Global, ast.Nonlocal)):
-            return None
-    ast.increment_lineno(definition, first - 2)
-    code = _compiled(definition, function, ())
-    return definition if _content(code) == _content(function.__code__) else None
+    code = function.__code__
+    key = (code, code.co_filename)  # equal codes may stand in several files
+    if key not in _trees:
+        linecache.checkcache(code.co_filename)
+        lines = linecache.getlines(code.co_filename, function.__globals__)
+        _trees[key] = _definition(code, "".join(lines)) if lines else None
+    return _trees[key]
 
 
 def function_of(
-    definition: ast.FunctionDef, original: FunctionType, names: Dict[str, Any], condition: str
+    definition: ast.FunctionDef,
+    original: FunctionType,
+    names: Dict[str, Any],
+    instead: Callable[[Any], Optional[Callable[..., Any]]],
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
-    It sees ``names`` beside what the original sees, and calls the original for a ``self`` without a true attribute
-    ``condition``.
+    It sees ``names`` beside what the original sees. Where ``instead(self)`` is a function, it calls that, and does
+    nothing else.
     """
-    names = {**names, _ORIGINAL: original}
-    definition.body.insert(0, _call_of_original(definition, condition))
+    names = {**names, _INSTEAD: instead}
+    definition.body.insert(0, _call_of_another(definition))
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
@@ -77,13 +77,17 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     """What names and attributes in a function stand for, given its first argument; None where that is not known."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        return -node.operand.value
     if isinstance(node, ast.Attribute):
         owner = value_of(node.value, function, first)
         if isinstance(owner, nn.Module):  # not its properties, which may do anything
             method = getattr(type(owner), node.attr, None)
             method = MethodType(method, owner) if isinstance(method, FunctionType) else None
             return owner._modules.get(node.attr, vars(owner).get(node.attr, method))
-        return getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
     if not isinstance(node, ast.Name):
         return None
     code = function.__code__
@@ -91,13 +95,14 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
         return first if code.co_argcount and node.id == code.co_varnames[0] else None
     if node.id in code.co_freevars:
         cell = function.__closure__[code.co_freevars.index(node.id)]
-        return cell.cell_contents
+        return None if cell == CellType() else cell.cell_contents
     return function.__globals__.get(node.id, getattr(builtins, node.id, None))
 
 
 def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
     """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
-    loops = _loops(function)
+    tree = tree_of(function)
+    loops = {} if tree is None else _loops(tree)
     if isinstance(node, ast.Name) and node.id in loops:
         parts = value_of(loops[node.id], function, first)
         path = ast.unparse(loops[node.id]).partition(".")[2]
@@ -106,12 +111,11 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
 
 
 @functools.cache
-def _loops(function: FunctionType) -> Dict[str, ast.expr]:
+def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
     """What is looped over, by the names of variables that are nothing but loop variables."""
     found: Dict[str, ast.expr] = {}
-    tree = tree_of(function)
-    nodes = [] if tree is None else list(ast.walk(tree))
-    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    nodes = list(ast.walk(tree))
+    stored = [name for node in nodes for name in bound_names(node)]
     for loop in (node for node in nodes if isinstance(node, ast.For)):
         target, over = loop.target, loop.iter
         if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and isinstance(target, ast.Tuple):
@@ -121,46 +125,103 @@ def _loops(function: FunctionType) -> Dict[str, ast.expr]:
     return found
 
 
+# Strings in a tree that bind no name. Any other may, whatever syntax Python will have.
+_BINDS_NOTHING = {
+    (ast.Attribute, "attr"),
+    (ast.Constant, "value"),
+    (ast.Constant, "kind"),
+    (ast.ImportFrom, "module"),
+    (ast.keyword, "arg"),
+}
+
+
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """The names that a node itself binds or deletes, or declares to be another scope's."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return
+    for field, value in ast.iter_fields(node):
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and (type(node), field) not in _BINDS_NOTHING:
+                yield name.partition(".")[0]  # import a.b binds a
+
+
 def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
     """A function that differs from the original in its code and its closure alone, and wraps it."""
     made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
     return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
-def _call_of_original(definition: ast.FunctionDef, condition: str) -> ast.stmt:
+def _call_of_another(definition: ast.FunctionDef) -> ast.stmt:
+    def name(text: str) -> ast.Name:
+        return ast.Name(text, ast.Load())
+
     arguments = definition.args
-    given = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    given += [] if arguments.vararg is None else [f"*{arguments.vararg.arg}"]
-    given += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
-    given += [] if arguments.kwarg is None else [f"**{arguments.kwarg.arg}"]
-    text = f"if not getattr({given[0]}, {condition!r}, False): return {_ORIGINAL}({', '.join(given)})"
-    statement = ast.parse(text).body[0]
-    return ast.increment_lineno(statement, definition.lineno - 1)
+    given: List[ast.expr] = [name(argument.arg) for argument in (*arguments.posonlyargs, *arguments.args)]
+    another = ast.Call(name(_INSTEAD), given[:1], [])
+    given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
+    named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
+    named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
+    statement = ast.If(another, [ast.Return(ast.Call(another, given, named))], [])
+    for node in ast.walk(statement):
+        ast.copy_location(node, definition)
+    return statement
 
 
 def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:
     """The code of a definition; the free names of the original, and ``names``, are those of a function around it."""
-    text = f"def around({', '.join((*original.__code__.co_freevars, *names))}): pass"
-    # A call of an attribute compiles differently where its owner was imported, if only under some condition.
-    imported = [name for name in original.__code__.co_names if _is_imported(name, original)]
-    outer = ast.parse("\n".join((text, *(f"import {name}" for name in imported))))
+    outer = ast.parse("def around(): pass")
+    outer.body[0].args.args = [ast.arg(name) for name in (*original.__code__.co_freevars, *names)]
     outer.body[0].body = [definition]
     ast.fix_missing_locations(outer)
-    flags = original.__code__.co_flags & annotations.compiler_flag
+    flags = original.__code__.co_flags & _FUTURES
     code = compile(outer, original.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     for name in ("around", definition.name):  # by name: Python 3.14 has code for annotations beside it
         code = next(part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name)
     return code
 
 
-def _is_imported(name: str, function: FunctionType) -> bool:
-    if name not in function.__globals__:
-        return not hasattr(builtins, name)
-    found = function.__globals__[name]
-    return isinstance(found, ModuleType) or getattr(found, "__module__", function.__module__) != function.__module__
+# Which definition in a file, or in a cell of a notebook, a function was made of: that which compiles to the same code.
+# Code depends on what it is compiled with (on imports elsewhere in the file, say), so all of that is compiled again.
 
 
-def _content(code: CodeType) -> List[Any]:
-    """What decides what code does, and its functions' code."""
-    constants = [_content(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
-    return [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants]
+def _definition(code: CodeType, source: str) -> Optional[ast.FunctionDef]:
+    flags = code.co_flags & _FUTURES
+    # A file is compiled as one; IPython and Python's own prompt compile one statement after the other.
+    for line in (None, code.co_firstlineno):
+        found = [tree for tree, made in _definitions(source, code.co_filename, flags, line) if made == code]
+        if len(found) == 1:
+            found[0].decorator_list = []  # what they make of it is another function
+            return found[0]
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(source: str, filename: str, flags: int, line: Optional[int]) -> _Definitions:
+    """The definitions in a file with their codes; of the top-level statement at ``line`` alone, if given."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # were shown when it was compiled first
+            tree = compile(source, filename, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+            if line is not None:
+                tree.body = [node for node in tree.body if _first_line(node) <= line <= node.end_lineno]
+            codes = list(_codes(compile(tree, filename, "exec", flags, dont_inherit=True)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    by_place: Dict[Tuple[str, int], _Definitions] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            by_place.setdefault((node.name, _first_line(node)), []).append(node)
+    found = ((by_place.get((code.co_name, code.co_firstlineno), ()), code) for code in codes)
+    return [(*nodes, code) for nodes, code in found if len(nodes) == 1]  # else two definitions share a line
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield part
+            yield from _codes(part)
+
+
+def _first_line(node: Union[ast.stmt, ast.FunctionDef]) -> int:
+    """The line that its code begins with."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

@@ -1,10 +1,14 @@
-"""How the benchmarks measure: providers take turns inside one process, and medians are compared, never single times."""
+"""How everything here is timed: what is compared takes turns inside one process, and medians count, never single times.
+
+A machine that slows down as it warms up, or is busy for a while, then slows all of them alike.
+"""
 
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,27 +68,71 @@ def iterations_within(run: Callable[[], object], budget_us: float) -> int:
     return max(3, min(100, int(budget_us / wall_microseconds(run, 3))))
 
 
-def median_wall_microseconds(run: Callable[[], object], rounds: int = 5, budget_us: float = 20_000.0) -> float:
-    iterations = iterations_within(run, budget_us)
-    return statistics.median(wall_microseconds(run, iterations) for _ in range(rounds))
+def in_turns(turns: Mapping[Hashable, Callable[[], dict[str, float]]], rounds: int) -> dict[Hashable, dict[str, float]]:
+    """Medians of the figures that the turns return, over `rounds` rounds in which each has one turn.
+
+    Beside every figure stands its spread, as `<figure>_spread`: from the least to the greatest, in units of the median.
+    """
+    samples = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            samples[name].append(turn())
+    return {name: _summary(found) for name, found in samples.items()}
+
+
+def _summary(samples: list[dict[str, float]]) -> dict[str, float]:
+    summary = {}
+    for key in samples[0]:
+        values = [sample[key] for sample in samples]
+        summary[key] = statistics.median(values)
+        summary[f"{key}_spread"] = (max(values) - min(values)) / summary[key] if summary[key] else 0.0
+    return summary
 
 
 def compare(
     providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0
 ) -> dict[str, dict[str, float]]:
-    """Medians over `rounds` turns of every provider: wall_us, and on a GPU kernel_us, kernels and cpu_us."""
-    iterations = {name: iterations_within(run, budget_us) for name, run in providers.items()}
-    samples = {name: {} for name in providers}
-    for _ in range(rounds):
-        for name, run in providers.items():
-            figures = {"wall_us": wall_microseconds(run, iterations[name])}
-            if torch.cuda.is_available():
-                kernel_us, kernels = gpu_microseconds(run, max(3, iterations[name] // 4))
-                cpu_us = cpu_microseconds(run, min(20, iterations[name]))
-                figures = {"kernel_us": kernel_us, "kernels": kernels, **figures, "cpu_us": cpu_us}
-            for key, value in figures.items():
-                samples[name].setdefault(key, []).append(value)
-    return {name: {key: statistics.median(values) for key, values in s.items()} for name, s in samples.items()}
+    """Figures of a call of each provider, in turns: wall_us, and on a GPU kernel_us, kernels and cpu_us.
+
+    A turn is as many calls as fit into `budget_us`, from 3 to 100.
+    """
+    turns = {name: partial(_turn, run, iterations_within(run, budget_us)) for name, run in providers.items()}
+    return in_turns(turns, rounds)
+
+
+def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
+    wall_us = wall_microseconds(run, iterations)
+    if not torch.cuda.is_available():
+        return {"wall_us": wall_us}
+    kernel_us, kernels = gpu_microseconds(run, max(3, iterations // 4))
+    cpu_us = cpu_microseconds(run, min(20, iterations))
+    return {"kernel_us": kernel_us, "kernels": kernels, "wall_us": wall_us, "cpu_us": cpu_us}
+
+
+def median_wall_microseconds(run: Callable[[], object]) -> float:
+    iterations = iterations_within(run, 20_000.0)
+    return in_turns({"": lambda: {"us": wall_microseconds(run, iterations)}}, 5)[""]["us"]
+
+
+def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of that many calls. The current stream must not be the default one, which captures no graphs."""
+    run()  # what happens once, like loading the kernel, must not be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    for _ in range(calls):
+        run()
+    graph.capture_end()
+    return graph
+
+
+def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 def machine() -> dict[str, str]:
@@ -120,7 +168,7 @@ def _has_amx() -> bool:
 def copy_bandwidth(megabytes: int = 512) -> float:
     """Bytes per second, read plus written, of a copy within the device's memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = torch.empty(megabytes << 20, dtype=torch.uint8, device=device).random_()
+    source = torch.empty(megabytes << 20, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     return 2 * source.numel() / _median_seconds(lambda: target.copy_(source))
 
@@ -136,7 +184,5 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def _median_seconds(run: Callable[[], object]) -> float:
-    run()
-    if torch.cuda.is_available():
-        return statistics.median(gpu_microseconds(run, 5)[0] for _ in range(5)) * 1e-6
-    return statistics.median(wall_microseconds(run, 1) for _ in range(5)) * 1e-6
+    figures = compare({"": run})[""]
+    return figures.get("kernel_us", figures["wall_us"]) * 1e-6

@@ -1,0 +1,114 @@
+"""The documents: what is filled in was measured and counted, what they show runs, what they point at is there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import documents
+import fill_documents
+import machine
+import project
+
+README = project.ROOT / "README.md"
+
+
+def markdown_files() -> list[Path]:
+    return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md")]
+
+
+# What is filled in
+
+
+@pytest.mark.parametrize("path", fill_documents.DOCUMENTS, ids=lambda path: path.name)
+def test_filled_from_what_is_stored(path):
+    text = path.read_text()
+    assert documents.fill(text, fill_documents.parts()) == text, "run `python tools/fill_documents.py`"
+
+
+def test_another_measurement_shows(monkeypatch, tmp_path):
+    """Every part but the floors comes from what is stored."""
+    before = fill_documents.parts()
+    for path in [*fill_documents.RESULTS.glob("*.json"), fill_documents.CPU_PROFILE]:
+        stored = json.loads(path.read_text(), parse_float=lambda number: float(number) ** 1.1)
+        stored["machine"]["copy_bandwidth_GBps"] = "1"
+        (tmp_path / path.name).write_text(json.dumps(stored))
+    coverage = fill_documents.COVERAGE.read_text()
+    (tmp_path / "coverage.md").write_text(re.sub(r"\b[1-9]\d\b", "77", coverage))
+    monkeypatch.setattr(fill_documents, "RESULTS", tmp_path)
+    monkeypatch.setattr(fill_documents, "CPU_PROFILE", tmp_path / "cpu.json")
+    monkeypatch.setattr(fill_documents, "COVERAGE", tmp_path / "coverage.md")
+    after = fill_documents.parts()
+    assert [name for name in before if after[name] == before[name]] == ["floors"]
+
+
+def test_shares_of_the_mlps(monkeypatch, tmp_path):
+    """Fused is not what is pointwise only, and experts are apart."""
+    monkeypatch.setattr(fill_documents, "COVERAGE", tmp_path / "coverage.md")
+    fill_documents.COVERAGE.write_text(
+        "Made by `make coverage`: a tiny model of every type in transformers\n1.2.3 (9 of 10), fused.\n"
+        "| all of these | 9 | 100 | 80 | 15 | 5 | 95.0% |\n| MoE experts |  | 50 | 0 | 10 | 40 | 20.0% |\n"
+    )
+    words = fill_documents.coverage_sentence()
+    assert "100 MLPs in the 9 model types of transformers 1.2.3" in words
+    assert "80.0% are fused" in words and "and 95.0% with" in words and "20.0% of 50" in words
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ValueError, match="no part is called 'nothing'; there are something"):
+        documents.fill("<!-- filled: nothing -->\n<!-- end -->", {"something": ""})
+
+
+def test_a_table():
+    rows = [("a|b", "1"), ("c", "2")]
+    assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
+
+
+# What they show
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    intro, *use = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    set_up = re.search(r"^export LOCAL_KERNELS=(\S+)$", README.read_text(), re.MULTILINE)[1]
+    environment = {**os.environ, "LOCAL_KERNELS": set_up.replace("$PWD/build", str(machine.build_folder().resolve()))}
+    script = "\n".join([*use, intro])  # the first example is of a model that one has
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 fused" in done.stdout, done.stdout
+
+
+def test_links_lead_somewhere():
+    for path in markdown_files():
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+            place, _, heading = target.partition("#")
+            found = path if not place else path.parent / place
+            assert found.exists(), f"{path.name}: {target}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+                assert heading in {re.sub(r"[^\w -]", "", words.lower()).replace(" ", "-") for words in headings}, (
+                    target
+                )
+
+
+def test_files_that_are_named_exist():
+    """Paths in backticks, from the root, but those that are made."""
+    folders = {path.name for path in project.ROOT.iterdir() if path.is_dir()} - {"build", ".venv"}
+    for path in markdown_files():
+        for named in re.findall(r"`(?:python )?([\w.-]+/[\w./*-]*)`", path.read_text()):
+            if named.split("/")[0] in folders:
+                assert list(project.ROOT.glob(named.rstrip("/"))), f"{path.name}: {named}"
+
+
+def test_commands_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (project.ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in markdown_files():
+        shown = re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+        inline = re.findall(r"`(make [^`]*)`", path.read_text())
+        for target in re.findall(r"^make ([a-z-]+)", "\n".join([*shown, *inline]), re.MULTILINE):
+            assert target in targets, f"{path.name}: make {target}"

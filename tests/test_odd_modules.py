@@ -1,0 +1,138 @@
+"""Models that contain what cannot be read, or fused: it is left with a reason, the rest is fused."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from modules import Gated, Intermediate, Plain
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules")
+
+
+class Callable:
+    __hash__ = None
+
+    def __call__(self, x):
+        return x
+
+
+class Parted(Gated):
+    forward = functools.partialmethod(Gated.forward)
+
+
+def with_forward(forward):
+    kind = type("Odd", (Gated,), {"forward": forward})
+    return kind()
+
+
+class Grumpy(Gated):
+    """Nothing can be set on it from outside."""
+
+    ready = False
+
+    def __init__(self):
+        super().__init__()
+        self.ready = True
+
+    def __setattr__(self, name, value):
+        assert not self.ready, "read only"
+        super().__setattr__(name, value)
+
+
+def lazy():
+    module = Gated()
+    module.gate_proj, module.up_proj = nn.LazyLinear(88, bias=False), nn.LazyLinear(88, bias=False)
+    return module
+
+
+ODD = {
+    "scripted": (lambda: torch.jit.script(Intermediate()), "scripted"),
+    "traced": (lambda: torch.jit.trace(Gated(), torch.randn(3, 32)), "scripted"),
+    "partial": (lambda: with_forward(functools.partial(lambda x: x)), "no function"),
+    "partial method": (Parted, "no function"),
+    "callable object": (lambda: with_forward(Callable()), "no function"),
+    "builtin": (lambda: with_forward(torch.relu), "no function"),
+    "None": (lambda: with_forward(None), "no function"),
+    "property": (lambda: with_forward(property(lambda self: lambda x: x)), "no function"),
+    "static method": (lambda: with_forward(staticmethod(lambda x: x)), "no function"),
+    "class method": (lambda: with_forward(classmethod(lambda cls, x: x)), "no function"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_odd_is_left_and_the_rest_is_fused(fused_mlp, device, odd):
+    make, code = ODD[odd]
+    module = make().to(device)
+    model = nn.Sequential(Gated(), module, Plain()).to(device)
+    kind = type(module)
+    report = fused_mlp.fuse_mlps(model)
+    assert [entry.path for entry in report.fused] == ["0", "2"]
+    assert [(entry.path, entry.reasons[0].code) for entry in report.left] == [("1", code)]
+    assert type(module) is kind
+    assert fused_mlp.explain(module).implementation == "original"
+    assert str(report)
+    report.restore()
+    assert [type(part) for part in model] == [Gated, kind, Plain]
+
+
+def test_lazy_modules(fused_mlp, device):
+    """They have no weights yet, and are right when they have."""
+    model = nn.Sequential(lazy(), nn.LazyLinear(8), nn.LazyBatchNorm1d(), Plain(sizes=(8, 16, 32))).to(device)
+    report = fused_mlp.fuse_mlps(model)
+    assert [entry.path for entry in report.fused] == ["0", "3"]
+    x = torch.randn(3, 32, device=device)
+    model(x)
+    torch.testing.assert_close(model[0](x), Gated.forward(model[0], x))
+    assert fused_mlp.explain(model[0]).implementation == "fused"
+
+
+def test_attributes_that_cannot_be_set(fused_mlp, device):
+    module = Grumpy().to(device)
+    report = fused_mlp.fuse_mlps(module)
+    assert fused_mlp.explain(module).implementation == "fused"
+    report.restore()
+    assert type(module) is Grumpy
+
+
+def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
+    rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting")
+    read = rewriting.fused_methods
+
+    def failing(module):
+        if isinstance(module, Intermediate):
+            raise ZeroDivisionError("nobody\nforesaw this")
+        return read(module)
+
+    monkeypatch.setattr(rewriting, "fused_methods", failing)
+    model = nn.Sequential(Gated(), Intermediate(sizes=(32, 32)), Plain()).to(device)
+    report = fused_mlp.fuse_mlps(model)
+    assert [entry.path for entry in report.fused] == ["0", "2"]
+    assert [entry.reason for entry in report.left] == ["cannot be changed: ZeroDivisionError: nobody"]
+    assert type(model[1]) is Intermediate
+    assert fused_mlp.explain(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, error):
+    """What an earlier call has fused stays fused, too."""
+    verification = importlib.import_module(f"{fused_mlp.__name__}.models.verification")
+    model = nn.Sequential(Gated(), Plain(), Intermediate(sizes=(32, 32))).to(device)
+    fused_mlp.fuse_mlps(model[0])
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+
+    def interrupted(self, mlps):
+        if len(mlps[0].projections) == 1:
+            raise error
+        return None
+
+    monkeypatch.setattr(verification.Verification, "disagreement", interrupted)
+    if error is MemoryError:  # an Exception: one module's
+        assert [entry.path for entry in fused_mlp.fuse_mlps(model).fused] == ["0", "1"]
+        return
+    with pytest.raises(error):
+        fused_mlp.fuse_mlps(model)
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+    assert fused_mlp.explain(model[0]).implementation == "fused"

@@ -1,0 +1,233 @@
+"""Where MLPs are in a source: source in, patterns out."""
+
+import ast
+import importlib
+import textwrap
+
+import pytest
+
+# What the methods of `self` are, and functions.
+ROLES = {
+    **dict.fromkeys(("self.p", "self.q", "self.d"), "projection"),
+    **dict.fromkeys(("self.act", "gelu"), "activation"),
+    **dict.fromkeys(("self.tanh", "tanh"), "unknown activation"),
+    "self.relu": "relu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "square": "square",
+    "glu": "glu",
+    "self.drop": "passing",
+    "dropout": "dropout",
+    "self.norm": "layer",
+    **dict.fromkeys(("self.view", "other"), "other"),
+}
+
+# Expressions in `return ...`, and what is fused in them.
+EXPRESSIONS = {
+    "self.act(self.p(x))": ["linear"],
+    "self.d(self.act(self.p(x)))": ["plain"],
+    "self.d(self.drop(self.act(self.p(x))))": ["plain"],
+    "self.d(dropout(self.act(self.p(x)), 0.1, self.training))": ["plain"],
+    "self.d(dropout(self.act(self.p(x)), p=other(), training=self.training))": ["linear"],
+    "self.d(dropout(self.act(self.p(x))))": ["linear"],
+    "self.d(self.norm(self.act(self.p(x))))": ["linear"],
+    "self.d(self.act(self.p(self.norm(x))))": ["plain"],
+    "self.d(self.act(self.p(x)) * self.q(x))": ["gated"],
+    "self.d(self.q(x) * self.act(self.p(x)))": ["gated"],
+    "self.d(self.act(self.p(x)) * self.q(y))": ["pointwise"],
+    "self.d(self.act(self.p(x)) + self.q(x))": ["linear"],
+    "self.act(self.p(x)) * self.q(x)": ["gated linear"],
+    "self.act(self.p(self.norm(x))) * self.q(self.norm(x))": ["linear"],
+    "self.act(x) * y": ["pointwise"],
+    "self.act(x) * self.q(x).clamp(max=7.0)": ["pointwise"],
+    "self.act(x) * self.norm(y)": [],
+    "self.act(self.norm(x)) * self.norm(y)": ["pointwise"],
+    "self.norm(y) * self.act(x)": ["pointwise"],
+    "self.act(x) * x.mul_(2)": [],
+    "self.act(x) * self.view(y)": [],
+    "self.act(x) * (y := x)": [],
+    "self.act(self.p(x := x + 1))": [],
+    "self.act(self.p(*x))": [],
+    "self.act(self.p(x, y))": [],
+    "self.act(*self.p(x))": [],
+    "self.act(input=self.p(x))": [],
+    "self.d(self.p(x))": [],
+    "[self.act(self.p(x)) for x in y]": [],
+    "lambda: self.act(self.p(x))": [],
+    "y if x is None else self.d(self.act(self.p(x)))": ["plain"],
+    # Activations that are spelled out.
+    "gelu(self.p(x), approximate='tanh')": ["linear"],
+    "gelu(self.p(x), approximate=self.approximate)": ["linear"],
+    "gelu(self.p(x), approximate=other())": [],
+    "relu(self.p(x), inplace=True)": ["linear"],
+    "relu(self.p(x), True)": ["linear"],
+    "self.p(x).relu()": ["linear"],
+    "self.d(self.p(x).relu())": ["plain"],
+    "self.d(self.p(x).relu() * self.q(x))": ["gated"],
+    "self.p(x).relu(1)": [],
+    "self.d(self.p(x).relu().square())": ["plain"],
+    "self.d(self.relu(self.p(x)) ** 2)": ["plain"],
+    "self.d(square(relu(self.p(x))))": ["plain"],
+    "self.d(relu(self.p(x)).pow(2))": ["plain"],
+    "self.d(relu(self.p(x)) ** 3)": ["linear"],
+    "self.d(self.act(self.p(x)) ** 2)": ["linear"],
+    "self.d(self.p(x) * sigmoid(self.p(x)))": ["gated"],  # called twice in the source too
+    "self.d(glu(self.p(x)))": ["packed gated, up first"],
+    "self.d(glu(self.p(x), dim=-1))": ["packed gated, up first"],
+    "glu(self.p(x), -1)": ["packed gated linear, up first"],
+    "glu(x) * y": [],
+}
+
+# Methods, with `h` what goes through the activation.
+BODIES = {
+    "h = self.p(x); return self.d(self.act(h))": ["plain"],
+    "h: Tensor = self.p(x); return self.d(self.act(h))": ["plain"],
+    "h = self.p(x); h = self.act(h); h = self.drop(h); return self.d(h)": ["plain"],
+    "h = self.p(x); n = x.shape[0]; return self.d(self.act(h)), n": ["plain"],
+    "h = self.p(x); g = self.act(h); u = self.q(x); return self.d(g * u)": ["gated"],
+    "u = self.q(x); g = self.act(self.p(x)); return self.d(g * u)": ["gated"],
+    "g, u = self.p(x).chunk(2, dim=-1); return self.d(self.act(g) * u)": ["packed gated"],
+    "u, g = self.p(x).chunk(2, -1); return self.d(self.act(g) * u)": ["packed gated, up first"],
+    "h = torch.chunk(self.p(x), 2, dim=-1); return self.act(h[0]) * h[1]": ["packed gated linear"],
+    "g, u = self.p(x).chunk(2, dim=1); return self.act(g) * u": ["pointwise"],
+    "g, u = self.p(x).chunk(3, dim=-1); return self.act(g) * u": ["pointwise"],
+    "g, u, v = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
+    "g, *u = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
+    "h = self.p(x); return self.d(h * sigmoid(h))": ["plain"],
+    "h = self.p(x); return self.d(h * sigmoid(1.702 * h))": ["plain"],
+    "h = self.p(x); s = sigmoid(h); return self.d(s * h)": ["plain"],
+    "h = self.p(x); return self.d(h * sigmoid(1.5 * h))": ["pointwise"],
+    "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
+    "h = self.p(x); return self.d(h * sigmoid(h)) + h": ["pointwise"],
+    "h = self.p(x); return self.d(h * sigmoid(h) * self.q(x))": ["gated"],
+    "h = relu(self.p(x)); h = h.square(); return self.d(h)": ["plain"],
+    # Used once more, or under a condition.
+    "h = self.p(x); return self.d(self.act(h)), h": [],
+    "h = self.p(x); return lambda: self.act(h)": [],
+    "h = self.p(x); return [h for _ in x], self.act(h)": [],
+    "h = self.p(x); y = self.act(h); h += 1; return y": [],
+    "h = self.p(x); y = self.act(h); del h; return y": [],
+    "h = self.p(x); return self.act(h) if self.training else x": [],
+    "h = self.p(x); return self.training and self.act(h)": [],
+    "h = self.p(x); return 0 < x < self.act(h)": [],
+    # Something happens between.
+    "h = self.p(x); other(); return self.act(h)": [],
+    "h = self.p(x); y = self.q(x); return self.act(h), y": [],
+    "h = self.p(x); return self.q(x) + self.act(h)": [],
+    "h = self.p(x); self.last = x; return self.act(h)": [],
+    "h = self.p(x); x.add_(1); return self.act(h)": [],
+    "h = self.p(x); x += 1; return self.act(h)": [],
+    "h = self.p(x); x[0] = 1; return self.act(h)": [],
+    "h = self.p(x); assert self.ready; return self.act(h)": [],
+    "h = self.act(self.p(x)); x = 1; return self.d(h)": ["linear"],
+    "self.last = self.d(self.act(self.p(x)))": ["plain"],
+    "h = self.p(x); self.last = self.act(h)": ["linear"],
+    "x += self.d(self.act(self.p(x)))": ["plain"],
+}
+
+# Ways to bind `h` anew between the projection and the activation; Python has no others.
+REBOUND = [
+    "h = x",
+    "h += 1",
+    "h: Tensor = x",
+    "h, y = x",
+    "[h, *y] = x",
+    "*h, y = x",
+    "y = (h := x)",
+    "y = [(h := z) for z in x]",
+    "y = lambda: (h := x)",  # not this one, but nobody has to know
+    "del h",
+    "import h",
+    "import h.y",
+    "import y as h",
+    "from y import h",
+    "from y import z as h",
+    "def h(): pass",
+    "async def h(): pass",
+    "class h: pass",
+    "for h in x: pass",
+    "for y, (h, z) in x: pass",
+    "while (h := x): pass",
+    "if (h := x): pass",
+    "if x:\n    h = x",
+    "if x:\n    pass\nelse:\n    h = x",
+    "with x as h: pass",
+    "with x as (y, h): pass",
+    "try:\n    pass\nexcept ValueError as h:\n    pass",
+    "try:\n    h = x\nfinally:\n    pass",
+    "match x:\n    case [h, *_]: pass",
+    "match x:\n    case [_, *h]: pass",
+    "match x:\n    case {'y': h}: pass",
+    "match x:\n    case {'y': 1, **h}: pass",
+    "match x:\n    case Tensor(data=h): pass",
+    "match x:\n    case int() as h: pass",
+    "match x:\n    case h: pass",
+    "match x:\n    case 1: h = 1",
+]
+
+
+def found(fused_mlp, body):
+    """The sites of a method with this body, and the method with `fused` in their places."""
+    sites = importlib.import_module(f"{fused_mlp.__name__}.models.sites")
+    tree = ast.parse("def forward(self, x, y=None):\n" + textwrap.indent(body, "    ")).body[0]
+    made = sites.rewrite(
+        tree, lambda node: ROLES.get(ast.unparse(node)), lambda site: True, lambda site: ast.Name("fused", ast.Load())
+    )
+    return made, tree
+
+
+def patterns(fused_mlp, body):
+    return sorted(str(site.pattern) for site in found(fused_mlp, body)[0])
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_expressions(fused_mlp, expression):
+    assert patterns(fused_mlp, f"return {expression}") == EXPRESSIONS[expression]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies(fused_mlp, body):
+    assert patterns(fused_mlp, body.replace("; ", "\n")) == BODIES[body]
+
+
+@pytest.mark.parametrize("statement", REBOUND)
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_a_name_that_is_bound_anew(fused_mlp, statement, where):
+    """Neither the projection nor its activation goes to another place, whatever the name is then."""
+    body = f"h = self.p(x)\n{statement}\nreturn self.act(h)"
+    if where == "within":
+        body = f"for z in x:\n{textwrap.indent(body, '    ')}"
+    assert patterns(fused_mlp, body) == []
+    # The activation's value, and what goes into the projection, likewise.
+    assert "plain" not in patterns(
+        fused_mlp, body.replace("self.p(x)", "self.act(self.p(x))").replace("act(h)", "d(h)")
+    )
+    moved = body.replace("h = self.p(x)", "y = self.p(h)").replace("self.act(h)", "self.act(y)")
+    assert patterns(fused_mlp, moved) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "order"),
+    [
+        ("return self.act(self.p(x)) * self.q(x)", "gate act up"),
+        ("return self.q(x) * self.act(self.p(x))", "up gate act"),
+        ("g = self.p(x); u = self.q(x); return self.act(g) * u", "gate up act"),
+        ("g = self.p(x); u = self.q(x); return u * self.act(g)", "gate up act"),
+        ("g = self.p(x); g = self.act(g); u = self.q(x); return u * g", "gate act up"),
+        ("u = self.q(x); g = self.p(x); return self.act(g) * u", "up gate act"),
+        ("g = self.p(x); return self.act(g) * self.q(x)", "gate act up"),
+        ("g = self.p(x); return self.q(x) * self.act(g)", "gate up act"),
+        ("u = self.q(x); return self.act(self.p(x)) * u", "up gate act"),
+    ],
+)
+def test_order_of_calls(fused_mlp, body, order):
+    ((site,), _) = found(fused_mlp, body.replace("; ", "\n"))
+    assert [ast.unparse(part) for part in site.projections] == ["self.p", "self.q"]
+    flags = site.pattern.up_first, site.pattern.act_last
+    assert flags == {"gate act up": (False, False), "gate up act": (False, True), "up gate act": (True, True)}[order]
+
+
+def test_what_is_left_of_a_method(fused_mlp):
+    """All but the statements that a call has taken in, in their order."""
+    _, tree = found(fused_mlp, "n = len(x)\nh = self.p(x)\nk = n + 1\nh = self.act(h)\nreturn self.d(h) + k")
+    assert ast.unparse(tree).splitlines()[1:] == ["    n = len(x)", "    k = n + 1", "    return fused + k"]

@@ -1,0 +1,199 @@
+"""What fuse_mlps compares before it fuses, and what it leaves alone meanwhile: everything."""
+
+import contextlib
+import importlib
+import io
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import look_alikes
+from modules import PROJECTIONS, Decoder, Gated, Plain
+
+
+class NoSuchActivation(nn.SiLU):
+    """What the table takes for SiLU, if its class goes by that name."""
+
+    def forward(self, input):
+        return 1.1 * super().forward(input)
+
+
+NoSuchActivation.__module__, NoSuchActivation.__qualname__ = nn.SiLU.__module__, nn.SiLU.__qualname__
+NoSuchActivation.forward.__module__ = nn.SiLU.__module__
+
+
+def test_verification(fused_mlp, device):
+    """What does not compute what the table says is found out, unless nobody looks."""
+    report = fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device))
+    assert "computes something else" in report.left[0].reason
+    assert fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device), verify=False).fused
+
+
+def test_verification_leaves_no_trace(fused_mlp, device):
+    """Neither in the random state, nor in gradients, nor in hooks, nor in the mode."""
+    module = nn.Sequential(Gated(), Decoder(), Plain()).to(device).train()
+    fired = []
+    for part in module.modules():
+        part.register_forward_hook(lambda *_: fired.append(1))
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state()] if device.type == "cuda" else []
+    fused_mlp.fuse_mlps(module)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(torch.cuda.get_rng_state(), state) for state in before[1])
+    assert fired == []
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(part.training for part in module.modules())
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_zero_weights(fused_mlp, device, kind):
+    """A real MLP is recognised whatever its weights are, and uses the weights it has later."""
+    module, plain = kind().to(device), kind().to(device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert fused_mlp.fuse_mlps(module).fused
+    assert all(not parameter.any() for parameter in module.parameters())
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+@pytest.mark.parametrize("fill", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite(fused_mlp, device, fill):
+    """As memory that is yet to be loaded may hold: nothing can be compared then, and nothing has to be."""
+    module, plain = look_alikes.Swapped().to(device), look_alikes.Swapped().to(device)
+    with torch.no_grad():
+        module.down_proj.weight.fill_(fill)
+    fused_mlp.fuse_mlps(module)
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_weights_that_are_elsewhere(fused_mlp, device, kind):
+    """As where every process holds a part of them, and they are gathered when they are needed."""
+    module, plain = kind().to(device), kind().to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    assert fused_mlp.fuse_mlps(module).fused
+    for parameter, full in zip(module.parameters(), plain.parameters(), strict=True):
+        parameter.data = full.data
+    x = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+def test_on_the_meta_device(fused_mlp, device):
+    """A model that has no weights yet is fused, and right when it has them."""
+    with torch.device("meta"):
+        model = nn.Sequential(Gated(), Plain(), look_alikes.Swapped())
+    assert len(fused_mlp.fuse_mlps(model).fused) == 3
+    assert model(torch.empty(3, 32, device="meta")).shape == (3, 32)
+    plain = nn.Sequential(Gated(), Plain(), look_alikes.Swapped()).to(device)
+    model.to_empty(device=device).load_state_dict(plain.state_dict())
+    x = torch.randn(3, 32, device=device)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_sharing_of_parameters_survives(fused_mlp, device):
+    """Verification copies no parameter into the model."""
+    module = Gated().to(device)
+    before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    identities = {name: id(parameter) for name, parameter in module.named_parameters()}
+    fused_mlp.fuse_mlps(module)
+    assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before
+    assert {name: id(parameter) for name, parameter in module.named_parameters()} == identities
+
+
+def random_states(device):
+    states = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(numpy.random.get_state()[1])]
+    return states + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
+
+
+class Eventful(Gated):
+    """A module that leaves traces wherever one can, whenever it is run."""
+
+    runs = 0
+    copies = 0
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.dropout = nn.Dropout(0.5)
+        self.ema = nn.Parameter(torch.ones(32))
+        self.register_buffer("total", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        Eventful.runs += 1
+        print("running")
+        self.seen.append(x.shape)
+        self.total += x.abs().sum()
+        with torch.no_grad():
+            self.ema.lerp_(x.mean(0), 0.5)
+        x = self.dropout(self.norm(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + torch.rand(32) + random.random()
+
+    def __deepcopy__(self, memo):
+        Eventful.copies += 1
+        raise AssertionError("copied")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_of_the_model_is_run_or_changed(fused_mlp, device, training):
+    module = Eventful().to(device).train(training)
+    module.dropout.eval()  # modes of its own
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    versions = [value._version for value in module.state_dict().values()]
+    before, modes = random_states(device), [part.training for part in module.modules()]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert fused_mlp.fuse_mlps(module).fused
+    assert (printed.getvalue(), Eventful.runs, Eventful.copies, module.seen) == ("", 0, 0, [])
+    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+    assert [value._version for value in module.state_dict().values()] == versions
+    assert [part.training for part in module.modules()] == modes
+    assert all(map(torch.equal, random_states(device), before))
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_large_buffers_are_not_copied(fused_mlp):
+    """What is allocated is of the size of a few rows, whatever the module has."""
+    module = Gated(sizes=(256, 1024, 256))
+    module.register_buffer("table", torch.zeros(1 << 22))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        assert fused_mlp.fuse_mlps(module).fused
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest < module.gate_proj.weight.nbytes
+
+
+def test_under_autocast(fused_mlp, device):
+    """The rounding of 16 bits is not taken for a difference."""
+    with torch.autocast(device.type, torch.bfloat16):
+        assert fused_mlp.fuse_mlps(Gated(bias=True, sizes=(512, 768, 512)).to(device)).fused
+
+
+def test_a_kernel_that_is_wrong_here_is_found_out(fused_mlp, device, monkeypatch):
+    """For each call that a method makes, not the first alone."""
+    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
+    right = native.mlp
+    monkeypatch.setattr(native, "mlp", lambda *operands: 1.1 * right(*operands))
+    model = nn.Sequential(Gated(), Plain()).to(device)
+    report = fused_mlp.fuse_mlps(model)
+    assert [(entry.class_name, entry.fused) for entry in report.modules] == [("Gated", True), ("Plain", False)]
+    assert report.left[0].reasons[0].code == "disagrees"
+
+
+def test_nothing_is_compared_where_a_mode_would_see_it(fused_mlp, device):
+    seen = []
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        fused_mlp.fuse_mlps(Gated().to(device))
+    assert not {"linear", "silu", "mul"}.intersection(seen)

@@ -1,0 +1,27 @@
+"""Markdown that the tools write: tables, and documents of which some parts are filled in.
+
+A part stands between `<!-- filled: NAME -->` and `<!-- end -->`; the rest of a document is left as it is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+_PART = re.compile(r"(<!-- filled: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A table whose first `left` columns are aligned to the left and the others to the right; without it, none is."""
+    rule = ["---" if left is None or i < left else "---:" for i in range(len(columns))]
+    lines = ([cell.replace("|", "\\|") for cell in line] for line in (columns, rule, *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(text: str, parts: Mapping[str, str]) -> str:
+    """The document with its parts replaced by those of the same names; ValueError for a name that there is not."""
+
+    def replace(match: re.Match) -> str:
+        if match[2] not in parts:
+            raise ValueError(f"no part is called {match[2]!r}; there are {', '.join(parts)}")
+        return f"{match[1]}{parts[match[2]]}\n{match[3]}"
+
+    return _PART.sub(replace, text)

@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""Fills README.md, docs/performance.md and docs/kernels.md from what was measured (benchmarks/results,
+profiling/results) and counted (docs/coverage.md), so that no figure in their tables is copied by hand.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import textwrap
+from dataclasses import dataclass
+
+import documents
+import project
+
+DOCUMENTS = [project.ROOT / place for place in ("README.md", "docs/performance.md", "docs/kernels.md")]
+RESULTS = project.ROOT / "benchmarks/results"
+CPU_PROFILE = project.ROOT / "profiling/results/cpu.json"
+COVERAGE = project.ROOT / "docs/coverage.md"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A provider's time, and in brackets its ratio to that of another one in the same run."""
+
+    head: str
+    provider: str
+    key: str = "kernel_us"
+    to: str | None = "eager"
+
+    def cell(self, providers: dict) -> str:
+        time = providers[self.provider][self.key]
+        return figure(time) + (f" ({time / providers[self.to][self.key]:.2f})" if self.to else "")
+
+
+OURS = "**fused-mlp**"
+EAGER = Column("eager", "eager", to=None)
+GEMMS = Column("cuBLAS GEMMs alone", "gemms")
+TABLES = {  # the name of a part: the run, what its shapes are called, the columns
+    "mlp": (
+        "h100-mlp",
+        "M, D, H",
+        [
+            EAGER,
+            Column("torch.compile", "compile"),
+            Column("Liger", "liger"),
+            GEMMS,
+            Column(OURS, "ours"),
+            Column("ours, Triton", "ours-triton"),
+        ],
+    ),
+    "mlp-wall": (
+        "h100-mlp",
+        "M, D, H",
+        [
+            Column("eager", "eager", "wall_us", to=None),
+            Column("torch.compile", "compile", "wall_us"),
+            Column("Liger", "liger", "wall_us"),
+            Column(OURS, "ours", "wall_us"),
+            Column("eager, CPU", "eager", "cpu_us", to=None),
+            Column(f"{OURS}, CPU", "ours", "cpu_us"),
+        ],
+    ),
+    "gated": (
+        "h100-mlp",
+        "M, D, H",
+        [
+            Column("cuBLAS, packed", "gate-up-gemm", to=None),
+            Column("ours, gated", "ours-gated", to="gate-up-gemm"),
+        ],
+    ),
+    "compile-max": (
+        "h100-compile-max",
+        "M, D, H",
+        [EAGER, Column("max-autotune", "compile-max"), Column(OURS, "ours")],
+    ),
+    "quack": (
+        "h100-quack",
+        "M, D, H",
+        [
+            EAGER,
+            Column("QuACK", "quack"),
+            Column(OURS, "ours"),
+            Column("QuACK, CPU", "quack", "cpu_us", to=None),
+            Column(f"{OURS}, CPU", "ours", "cpu_us", to=None),
+        ],
+    ),
+    "linear": (
+        "h100-linear",
+        "M, K, N",
+        [
+            EAGER,
+            Column("torch.compile", "compile"),
+            Column("cuBLAS GEMM alone", "gemm"),
+            Column("cuBLASLt GELU_BIAS", "addmm-activation"),
+            Column(f"{OURS}, tanh", "ours"),
+            Column(f"{OURS}, erf", "ours-erf"),
+        ],
+    ),
+    "linear-few-rows": (
+        "h100-linear-few-rows",
+        "M, K, N",
+        [
+            EAGER,
+            Column("cuBLASLt GELU_BIAS", "addmm-activation"),
+            Column(f"{OURS}, tanh", "ours"),
+            Column("eager, wall", "eager", "wall_us", to=None),
+            Column("cuBLASLt, wall", "addmm-activation", "wall_us"),
+            Column(f"{OURS}, wall", "ours", "wall_us"),
+        ],
+    ),
+    "pointwise": (
+        "h100-pointwise",
+        "M, H",
+        [
+            EAGER,
+            Column("torch.compile", "compile", to="copy"),
+            Column(OURS, "ours", to="copy"),
+            Column("eager, backward", "eager-backward", to=None),
+            Column(f"{OURS}, backward", "ours-backward", to="copy-backward"),
+        ],
+    ),
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    made = parts()
+    for path in DOCUMENTS:
+        path.write_text(documents.fill(path.read_text(), made))
+
+
+def parts() -> dict[str, str]:
+    tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
+        "models": models_table(),
+        "generate": generate_table(),
+        "widths": widths_table(),
+        "floors": floors_table(),
+    }
+    sentences = {
+        "machine": machine(),
+        "sweep": sweep_sentence(),
+        "between": between_sentence(),
+        "cpu": cpu_sentence(),
+        "coverage": coverage_sentence(),
+    }
+    return tables | {name: textwrap.fill(text, 120) for name, text in sentences.items()}
+
+
+def run(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def providers_table(name: str, shape: str, columns: list[Column]) -> str:
+    rows = (
+        [", ".join(map(str, result["shape"])), *(column.cell(result["providers"]) for column in columns)]
+        for result in run(name)["results"]
+    )
+    return documents.table([shape, *(column.head for column in columns)], rows, left=1)
+
+
+def machine() -> str:
+    facts = run("h100-mlp")["machine"]
+    return (
+        f"One {facts['gpu']}, {facts['multiprocessors']} multiprocessors, PyTorch {facts['torch']}, {facts['dtype']}, "
+        f"GELU tanh. A copy within its memory moves {facts['copy_bandwidth_GBps']} GB/s, read plus written."
+    )
+
+
+# Whole models.
+
+NAMES = {"gemma-2b": "Gemma 2B size", "llama-8b": "Llama 8B size"}
+SETUPS = {
+    "eager": "eager",
+    "liger": "Liger",
+    "ours": OURS,
+    "compile": "CUDA graphs by torch.compile",
+    "ours + compile": f"{OURS} in them",
+}
+
+
+def models_table() -> str:
+    """Speed-ups alone: a row a model and batch."""
+    rows = []
+    for result in run("h100-generate")["results"]:
+        setups = result["setups"]
+        first = setups["eager"]["ttft_ms"] / setups["ours"]["ttft_ms"]
+        rate, graphs = (
+            setups[ours]["tokens_per_second"] / setups[without]["tokens_per_second"]
+            for ours, without in (("ours", "eager"), ("ours + compile", "compile"))
+        )
+        rows.append((NAMES[result["model"]], str(result["batch"]), f"{first:.2f}", f"{rate:.2f}", f"{graphs:.2f}"))
+    return documents.table(("model", "batch", "first token", "decoding", "decoding in CUDA graphs"), rows, left=1)
+
+
+def generate_table() -> str:
+    rows = []
+    for result in run("h100-generate")["results"]:
+        eager = result["setups"]["eager"]
+        for key, title in SETUPS.items():
+            found = result["setups"][key]
+            where = (NAMES[result["model"]], str(result["batch"])) if key == "eager" else ("", "")
+            first = f"{found['ttft_ms']:.1f} ({eager['ttft_ms'] / found['ttft_ms']:.2f})"
+            rate = found["tokens_per_second"]
+            rows.append((*where, title, first, f"{rate:.0f} ({rate / eager['tokens_per_second']:.2f})"))
+    return documents.table(("model", "batch", "set-up", "first token, ms", "tokens/s"), rows, left=3)
+
+
+# All widths.
+
+
+def ratios(results: list[dict], key: str) -> list[float]:
+    return [result["providers"]["ours"][key] / result["providers"]["eager"][key] for result in results]
+
+
+def widths_table() -> str:
+    """A row a width: medians and extremes over the numbers of rows."""
+    by_width: dict[tuple[int, ...], list[dict]] = {}
+    for result in run("h100-sweep")["results"]:
+        by_width.setdefault(tuple(result["shape"][1:]), []).append(result)
+    rows = []
+    for width, results in sorted(by_width.items()):
+        gpu, wall = ratios(results, "kernel_us"), ratios(results, "wall_us")
+        cells = (f"{of(values):.2f}" for values in (gpu, wall) for of in (min, statistics.median, max))
+        rows.append((" x ".join(map(str, width)), *cells))
+    heads = (f"{kind}, {which}" for kind in ("GPU", "wall") for which in ("best", "median", "worst"))
+    return documents.table(("D x H", *heads), rows, left=1)
+
+
+def sweep_sentence() -> str:
+    results = run("h100-sweep")["results"]
+    rows = sorted({result["shape"][0] for result in results})
+    widths = len({tuple(result["shape"][1:]) for result in results})
+    gpu, wall = ratios(results, "kernel_us"), ratios(results, "wall_us")
+    return (
+        f"Over {len(results)} shapes ({rows[0]} to {rows[-1]} rows, the widths of {widths} models) the fused MLP takes "
+        f"{statistics.median(gpu):.2f} of eager's GPU time at the median and {max(gpu):.2f} at worst, and "
+        f"{statistics.median(wall):.2f} and {max(wall):.2f} of its wall time."
+    )
+
+
+def between_sentence() -> str:
+    results = run("h100-between")["results"]
+    gpu = ratios(results, "kernel_us")
+    slower = sum(ratio > 1 for ratio in gpu)
+    return (
+        f"Over {len(results)} more shapes, at rows and widths between and beside those, GPU time is "
+        f"{statistics.median(gpu):.2f} of eager's at the median; it is longer than eager's at {slower} of them, "
+        f"{max(gpu):.2f} at worst."
+    )
+
+
+def cpu_sentence() -> str:
+    run = json.loads(CPU_PROFILE.read_text())
+    (mlp,) = (workload for workload in run["workloads"] if workload["key"] == "mlp")
+    shape, facts = mlp["shape"], run["machine"]
+    ms = {setup["key"]: setup["wall_us"] / 1e3 for setup in mlp["setups"]}
+    return (
+        f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, "
+        f"{run['dtype']}: a gated MLP of {shape['batch'] * shape['seq']} x {shape['dim']} x {shape['hidden']} takes "
+        f"{ms['ours']:.0f} ms, eager {ms['eager']:.0f} and torch.compile {ms['compile']:.0f}."
+    )
+
+
+# The least that a gated MLP can take.
+
+FLOPS_PER_US, BYTES_PER_US = 800e6, 3.0e6
+
+
+def floors_table() -> str:
+    rows = []
+    for m, d, h in (result["shape"] for result in run("h100-mlp")["results"]):
+        cells, least = [], 0.0
+        # Rows in, rows out and weights of the two kernels, in elements of two bytes.
+        for flops, elements in ((4 * m * d * h, m * d + 2 * d * h + m * h), (2 * m * d * h, m * h + d * h + m * d)):
+            arithmetic, moved = flops / FLOPS_PER_US, 2 * elements / BYTES_PER_US
+            cells.append(f"{max(arithmetic, moved):.0f}, {'arithmetic' if arithmetic > moved else 'bytes'}")
+            least += max(arithmetic, moved)
+        rows.append((f"{m}, {d}, {h}", *cells, f"{least:.0f}", f"{10 * m * h / BYTES_PER_US:.0f}"))
+    return documents.table(("M, D, H", "gate and up", "down", "floor", "pointwise kernels of eager"), rows, left=1)
+
+
+# Models that fuse_mlps takes.
+
+
+def coverage_sentence() -> str:
+    text = COVERAGE.read_text()
+    version = re.search(r"type in transformers\s+(\S+) \(", text)[1]
+
+    def counts(kind: str) -> list[int]:
+        return [
+            int(cell)
+            for cell in re.search(rf"^\| {kind} \|(.*)\|[^|]*\|$", text, re.MULTILINE)[1].split("|")
+            if cell.strip()
+        ]
+
+    types, total, fused, pointwise, _ = counts("all of these")
+    experts, _, experts_pointwise, _ = counts("MoE experts")
+    return (
+        f"Of the {total} MLPs in the {types} model types of transformers {version} that can be built from a "
+        f"configuration, {fused / total:.1%} are fused, GEMMs included, and {(fused + pointwise) / total:.1%} with "
+        f"those of which only `act(gate) * up` is. Experts of mixtures are counted apart: "
+        f"{experts_pointwise / experts:.1%} of {experts}, the product alone."
+    )
+
+
+if __name__ == "__main__":
+    main()
