@@ -1,4 +1,5 @@
-// The CPU backend's ops: GEMMs on blocks of rows small enough to stay in cache, the pointwise kernels between them.
+// The CPU backend's ops. The GEMMs run on blocks of rows that are small enough to stay in cache, with the pointwise
+// kernels between them; or, with AMX, on tiles of our own.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -109,12 +110,13 @@ struct OutputLayer {
   int64_t features() const { return weight.size(0); }
 };
 
-// Runs both layers, or without `output` the hidden one, with torch's GEMMs on blocks of x [rows, in].
+// Runs both layers, or, without `output`, the hidden one, with torch's GEMMs on blocks of x [rows, in].
 void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
   const DType dtype = dtype_of(x, "x");
   const int64_t rows = x.size(0), features = hidden.features();
-  // A GEMM wants 512 rows to be worth its pass over the weights. Beyond that, the hidden values of a block are not to
-  // fall out of the caches, nor their buffers to be so large that every call has them mapped anew.
+  // A block has at least 512 rows: with fewer, a GEMM's pass over the weights costs too much. It has more only as long
+  // as its hidden values stay in the caches, and their buffers stay so small that the allocator keeps them between
+  // calls.
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
   const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
@@ -159,7 +161,7 @@ amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
           bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
 }
 
-// What run_blocks() does, on AMX tiles.
+// Computes what run_blocks() does, but on AMX tiles.
 void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
   amx::Layer first{
       projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(), hidden.activation};
@@ -174,7 +176,7 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 }
 #endif
 
-// Both layers for x [..., in], or without `output` the hidden one.
+// Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const DType dtype = dtype_of(x, "x");
   const Tensor flat = flatten_rows(x);
@@ -186,7 +188,7 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
     return restore_leading_dims(out, x);
   }
 #endif
-  // oneDNN's bf16 GEMM may read beyond the end of a row of x, where strided rows may have a NaN between them.
+  // oneDNN's bf16 GEMM may read past the end of a row of x, and between strided rows there may be a NaN.
   run_blocks(dtype == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat, hidden, output, out);
   return restore_leading_dims(out, x);
 }

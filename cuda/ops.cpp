@@ -19,7 +19,7 @@
 #include "gemm/architecture.h"
 #include "pointwise.h"
 
-// torch's headers declare it only under USE_CUDA.
+// torch's headers do not declare this for a build against a torch without CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace fused_mlp {

@@ -8,9 +8,8 @@
 
 // The ops of the package. Each backend (cuda/, cpu/) implements all of them.
 //
-// Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of
-// activation.h. Operands share one dtype and one device. What does not fit raises an error (operands.h) that
-// functional.py explains.
+// Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of activation.h.
+// Operands share one dtype and one device. Operands that do not fit raise an error (operands.h).
 namespace fused_mlp {
 
 using torch::stable::Tensor;
