@@ -16,7 +16,7 @@ import project
 from builder import plan, toolchain
 
 ROOT = project.ROOT
-CODE = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh"}
+CODE = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh", ".def"}
 
 
 def repository_files() -> list[Path]:
