@@ -28,10 +28,11 @@ import benchmark_mlp
 import benchmark_pointwise
 import display
 import kernels
-import measure
 import providers
 import torch
 from tqdm import tqdm
+
+import measure
 
 TABLES = {"mlp": benchmark_mlp.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
 SWEEP_M = [1, 2, 4, 8, 16, 32, 64, 77, 128, 197, 256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 16384]

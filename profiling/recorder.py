@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import environment  # noqa: F401
-import measure
 import timeline
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+import measure
 
 WAIT, WARMUP, ACTIVE = 1, 1, 3
 

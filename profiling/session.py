@@ -5,7 +5,6 @@ from pathlib import Path
 
 import environment  # noqa: F401
 import figures
-import measure
 import recorder
 import setups
 import torch
@@ -14,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from setups import Setup, Workload
 from tqdm import tqdm
+
+import measure
 
 console = Console(highlight=False)
 
