@@ -15,6 +15,7 @@ def verdict(expectation: Expectation, recording: Recording, eager: Recording) ->
 
 
 def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Recording, trace: Path) -> dict:
+    """What was recorded of a set-up; `wall_us` and `wall_us_spread` come from the turns that all of them take."""
     forward = timeline.middle(recording.forwards)
     return {
         "key": setup.key,
@@ -26,7 +27,6 @@ def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Reco
         "cpu_before_launch_us": forward.cpu_before_launch_us,
         "latency_us": forward.latency_us,
         "busy_us": forward.busy_us,
-        "wall_us": recording.wall_us,
         "bytes_moved": workload.size.bytes_moved(setup.steps),
         "peak_bytes": forward.peak_bytes,
         "expectations": [verdict(expectation, recording, eager) for expectation in setup.expectations],

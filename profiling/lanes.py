@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from results import in_milliseconds, launches, time
 
 # Colours that stand for a variable until the SVG is written.
@@ -31,6 +32,7 @@ _STYLE = {
 _LETTER_INCHES = 0.085
 _MARGIN_INCHES = 0.3  # of the figure, left and right together
 _END_LETTERS = 7  # room for the time that stands behind a lane
+_TICK_LETTERS = 9  # room for a number of the axis, of six letters at most, and what keeps it from the next one
 
 
 def draw(workload: dict, width_inches: float, prefix: str) -> str:
@@ -45,7 +47,7 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
     tooltips = {}
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(width_inches, 0.62 * len(setups) + 0.55), layout="constrained")
-        letters_a_unit = ((width_inches - _MARGIN_INCHES) / _LETTER_INCHES - _END_LETTERS) / (right - left)
+        letters_a_unit = (_letters_of(width_inches) - _END_LETTERS) / (right - left)
 
         def bar(row, start, end, color, tooltip, label=""):
             tooltips[f"bar-{len(tooltips)}"] = tooltip
@@ -77,6 +79,7 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
             end = length / unit + 0.7 / letters_a_unit
             axes.text(end, row, time(length, in_ms), ha="left", va="center", fontsize=9)
         axes.set(xlim=(left, right + _END_LETTERS / letters_a_unit), ylim=(len(setups) - 0.6, -0.75), yticks=[])
+        axes.xaxis.set_major_locator(MaxNLocator(min(9, int(_letters_of(width_inches) / _TICK_LETTERS))))
         axes.set_xlabel(f"{'ms' if in_ms else 'µs'} since the first launch began to run")
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.patch.set_visible(False)
@@ -85,6 +88,11 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
         figure.savefig(svg, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
         plt.close(figure)
     return _for_a_page(svg.getvalue(), tooltips, prefix, f"What each way to compute {workload['title']} launches")
+
+
+def _letters_of(width_inches: float) -> float:
+    """How many letters fit side by side into a drawing."""
+    return (width_inches - _MARGIN_INCHES) / _LETTER_INCHES
 
 
 def _labels(setup: dict) -> list[str]:

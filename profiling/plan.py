@@ -34,18 +34,15 @@ GATED_GEMM_AND_OURS = (GATED_GEMM[0], Step("down", FUSED, ("hidden", "down_weigh
 ONE_OP = (Step("the whole MLP", FUSED, ("x", "gate_weight", "up_weight", "down_weight"), ("y",)),)
 
 
-def of_ours(implementation: str, reason: str) -> tuple[Step, ...]:
+def of_ours(explanation) -> tuple[Step, ...]:
     """The steps of `gated_mlp`, from what `explain` says of the call."""
-    if implementation == "cpu":
-        return ONE_OP
-    if implementation == "triton":
-        return GATED_GEMM
-    if implementation == "torch":
-        return EAGER
-    first, down = reason.split("; down: ")
-    if "fused sm_90a GEMM" not in first:
+    whole = {"cpu": ONE_OP, "triton": GATED_GEMM, "torch": EAGER}
+    if explanation.implementation in whole:
+        return whole[explanation.implementation]
+    gate_up, down = explanation.parts
+    if not gate_up.fused:
         return POINTWISE_FUSED
-    return GATED_GEMM_AND_OURS if "fused sm_90a GEMM" in down else GATED_GEMM
+    return GATED_GEMM_AND_OURS if down.fused else GATED_GEMM
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,20 @@ class Recording:
     device: str
     forwards: tuple[timeline.Forward, ...]
     answer: Tensor
-    wall_us: float  # of a call without the profiler, one after the other
     compilations_on_new_shape: int
 
 
 @torch.no_grad()
 def record(call: Callable[[Tensor], Tensor], x: Tensor, of_other_shape: Tensor, trace: Path) -> Recording:
-    """Profiles `call(x)` into a Chrome trace at `trace`, then times it, then calls it on another shape."""
+    """Profiles `call(x)` into a Chrome trace at `trace`, then calls it on another shape."""
     answer = call(x)
     _profile(call, x, trace)
-    wall_us = measure.median_wall_microseconds(lambda: call(x))
     before = counters["stats"]["unique_graphs"]
     call(of_other_shape)
     return Recording(
         device=x.device.type,
         forwards=timeline.read(trace),
         answer=answer,
-        wall_us=wall_us,
         compilations_on_new_shape=counters["stats"]["unique_graphs"] - before,
     )
 

@@ -40,6 +40,17 @@ def time(us: float, in_ms: bool) -> str:
     return f"{us / 1e3:.3g} ms" if in_ms else f"{us:.0f} µs" if us >= 100 else f"{us:.1f} µs"
 
 
+def wall_time(setup: dict, in_ms: bool) -> str:
+    """The median of a set-up's turns, and how far they spread, where it took turns."""
+    words = time(setup["wall_us"], in_ms)
+    return f"{words} ({setup['wall_us_spread']:.0%})" if "wall_us_spread" in setup else words
+
+
+def took_turns(run: dict) -> bool:
+    """Whether the set-ups of a run were timed in turns; those of older ones were timed one after another."""
+    return all("wall_us_spread" in setup for workload in run["workloads"] for setup in workload["setups"])
+
+
 def in_milliseconds(workload: dict) -> bool:
     """Whether the times of a workload are better read in milliseconds."""
     return max(setup["wall_us"] for setup in workload["setups"]) >= 10_000
@@ -79,7 +90,7 @@ def comparison(workload: dict) -> list[tuple[str, ...]]:
             launches(setup),
             time(setup["cpu_before_launch_us"], in_ms=False),
             time(setup["busy_us"], in_ms),
-            time(setup["wall_us"], in_ms),
+            wall_time(setup, in_ms),
             f"{setup['wall_us'] / eager['wall_us']:.2f}",
             mebibytes(setup["bytes_moved"]),
             f"{workload['floor_us'] / setup['busy_us']:.0%}",

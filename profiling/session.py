@@ -1,6 +1,7 @@
 """One run from guess to look: says what is expected, records, then marks each expectation as held or not."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import environment  # noqa: F401
@@ -12,11 +13,14 @@ from results import kernel_rows
 from rich.console import Console
 from rich.table import Table
 from setups import Setup, Workload
+from torch import Tensor
 from tqdm import tqdm
 
 import measure
 
 console = Console(highlight=False)
+
+ROUNDS, TURN_US = 7, 50_000.0
 
 
 def arguments(description: str, shape: dict[str, int]) -> argparse.ArgumentParser:
@@ -35,7 +39,7 @@ def _positive(text: str) -> int:
 
 
 def run(workload: Workload, out: Path) -> list[dict]:
-    """Records all set-ups of a workload, telling on the way, and returns their figures."""
+    """Records all set-ups of a workload, then times them in turns, telling on the way, and returns their figures."""
     found = []
     eager = None
     shape = ", ".join(f"{name} {size}" for name, size in workload.shape.items())
@@ -49,7 +53,33 @@ def run(workload: Workload, out: Path) -> list[dict]:
         found.append(figures.of_setup(setup, workload, recording, eager, trace))
         tell(found[-1])
         console.print(f"trace: {trace} (https://ui.perfetto.dev opens it)", style="dim", soft_wrap=True)
+    for setup, times in zip(found, wall_times(workload), strict=True):
+        setup.update(times)
+    console.print(_walls(found))
     return found
+
+
+@torch.no_grad()
+def wall_times(workload: Workload) -> list[dict[str, float]]:
+    """`wall_us` and its spread for each set-up, without the profiler: a machine that slows down slows all of them."""
+
+    def turn(call: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, float]]:
+        iterations = measure.iterations_within(lambda: call(workload.x), TURN_US)
+        return lambda: {"wall_us": measure.wall_microseconds(lambda: call(workload.x), iterations)}
+
+    figures_of = measure.in_turns({setup.key: turn(setup.call) for setup in workload.setups}, ROUNDS)
+    return [figures_of[setup.key] for setup in workload.setups]
+
+
+def _walls(found: list[dict]) -> Table:
+    table = Table(title=f"a call without the profiler: medians of {ROUNDS} turns, and their spread")
+    table.add_column("set-up")
+    for column in ("us", "spread", "of eager"):
+        table.add_column(column, justify="right")
+    for setup in found:
+        ratio = setup["wall_us"] / found[0]["wall_us"]
+        table.add_row(setup["title"], f"{setup['wall_us']:.1f}", f"{setup['wall_us_spread']:.0%}", f"{ratio:.2f}")
+    return table
 
 
 def everything(workloads: list[Workload], out: Path, left_out: dict[str, str]) -> dict:
@@ -87,7 +117,7 @@ def tell(setup: dict) -> None:
     console.print(table)
     console.print(
         f"{setup['ops']} ops a forward, CPU time before the first launch {setup['cpu_before_launch_us']:.0f} us, "
-        f"launches run {setup['busy_us']:.0f} us; without the profiler a call takes {setup['wall_us']:.0f} us"
+        f"launches run {setup['busy_us']:.0f} us"
     )
     for mark in setup["expectations"]:
         style, word = ("green", "held") if mark["held"] else ("bold red", "NOT HELD")

@@ -439,3 +439,6 @@ ALL = [
     for kind in list(vars().values())
     if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == __name__
 ]
+
+# Those that never hand the output of a projection to their activation.
+NO_MLPS = (NoActivation, ActivationFirst)

@@ -65,6 +65,27 @@ class Intermediate(nn.Module):
         return self.intermediate_act_fn(self.dense(hidden_states))
 
 
+class Decoder(nn.Module):
+    """A layer with its MLP written inline, and more arguments than one."""
+
+    def __init__(self, act=nn.GELU):
+        super().__init__()
+        self.self_attn = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.fc1, self.fc2 = nn.Linear(32, 88), nn.Linear(88, 32)
+        self.activation_fn = act()
+        self.activation_dropout = self.dropout = 0.1
+
+    def forward(self, hidden_states, mask=None, *rest, scale=1.0, **options):
+        hidden_states = hidden_states + self.self_attn(hidden_states if mask is None else hidden_states * mask)
+        residual = hidden_states
+        hidden_states = self.activation_fn(self.fc1(self.norm(hidden_states)))
+        hidden_states = F.dropout(hidden_states, p=self.activation_dropout, training=self.training)
+        hidden_states = self.fc2(hidden_states)
+        hidden_states = F.dropout(hidden_states, p=self.dropout, training=self.training)
+        return scale * (residual + hidden_states), rest, options
+
+
 PROJECTIONS = {
     Gated: ("gate_proj", "up_proj", "down_proj"),
     PackedGated: ("gate_up_proj", "down_proj"),

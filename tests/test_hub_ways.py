@@ -280,7 +280,7 @@ def test_classes_marked_with_the_names(fused_mlp, device, mark, name, layer):
     assert set(forwards) == {getattr(fused_mlp.layers, layer).forward}
     assert_same(model, kernelized, ids)
     if layer == "Linear":  # no obstacle for the fusion of what is around it
-        assert {module.reason for module in fused_mlp.fuse_mlps(kernelized).fused} == {"GEMMs and activation"}
+        assert {module.extent for module in fused_mlp.fuse_mlps(kernelized).fused} == {"full"}
         assert_same(model, kernelized, ids)
 
 
@@ -299,7 +299,7 @@ def test_activations_by_name(fused_mlp, device, layer, kind, name, activation):
     forwards = {part.forward.__func__ for part in kernelized.modules() if type(part) is kind}
     assert forwards == {getattr(fused_mlp.layers, layer).forward}
     assert_same_results(model, kernelized, ids)
-    assert {module.reason for module in fused_mlp.fuse_mlps(kernelized).fused} == {"GEMMs and activation"}
+    assert {module.extent for module in fused_mlp.fuse_mlps(kernelized).fused} == {"full"}
     assert_same_results(model, kernelized, ids)
 
 

@@ -1,11 +1,11 @@
 """The page and the document that are made of a profile: what they say, and the page as a browser shows it."""
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from itertools import accumulate
 
 import pytest
 
@@ -142,10 +142,12 @@ return [...document.querySelectorAll('figure')].filter(f => f.getBoundingClientR
     starts: [...f.querySelectorAll('.bar path')].map(p => p.getBoundingClientRect().left),
     titles: f.querySelectorAll('.bar title').length,
     words: [...f.querySelectorAll('text')].map(t => t.textContent),
+    numbers: [...f.querySelectorAll('text')].filter(t => /^\u2212?[\\d.]+$/.test(t.textContent))
+        .map(t => [t.getBoundingClientRect().left, t.getBoundingClientRect().right, t.getBoundingClientRect().height]),
     smallest: Math.min(...[...f.querySelectorAll('text')].map(t => t.getBoundingClientRect().height)),
 }))
 """
-SCREENS = [("light", 1200, 900), ("dark", 1200, 900), ("light", 375, 800), ("dark", 375, 800)]
+SCREENS = [("light", 1200, 900), ("dark", 1200, 900), ("light", 375, 800), ("dark", 390, 844)]
 
 
 @needs_browser
@@ -159,10 +161,13 @@ def test_the_page_in_a_browser(chromium, made_page, scheme, width, height):
     for shown, workload in zip(lanes, run["workloads"], strict=True):
         launches = [launch for setup in workload["setups"] for launch in setup["launches"]]
         assert len(shown["bars"]) == shown["titles"] == len(launches) + len(workload["setups"])
-        firsts = accumulate((len(setup["launches"]) + 1 for setup in workload["setups"][:-1]), initial=1)
+        firsts = itertools.accumulate((len(setup["launches"]) + 1 for setup in workload["setups"][:-1]), initial=1)
         assert len({round(shown["starts"][first]) for first in firsts}) == 1  # the lanes' first launches are aligned
         assert all(any(setup["title"] in words for words in shown["words"]) for setup in workload["setups"])
         assert shown["smallest"] >= 9  # pixels: letters that can be read
+        numbers = sorted(shown["numbers"])
+        assert len(numbers) >= 3
+        assert all(right + 3 * height <= left for (_, right, height), (left, *_) in itertools.pairwise(numbers))
     rows = chromium.execute_script(
         "return [...document.querySelectorAll('.comparison')].map(t => [...t.querySelectorAll('tbody tr')]"
         ".map(r => [...r.children].map(c => c.getBoundingClientRect().height > 0 && c.textContent)))"

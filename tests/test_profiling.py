@@ -1,10 +1,13 @@
 """The profiling scripts: what they expect is seen on this machine, and each expectation can fail."""
 
+import dataclasses
 import importlib
+import itertools
 import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ needs_gpu = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a 
 
 
 def recording(forwards, answer=1.0, compilations=0):
-    return recorder.Recording("cuda", forwards, torch.tensor([answer]), 100.0, compilations)
+    return recorder.Recording("cuda", forwards, torch.tensor([answer]), compilations)
 
 
 def look(expectation, forwards, eager=None, **facts):
@@ -211,18 +214,19 @@ def test_floors(shape, microseconds):
 
 
 @pytest.mark.parametrize(
-    ("backend", "reason", "steps"),
+    ("backend", "fused", "steps"),
     [
-        ("cuda", "first; fused sm_90a GEMM: tiles; down: torch's GEMM: x", plan.GATED_GEMM),
-        ("cuda", "first; fused sm_90a GEMM: tiles; down: fused sm_90a GEMM: streams", plan.GATED_GEMM_AND_OURS),
-        ("cuda", "first; torch's GEMMs and a pointwise kernel: a; down: torch's GEMM: b", plan.POINTWISE_FUSED),
-        ("triton", "forced by backend()", plan.GATED_GEMM),
-        ("cpu", "first choice for this device and dtype", plan.ONE_OP),
-        ("torch", "no cpu kernel for torch.float16", plan.EAGER),
+        ("cuda", (True, False), plan.GATED_GEMM),
+        ("cuda", (True, True), plan.GATED_GEMM_AND_OURS),
+        ("cuda", (False, False), plan.POINTWISE_FUSED),
+        ("triton", (), plan.GATED_GEMM),
+        ("cpu", (False, False), plan.ONE_OP),
+        ("torch", (), plan.EAGER),
     ],
 )
-def test_steps_follow_what_explain_says(backend, reason, steps):
-    assert plan.of_ours(backend, reason) == steps
+def test_steps_follow_what_explain_says(backend, fused, steps):
+    parts = tuple(SimpleNamespace(fused=each) for each in fused)
+    assert plan.of_ours(SimpleNamespace(implementation=backend, parts=parts)) == steps
 
 
 # On this machine, whatever it is.
@@ -250,6 +254,22 @@ def test_the_mlp(tmp_path):
     found, seen = marks(workload, tmp_path)
     assert [setup["key"] for setup in found] == ["eager", *chosen]
     assert all(held for held, _ in seen.values()), {claim: s for claim, s in seen.items() if not s[0]}
+
+
+def test_set_ups_take_turns():
+    """A machine that slows down slows all of them; and the spread says how far their times can be trusted."""
+    called = []
+    workload = setups.linear(4, 8, 8, compiled=False)
+    (eager,) = workload.setups
+
+    def named(key):
+        return dataclasses.replace(eager, key=key, call=lambda x: called.append(key) or eager.call(x))
+
+    times = session.wall_times(dataclasses.replace(workload, setups=(named("a"), named("b"))))
+    assert [set(each) for each in times] == [{"wall_us", "wall_us_spread"}] * 2
+    assert all(each["wall_us"] > 0 and each["wall_us_spread"] > 0 for each in times)
+    switches = sum(one != other for one, other in itertools.pairwise(called))
+    assert switches >= 2 * session.ROUNDS - 1
 
 
 def test_an_expectation_that_fails_is_told(tmp_path, capsys):

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Dict, Union
+from typing import Any, Callable, Dict, Iterator, Tuple, Union
 
 from torch import Tensor, nn
 
 from . import dispatch, functional, layers, operands
 from .activations import get_activation
 from .backends import native
-from .models import obstacles, patching
-from .models.recognition import activation_of, name_of
+from .models import outcome, patching, report
+from .models.outcome import Outcome
+from .models.recognition import activation_of
 
 
 @dataclass(frozen=True)
 class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
-    or "original"; ``reason`` says why, in words."""
+    or "original"; ``reason`` says why, in words.
+
+    ``parts`` is the same as data, for a module: what became of each MLP in it, as :func:`fuse_mlps` reports it.
+    """
 
     operation: str
     implementation: str
     reason: str
+    parts: Tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.operation}: {self.implementation} ({self.reason})"
@@ -101,37 +107,50 @@ def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
     return f"{first}; {second}: {native.plan(hidden, weight, None, bias, None, linear, follows_gemm)}"
 
 
-def _explain_module(module: nn.Module) -> Explanation:
-    name = type(module).__name__
-    own = module.__dict__.get("forward")
-    kernel = type(module).forward if own is None else getattr(own, "__func__", None)
-    if patching.is_fused(module):
-        return _from_words(name, patching.explain_plan(module))
-    if kernel in _LAYER_FORWARDS:
-        return _from_words(name, _explain_layer(module, kernel))
-    return Explanation(name, "original", "its forward was not replaced by this package")
-
-
-def _from_words(name: str, words: str) -> Explanation:
-    if words.startswith("original"):
-        return Explanation(name, "original", words)
-    return Explanation(name, "partly fused" if words.startswith("partly") else "fused", words)
-
-
 _LAYER_FORWARDS = {getattr(layers, name).forward for name in layers.__all__}
-_PRODUCTS = {layer.forward for layer in (layers.GeluAndMul, layers.GeluTanhAndMul, layers.SiluAndMul)}
+_LAYER_EXTENTS = {layers.Linear.forward: outcome.BIAS}
+_LAYER_EXTENTS.update({layer.forward: outcome.POINTWISE for layer in (layers.GeluAndMul, layers.GeluTanhAndMul)})
+_LAYER_EXTENTS[layers.SiluAndMul.forward] = outcome.POINTWISE
 _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 
 
-def _explain_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> str:
+def _explain_module(module: nn.Module) -> Explanation:
+    """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
+    name, parts = type(module).__name__, tuple(_parts(module))
+    fused = [part for part in parts if part.fused]
+    if (len(parts) == 1 and parts[0].path == "") or (fused and fused[0].path == ""):
+        root = parts[0]
+        return Explanation(name, _IMPLEMENTATIONS[root.extent], root.reason or outcome.EXTENT_WORDS[root.extent], parts)
+    if not parts:
+        return Explanation(name, "original", "no MLP found", parts)
+    whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
+    counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
+    implementations = {_IMPLEMENTATIONS[part.extent] for part in parts}
+    implementation = implementations.pop() if len(implementations) == 1 else "partly fused"
+    return Explanation(name, implementation, f"{report.counts(parts)}{''.join(counted)}", parts)
+
+
+_IMPLEMENTATIONS = {outcome.PARTLY: "partly fused", outcome.NONE: "original"}
+_IMPLEMENTATIONS.update(dict.fromkeys(outcome.EXTENT_WORDS, "fused"))
+
+
+def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
+    """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
+    for path, module in model.named_modules():
+        own = module.__dict__.get("forward")
+        kernel = type(module).forward if own is None else getattr(own, "__func__", None)
+        is_layer = kernel in _LAYER_FORWARDS and not patching.is_fused(module)
+        found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
+        if found is not None:
+            yield report.of_module(path, module, found)
+
+
+def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     for attribute in _LAYER_ACTIVATIONS:
         act = getattr(module, attribute, None)
         if act is not None and activation_of(act) is None:
-            return f"original parts: activation {name_of(act)} is not known"
+            return Outcome(outcome.NONE, (outcome.of_activation(act),))
     projections = {name: part for name, part in module._modules.items() if name not in _LAYER_ACTIVATIONS}
-    if kernel is layers.Linear.forward:
-        return "GEMM and bias"
-    if not projections:
-        return "activation and product" if kernel in _PRODUCTS else "activation"
-    found = {name: obstacles.of_projection(projection) for name, projection in projections.items()}
-    return obstacles.summary({name: obstacle for name, obstacle in found.items() if obstacle is not None})
+    if kernel in _LAYER_EXTENTS or not projections:
+        return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
+    return outcome.of_parts(projections)

@@ -133,11 +133,7 @@ class Linear(nn.Module):
 
     weight: torch.Tensor
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return functional.linear(input, self.weight, self.bias)
-
-
-obstacles.equivalent_forwards.append(Linear.forward)
+    forward = obstacles.linear_forward
 
 
 class GeluAndMul(nn.Module):

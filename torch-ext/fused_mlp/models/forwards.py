@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..activations import Activation
-from . import obstacles
+from . import obstacles, switching
 from .recognition import activation_of
-
-FUSED = "_fused_mlp"  # the attribute of a module whose methods are fused, which restore() takes away
 
 Act = Optional[Callable[[Tensor], Tensor]]
 Between = Sequence[Union[nn.Module, float]]
@@ -108,8 +106,11 @@ def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: A
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
     """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
-    if not getattr(self, FUSED, False):  # restored while somebody's wrapper holds this forward
-        return type(self).forward(self, input)
+    instead = _instead_of_sequential(self)
+    if instead is not None:
+        return instead(self, input)
+    if obstacles.of_surroundings() is not None:
+        return nn.Sequential.forward(self, input)
     parts, index = list(self), 0
     while index < len(parts):
         first, act = parts[index], parts[index + 1] if index + 1 < len(parts) else None
@@ -127,6 +128,8 @@ def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
 
 
 sequential.__name__ = "forward"  # the name under which a bound method is pickled
+sequential.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
+_instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
 
 
 def ends(parts: Sequence[nn.Module]) -> bool:

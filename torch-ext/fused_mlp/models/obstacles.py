@@ -6,17 +6,73 @@ purpose: what is not known to be plain is called. The answers are noun phrases, 
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Tuple, Union
+import inspect
+from types import FunctionType
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
+from torch.utils._device import DeviceContext
+
+from .. import functional
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, weight [in, out]
-_LINEAR_FORWARD = nn.Linear.forward if nn.Linear.forward.__module__ == nn.Linear.__module__ else None
 
-# Forwards that kernelize may put in the place of a class's, and that compute the same: layers.py adds its own.
-equivalent_forwards: List[Callable[..., Tensor]] = []
+
+def is_original(function: Any, home: Any) -> bool:
+    """Whether a function is one that was written in the module ``home``, and not what somebody put in its place."""
+    if not isinstance(function, FunctionType):
+        return inspect.isbuiltin(function)
+    return not hasattr(function, "__wrapped__") and function.__globals__ is vars(home)
+
+
+_LINEAR_FORWARD = nn.Linear.forward if is_original(nn.Linear.forward, nn.modules.linear) else None
+_MODULE_CALL = nn.Module.__call__ if is_original(nn.Module.__call__, _torch_module) else None
+
+# The functions that the parts of an MLP call, in their place or None where they are patched already. Some do patch
+# them: profilers that count operations, quantisers, loggers.
+_FUNCTIONS = tuple(
+    (home, name, getattr(home, name) if is_original(getattr(home, name), home) else None)
+    for home, names in (
+        (F, ("linear", "dropout", "gelu", "relu", "silu")),
+        (torch, ("addmm", "pow", "sigmoid", "square", "tanh")),
+    )
+    for name in names
+)
+
+
+def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
+    """The forward of the layer that ``kernels.kernelize`` puts into linear layers: they stay plain."""
+    return functional.linear(input, self.weight, self.bias)
+
+
+linear_forward.__name__ = "forward"  # the name under which a bound method is pickled
+
+
+def of_surroundings() -> Optional[str]:
+    """What watches or changes every call of a module or of a function of torch, or None."""
+    if (
+        _torch_module._global_forward_hooks
+        or _torch_module._global_forward_pre_hooks
+        or _torch_module._global_backward_hooks
+        or _torch_module._global_backward_pre_hooks
+    ):
+        return "global module hooks"
+    if nn.Linear.__call__ is not _MODULE_CALL:
+        return "a patched call of modules"
+    for home, name, original in _FUNCTIONS:
+        if getattr(home, name) is not original:
+            return f"a patched {home.__name__}.{name}"
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
+            return f"the mode {type(mode).__name__}"
+    # What torch.compile records is run under modes of its own.
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode"
+    return None
 
 
 def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
@@ -30,16 +86,9 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     own = module.__dict__.get("forward")
     if own is not None:
         function = getattr(own, "__func__", None)
-        known = function in (type(module).forward, *equivalent_forwards)
+        known = function in (type(module).forward, linear_forward)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
-    if (
-        _torch_module._global_forward_hooks
-        or _torch_module._global_forward_pre_hooks
-        or _torch_module._global_backward_hooks
-        or _torch_module._global_backward_pre_hooks
-    ):
-        return "global module hooks"
     return None
 
 
@@ -81,20 +130,10 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 
 def of_input(x: Tensor) -> Optional[str]:
-    """Why no kernel reads ``x``, whatever it is multiplied with, or None."""
+    """Why no kernel takes ``x``, whatever it is multiplied with, or None: what it is, or what is around the call."""
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
-    return "a nested input" if x.is_nested else None
-
-
-def summary(blocked: Dict[str, str]) -> str:
-    """How far an MLP is fused whose projections have these obstacles, by name; alike projections share a reason."""
-    if not blocked:
-        return "GEMMs and activation"
-    names: Dict[str, List[str]] = {}
-    for name, obstacle in blocked.items():
-        names.setdefault(obstacle, []).append(name)
-    return "partly, called: " + "; ".join(f"{', '.join(alike)} ({obstacle})" for obstacle, alike in names.items())
+    return "a nested input" if x.is_nested else of_surroundings()
 
 
 def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:

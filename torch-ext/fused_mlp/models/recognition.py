@@ -7,9 +7,11 @@ from typing import Callable, Dict, Optional, Union
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
 
 from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
+from .formulas import Formula, formula_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
 _BY_CLASS: Dict[str, str] = {
@@ -31,8 +33,6 @@ _BY_CLASS: Dict[str, str] = {
 
 # Functions and methods that compute a row of the table, of packages that may not be there.
 _BY_QUALIFIED_NAME: Dict[str, str] = {
-    "transformers.models.esm.modeling_esm.gelu": "gelu",
-    "transformers.models.evolla.modeling_evolla.gelu": "gelu",
     "diffusers.models.activations.GEGLU.gelu": "gelu",
 }
 
@@ -43,27 +43,91 @@ _FUNCTIONS: Dict[Callable, str] = {
 }
 
 
+# What was read: functions, and the forwards of classes, that are a row of the table written out.
+_WRITTEN_OUT: Dict[FunctionType, str] = {}
+
+_NOT_ELEMENTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
+_OTHER_FUNCTIONS = {
+    *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish, F.relu6, F.selu),
+    *(F.softplus, F.softsign, F.tanh, F.tanhshrink, torch.celu, torch.selu, torch.tanh),
+}
+
+
 def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
     """The row of the table that a module's activation attribute computes, or None where that cannot be told.
 
-    Modules are told by their class, functions by identity, so the answer costs no computation and torch.compile can
-    follow it. A module with hooks or with a forward of its own is not recognised, but for one whose class is made for
-    that: a forward that ``kernels.kernelize`` put there computes what the class does.
+    Modules are told by their class, functions by identity, or by what :func:`recognise` read of either, so the answer
+    costs no computation and torch.compile can follow it. A module with hooks or with a forward of its own is not
+    recognised, but for one whose class is made for that: a forward that ``kernels.kernelize`` put there computes what
+    the class does.
     """
     if not isinstance(function, torch.nn.Module):
-        name = _FUNCTIONS.get(function)
+        name = _FUNCTIONS.get(function) or _WRITTEN_OUT.get(function)
         if name is None and isinstance(function, (FunctionType, MethodType)):
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
+    name = _row_of_class(function)
+    return None if name is None or _alteration(function) is not None else get_activation(name)
+
+
+def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
+    """:func:`activation_of`, once the source of a function, or of the forward of a module's class, has been read.
+
+    What is read there is remembered: from then on :func:`activation_of` tells it.
+    """
+    formula = _formula(function)
+    if formula is not None and formula.row is not None:
+        _WRITTEN_OUT[_code_of(function)] = formula.row.name
+    return activation_of(function)
+
+
+def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
+    """Whether something that is no row of the table computes a function of each element of its input."""
+    if not isinstance(function, torch.nn.Module):
+        return function in _OTHER_FUNCTIONS or _formula(function) is not None
     kind = type(function)
-    if kind.forward.__module__ != kind.__module__:  # patched for all
+    if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
+        return True
+    if kind.__module__ == torch.nn.GELU.__module__:
+        return kind.__name__ not in _NOT_ELEMENTWISE
+    parameters = list(function.parameters())  # a learnt slope, scale or bias, if any
+    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or _formula(function) is None:
+        return False
+    return all(recognise(part) is not None or looks_like_activation(part) for part in function.children())
+
+
+def _formula(function: Union[torch.nn.Module, Callable]) -> Optional[Formula]:
+    code = _code_of(function)
+    return None if code is None else formula_of(code, isinstance(function, torch.nn.Module))
+
+
+def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionType]:
+    """The Python function that calling something runs; None if there is none, or it is not alone."""
+    if isinstance(function, torch.nn.Module):
+        kind = type(function)
+        function = kind.forward if kind.__call__ is torch.nn.Module.__call__ else None
+    return function if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
+
+
+def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
+    """What keeps a module of a class in the table from being recognised, as a noun phrase; None for any other."""
+    if not isinstance(function, torch.nn.Module) or _row_of_class(function) is None:
         return None
-    if obstacles.of_call(function, kernelizable=True) is not None:
-        return None
+    return _alteration(function)
+
+
+def _row_of_class(module: torch.nn.Module) -> Optional[str]:
+    kind = type(module)
     if kind is torch.nn.GELU:
-        return get_activation("gelu" if function.approximate == "none" else "gelu_pytorch_tanh")
-    name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-    return None if name is None else get_activation(name)
+        return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
+    return _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}") or _WRITTEN_OUT.get(kind.forward)
+
+
+def _alteration(module: torch.nn.Module) -> Optional[str]:
+    forward = type(module).forward
+    if forward not in _WRITTEN_OUT and forward.__module__ != type(module).__module__:
+        return "a patched class"
+    return obstacles.of_call(module, kernelizable=True)
 
 
 def _by_qualified_name(function: Callable) -> Optional[str]:

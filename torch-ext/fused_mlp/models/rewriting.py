@@ -17,13 +17,14 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from . import forwards, obstacles, sites
-from .recognition import activation_of, name_of
+from . import forwards, obstacles, sites, switching
+from .recognition import activation_of, looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, tree_of, value_of, values_of
 
-_SIGMOID, _UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
-_ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, _UNKNOWN}
+_SIGMOID, UNKNOWN = "sigmoid", "unknown activation"  # roles beside those of sites.py
+_ACTIVATIONS = {sites.ACTIVATION, _SIGMOID, UNKNOWN}
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
@@ -39,16 +40,17 @@ class FoundMLP:
     between: Dict[str, Any]
 
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]]:
-    """The methods of a module with MLPs in them, fused; and the names of the activations that are not known."""
+def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     if type(module).forward is nn.Sequential.forward:
-        mlps = mlps_in(forwards.sequential, module)
-        return ({"forward": forwards.sequential} if mlps else {}), []
+        mlps = _mlps_in_sequence(module, sites.ACTIVATION)
+        unknown = {name_of(mlp.act): mlp.act for mlp in _mlps_in_sequence(module, UNKNOWN)}
+        return ({"forward": forwards.sequential} if mlps else {}), list(unknown.values())
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in _ACTIVATIONS}
     # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
     # between it and other ways.
-    experts = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+    experts = any(_is_stacked(parameter) for parameter in module._parameters.values())
     has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
     made, unknown = {}, {}
     for name, decorated in _functions(type(module)).items() if wanted and has_layers else ():
@@ -58,12 +60,12 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[str]
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
             roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
             known = tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
-            rewritten, left = _rewritten(function, name, known)
+            rewritten, left = _rewritten(function, name, decorated, known)
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
-            unknown.update({name_of(value): None for text in left for value in callees[text].values()})
-    return made, list(unknown)
+            unknown.update({name_of(value): value for text in left for value in callees[text].values()})
+    return made, list(unknown.values())
 
 
 def is_fused(function: Any) -> bool:
@@ -74,7 +76,7 @@ def is_fused(function: Any) -> bool:
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function is forwards.sequential:
-        return _mlps_in_sequence(module)
+        return _mlps_in_sequence(module, sites.ACTIVATION)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
         act, *_ = values_of(site.activation, original, module).values()
@@ -96,16 +98,20 @@ def role_of(part: Any) -> Optional[str]:
         return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else None
     if not isinstance(part, (nn.Module, FunctionType, MethodType, type(torch.relu))):
         return None
-    activation = activation_of(part)
+    activation = recognise(part)
     if activation is not None:
         return _SIGMOID if part in (torch.sigmoid, F.sigmoid) else sites.ACTIVATION
+    if looks_like_activation(part):
+        return UNKNOWN
     if not isinstance(part, nn.Module):
-        return _UNKNOWN if part in (torch.tanh, F.tanh, F.leaky_relu, F.elu, F.mish, F.softplus, F.hardswish) else None
-    if type(part).__module__ in (nn.GELU.__module__, "transformers.activations"):
-        return _UNKNOWN
+        return None
     if hasattr(part, "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
     return sites.LAYER if next(part.parameters(), None) is not None else None
+
+
+def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
+    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
 
 
 # Rewriting.
@@ -129,11 +135,12 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
 ) -> Tuple[Optional[FunctionType], Tuple[str, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    The outcome depends on nothing but its name and what its callees are, so that the layers of a model share it.
+    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
+    depends on nothing else but what its callees are, so that the layers of a model share it.
     """
     named = dict(roles)
     if _ACTIVATIONS.isdisjoint(named.values()):
@@ -151,11 +158,11 @@ def _rewritten(
         return activation == sites.ACTIVATION
 
     def is_unknown(site: sites.Site) -> bool:
-        return site.pattern != "pointwise" and named[ast.unparse(site.activation)] == _UNKNOWN
+        return site.pattern != "pointwise" and named[ast.unparse(site.activation)] == UNKNOWN
 
     found = sites.rewrite(tree, role, is_known, _call)
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
-    made = function_of(tree, function, _CALLS, forwards.FUSED) if found else None
+    made = function_of(tree, function, _CALLS, switching.instead_of(name, method, function)) if found else None
     if made is not None:
         setattr(made, _SITES, tuple(found))
         made.__name__ = name  # by which a bound method is pickled
@@ -184,11 +191,12 @@ def _call(site: sites.Site) -> ast.expr:
 # What was found.
 
 
-def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
+def _mlps_in_sequence(module: nn.Sequential, activation: str) -> List[FoundMLP]:
+    """The MLPs among the parts of a sequence whose activation has that role."""
     found, parts = [], list(module._modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != sites.PROJECTION or role_of(act) != sites.ACTIVATION:
+        if role_of(first) != sites.PROJECTION or role_of(act) != activation:
             continue
         rest = parts[index + 2 :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))

@@ -7,11 +7,11 @@ import builtins
 import functools
 import inspect
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from torch import nn
 
-_ORIGINAL = "original_method"  # the name by which a changed method knows the original
+_INSTEAD = "method_instead"  # the name by which a changed method asks whether another is to run in its place
 
 
 @functools.cache
@@ -39,15 +39,18 @@ def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
 
 
 def function_of(
-    definition: ast.FunctionDef, original: FunctionType, names: Dict[str, Any], condition: str
+    definition: ast.FunctionDef,
+    original: FunctionType,
+    names: Dict[str, Any],
+    instead: Callable[[Any], Optional[Callable[..., Any]]],
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
-    It sees ``names`` beside what the original sees, and calls the original for a ``self`` without a true attribute
-    ``condition``.
+    It sees ``names`` beside what the original sees. Where ``instead(self)`` is a function, it calls that, and does
+    nothing else.
     """
-    names = {**names, _ORIGINAL: original}
-    definition.body.insert(0, _call_of_original(definition, condition))
+    names = {**names, _INSTEAD: instead}
+    definition.body.insert(0, _call_of_another(definition))
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
@@ -127,13 +130,13 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
     return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
-def _call_of_original(definition: ast.FunctionDef, condition: str) -> ast.stmt:
+def _call_of_another(definition: ast.FunctionDef) -> ast.stmt:
     arguments = definition.args
     given = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     given += [] if arguments.vararg is None else [f"*{arguments.vararg.arg}"]
     given += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     given += [] if arguments.kwarg is None else [f"**{arguments.kwarg.arg}"]
-    text = f"if not getattr({given[0]}, {condition!r}, False): return {_ORIGINAL}({', '.join(given)})"
+    text = f"if {_INSTEAD}({given[0]}): return {_INSTEAD}({given[0]})({', '.join(given)})"
     statement = ast.parse(text).body[0]
     return ast.increment_lineno(statement, definition.lineno - 1)
 

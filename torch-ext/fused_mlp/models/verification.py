@@ -1,15 +1,19 @@
-"""Compares what is fused with what it replaces, before it is: each call with its parts, and each method as a whole."""
+"""Compares each kind of fused call with its parts, called one after the other, before it is used.
+
+Nothing else is run. A method is not: it is a user's code, and may print, count, draw random numbers, write into
+parameters or send to other processes, and running it on a copy keeps only some of that from happening. Nor must it be:
+a rewritten method differs from its original in its fused calls alone, by the way it is made, which the tests of this
+package prove. What they cannot prove is that a fused call computes here, with the kernels of this machine and with what
+the class of an activation stands for in this version of its library, what its parts compute. So plain linear layers
+without hooks and activations that are known are called, which read a module's weights and change nothing.
+"""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import itertools
-from types import FunctionType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import forwards, obstacles
 from .recognition import activation_of
@@ -24,15 +28,13 @@ _ROW_SCALES = (0.1, 1.0, 1.0, 10.0, 100.0)  # an activation that is not what it 
 class Verification:
     """Remembers what was compared: a model's layers differ in nothing but the values of their weights."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
+    def __init__(self) -> None:
         self._known: Dict[Tuple[Any, ...], Optional[str]] = {}
 
-    def disagreement(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
-        """How a fused method, or one of the ``mlps`` in it, differs from what it replaces on a random input; None if it
-        does not, or cannot be compared."""
-        reasons = (self._of_call(mlp) for mlp in mlps)
-        return next(filter(None, reasons), None) or self._of_method(module, name, fused, mlps)
+    def disagreement(self, mlps: List[FoundMLP]) -> Optional[str]:
+        """How the fused call of one of these differs from its parts on a random input; None if none does, or none can
+        be compared."""
+        return next(filter(None, map(self._of_call, mlps)), None)
 
     def _of_call(self, mlp: FoundMLP) -> Optional[str]:
         if not mlp.projections or not _can_be_computed(mlp):
@@ -44,47 +46,11 @@ class Verification:
             self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
 
-    def _of_method(self, module: nn.Module, name: str, fused: FunctionType, mlps: List[FoundMLP]) -> Optional[str]:
-        """A method that needs one tensor alone is run whole, in both modes, on copies that share the parameters."""
-        original = getattr(type(module), name)
-        first = next((part for mlp in mlps if _can_be_computed(mlp) for part in mlp.projections.values()), None)
-        if first is None or not _takes_one_tensor(original) or not _can_be_copied(module):
-            return None
-        key = (original, fused, *map(type, module.modules()), *map(_kind, module.parameters()))
-        if key not in self._known:
-            rows = _rows(obstacles.weight_of(first))
-            tries = itertools.product((rows.unsqueeze(0), rows), (False, True))
-            reasons = (self._difference_of_method(module, original, fused, x, training) for x, training in tries)
-            self._known[key] = next(filter(None, reasons), None)
-        return self._known[key]
-
-    def _difference_of_method(
-        self, module: nn.Module, original: FunctionType, fused: FunctionType, x: Tensor, training: bool
-    ) -> Optional[str]:
-        try:
-            expected = _outputs(original, self._copy(module, training), x)
-        except Exception:  # it holds what cannot be copied, or was not written for such an input
-            return None
-        name = f"its fused {original.__name__}"
-        try:
-            got = _outputs(fused, self._copy(module, training), x)
-        except Exception as error:
-            return f"{name} fails: {type(error).__name__}: {error}".splitlines()[0]
-        if [output.shape for output in got] != [output.shape for output in expected]:
-            return f"{name} gives other shapes"
-        difference = max(map(_difference, got, expected), default=0.0)
-        if difference <= _TOLERANCE[x.dtype]:
-            return None
-        return f"{name} computes something else (relative difference {difference:.1e})"
-
-    def _copy(self, module: nn.Module, training: bool) -> nn.Module:
-        """A copy in which fused methods run."""
-        copied = copy.deepcopy(module, dict(self._parameters)).train(training)
-        setattr(copied, forwards.FUSED, True)
-        return copied
-
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
+    """Whether nobody would see it: no hooks, no modes, and weights that are here."""
+    if obstacles.of_surroundings() is not None or activation_of(mlp.act) is None:
+        return False
     if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
         return False
     weights = [obstacles.weight_of(part) for part in mlp.projections.values()]
@@ -99,41 +65,11 @@ def _kind(parameter: Tensor) -> Tuple[Any, ...]:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
-def _takes_one_tensor(method: Callable[..., Any]) -> bool:
-    _, *parameters = inspect.signature(method).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each for each in parameters if each.default is each.empty and each.kind not in variadic]
-    return len(needed) == 1 and needed[0] is parameters[0] and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
-
-
-def _can_be_copied(module: nn.Module) -> bool:
-    """Whether a copy may be run: nobody watches its parts, and it talks to no other process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return False
-    if any(obstacles.of_call(part) is not None for part in module.modules()):
-        return False
-    return all(type(each) is nn.Parameter and _is_computable(each) for each in module.parameters())
-
-
-def _outputs(method: FunctionType, module: nn.Module, x: Tensor) -> List[Tensor]:
-    """The floating-point tensors that a method gives for ``x``; the next call has the same random state."""
-    with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.no_grad():
-        return [output for output in _tensors(method(module, x.clone())) if output.is_floating_point()]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple, dict)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
-
-
 def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
     forward, parts = forwards.BY_PATTERN[mlp.pattern], mlp.projections.values()
     x = _rows(weight)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             got = forward(x, *parts, activation_of(mlp.act), mlp.act)
             expected = forward(x, *parts, None, mlp.act)
     except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone

@@ -1,0 +1,337 @@
+"""Whole models, fused against not: the wall time of a forward in eager, compiled, and compiled into CUDA graphs.
+
+    python benchmarks/models.py                                    every model of this machine's list
+    python benchmarks/models.py --models bert-base gpt2 --modes eager
+    python benchmarks/models.py --from build/models.json           show what such a run has written; measure nothing
+
+The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
+so every variant is built several times from the same seed, and all copies take turns that are long enough for the clock
+to settle. A figure is the median over the copies of each copy's median; the spread is that of the copies.
+
+"In place" is the CPU time of one MLP module's call inside the running model, where the caches hold what the rest of the
+model left there. Writes <out>.json and <out>.svg, and prints a table.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import kernels
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from tqdm import tqdm
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+COPIES_ALIKE = 3e-2  # relative difference of a fused model's output that bfloat16 explains
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # by torch.compile's name of the mode
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and an input for it; ``part`` names the modules whose CPU time is taken in place."""
+
+    name: str
+    size: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+    part: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.size}"
+
+
+def ids(batch: int, tokens: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"input_ids": torch.randint(2, 30_000, (batch, tokens), device=DEVICE)}
+
+
+def noise(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {name: torch.randn(shape, device=DEVICE, dtype=dtype)}
+
+
+def minilm():
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    return transformers.BertModel(transformers.BertConfig(**sizes))
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig())
+
+
+def vit():
+    return transformers.ViTModel(transformers.ViTConfig())
+
+
+def whisper_encoder():
+    sizes = {"d_model": 512, "encoder_layers": 6, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048}
+    config = transformers.WhisperConfig(**sizes, decoder_layers=1, decoder_attention_heads=8)
+    return transformers.WhisperModel(config).encoder
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+
+
+def llama():
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+def small_llama():
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 49_152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+def gemma():
+    sizes = {"hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 18, "head_dim": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1}
+    return transformers.GemmaModel(transformers.GemmaConfig(**sizes, **heads, vocab_size=32_000, use_cache=False))
+
+
+GPU_WORKLOADS = [
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "intermediate"),
+    Workload("minilm", "64 x 128", minilm, ids(64, 128), "intermediate"),
+    Workload("bert-base", "8 x 128", bert, ids(8, 128), "intermediate"),
+    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
+    Workload("vit-b/16", "8 images", vit, noise("pixel_values", 8, 3, 224, 224)),
+    Workload("whisper-base encoder", "30 s", whisper_encoder, noise("input_features", 1, 80, 3000)),
+    Workload("gpt2", "1 token", gpt2, ids(1, 1), "mlp"),
+    Workload("gpt2", "2048 tokens", gpt2, ids(2, 1024)),
+    Workload("llama-1b", "1 token", llama, ids(1, 1), "mlp"),
+    Workload("llama-1b", "2048 tokens", llama, ids(1, 2048)),
+    Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "mlp"),
+]
+CPU_WORKLOADS = [
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "intermediate"),
+    Workload("minilm float32", "16 x 20", minilm, ids(16, 20), "intermediate", torch.float32),
+    Workload("bert-base", "1 x 128", bert, ids(1, 128), "intermediate"),
+    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
+    Workload("gpt2", "64 tokens", gpt2, ids(1, 64)),
+    Workload("llama of 576", "1 token", small_llama, ids(1, 1), "mlp"),
+    Workload("llama of 576", "128 tokens", small_llama, ids(1, 128), "mlp"),
+]
+WORKLOADS = GPU_WORKLOADS if ON_GPU else CPU_WORKLOADS
+
+
+def built(work: Workload, fused_mlp) -> nn.Module:
+    """A fresh copy of the model, the same weights every time; fused if ``fused_mlp`` is given."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(work.dtype)
+    try:
+        with torch.device(DEVICE):
+            model = work.build().eval()
+    finally:
+        torch.set_default_dtype(default)
+    if fused_mlp is not None:
+        report = fused_mlp.fuse_mlps(model)
+        if not report.fused:
+            sys.exit(f"nothing was fused in {work.name}:\n{report}")
+    return model
+
+
+def variants(work: Workload, modes: list[str], copies: int, fused_mlp) -> dict[str, list[Callable]]:
+    """By name ("eager", "eager fused", ...), the copies as callables."""
+    made = {}
+    for mode in modes:
+        for name, package in ((mode, None), (f"{mode} fused", fused_mlp)):
+            models = [built(work, package) for _ in range(copies)]
+            made[name] = models if mode == "eager" else [torch.compile(each, mode=MODES[mode]) for each in models]
+    return made
+
+
+def output(model: Callable, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return next(each for each in model(**inputs).values() if isinstance(each, torch.Tensor)).float().clone()
+
+
+def check_alike(work: Workload, made: dict[str, list[Callable]], inputs: dict[str, torch.Tensor]) -> None:
+    expected = output(next(iter(made.values()))[0], inputs)
+    for name, models in made.items():
+        for model in models:
+            difference = ((output(model, inputs) - expected).norm() / expected.norm()).item()
+            if not difference <= COPIES_ALIKE:
+                sys.exit(f"{work.title}, {name}: the output differs by {difference:.1e} from the original's")
+
+
+def turns(made: dict[str, list[Callable]], inputs: dict[str, torch.Tensor], given) -> dict[str, list[float]]:
+    """Milliseconds of a forward, by variant: the median over the turns of each copy."""
+    taken = {}
+    for copy in range(given.copies):  # variants that are compared have their turns one after the other
+        for name, models in made.items():
+            forward = partial(models[copy], **inputs)
+            calls = measure.iterations_within(forward, given.seconds * 1e6)
+            taken[name, copy] = partial(turn, forward, calls)
+    found = measure.in_turns(taken, given.rounds)
+    return {name: [found[name, copy]["wall_us"] / 1e3 for copy in range(given.copies)] for name in made}
+
+
+def turn(forward: Callable, calls: int) -> dict[str, float]:
+    return {"wall_us": measure.wall_microseconds(forward, calls)}
+
+
+class Timed(nn.Module):
+    """Stands around a module and adds up the CPU time of its calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.nanoseconds: list[int] = []
+
+    def forward(self, *given, **named):
+        start = time.perf_counter_ns()
+        out = self.inner(*given, **named)
+        self.nanoseconds.append(time.perf_counter_ns() - start)
+        return out
+
+
+def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, float]:
+    """Median CPU microseconds of a call of the part inside the running model, original and fused, in turns."""
+    inputs = work.inputs()
+    timers: dict[str, list[Timed]] = {}
+    models = []
+    for _ in range(copies):
+        for name, package in (("eager", None), ("eager fused", fused_mlp)):
+            model = built(work, package)
+            parents = [module for module in model.modules() if work.part in module._modules]
+            for parent in parents:
+                parent._modules[work.part] = Timed(parent._modules[work.part])
+                timers.setdefault(name, []).append(parent._modules[work.part])
+            models.append(model)
+    for turn in range(rounds + 1):
+        for model in models:
+            for _ in range(20):
+                model(**inputs)
+                measure.synchronize()
+        for timer in (each for some in timers.values() for each in some) if turn == 0 else ():
+            timer.nanoseconds.clear()  # the first turn warms up
+    return {
+        name: statistics.median(t for timer in some for t in timer.nanoseconds) / 1e3 for name, some in timers.items()
+    }
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
+
+
+def run(given) -> dict:
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    chosen = [work for work in WORKLOADS if not given.models or work.name in given.models]
+    found = {"machine": {**measure.machine(), "copies": given.copies, "transformers": transformers.__version__}}
+    found["results"] = results = []
+    with torch.inference_mode(), tqdm(total=len(chosen) * len(given.modes), disable=None) as progress:
+        for work in chosen:
+            result = {"model": work.name, "size": work.size, "dtype": str(work.dtype).removeprefix("torch.")}
+            result["variants"] = {}
+            inputs = work.inputs()
+            for mode in given.modes:
+                progress.set_description(f"{work.title}, {mode}")
+                made = variants(work, [mode], given.copies, fused_mlp)
+                check_alike(work, made, inputs)
+                times = turns(made, inputs, given)
+                result["variants"] |= {name: summary(each) for name, each in times.items()}
+                del made
+                torch._dynamo.reset()
+                gc.collect()
+                progress.update()
+            if work.part is not None and "eager" in given.modes:
+                result["in_place_us"] = in_place(work, given.copies, given.rounds, fused_mlp)
+                gc.collect()
+            results.append(result)
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def ratio(variants: dict, mode: str) -> float:
+    return variants[f"{mode} fused"]["ms"] / variants[mode]["ms"]
+
+
+def measured_modes(results: list[dict]) -> list[str]:
+    return [mode for mode in MODES if mode in results[0]["variants"]]
+
+
+def print_table(found: dict) -> None:
+    results = found["results"]
+    where = found["machine"].get("gpu") or found["machine"]["cpu"]
+    modes = measured_modes(results)
+    table = Table(title=f"{where}: time of fused against not, in the same mode (spread of the copies)")
+    table.add_column("model", no_wrap=True)
+    for mode in modes:
+        table.add_column(f"{mode}, ms", justify="right", no_wrap=True)
+        table.add_column("fused", justify="right", no_wrap=True)
+    table.add_column("in place", justify="right", no_wrap=True)
+    for result in results:
+        row, figures = [f"{result['model']} {result['size']}"], result["variants"]
+        for mode in modes:
+            spread = (figures[mode]["high"] - figures[mode]["low"]) / figures[mode]["ms"]
+            row += [f"{figures[mode]['ms']:.2f} ±{50 * spread:.0f}%", f"{ratio(figures, mode):.2f}"]
+        place = result.get("in_place_us")
+        row.append(f"{place['eager']:.0f} -> {place['eager fused']:.0f} us" if place else "")
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 118).print(table)
+
+
+def plot(found: dict, path: Path) -> None:
+    """For each model and mode, the fused time as a part of the other; 1 is no gain."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    results = found["results"]
+    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.42 * len(results)), layout="constrained")
+    for shift, mode in zip((-0.22, 0.0, 0.22), measured_modes(results), strict=False):
+        for row, result in enumerate(results):
+            plain, fused = result["variants"][mode], result["variants"][f"{mode} fused"]
+            ends = (fused["low"] / plain["ms"], fused["high"] / plain["ms"])
+            color = {"eager": "#d62728", "compiled": "#1f77b4", "graphs": "#2ca02c"}[mode]
+            axes.plot(ends, (row + shift,) * 2, color=color, linewidth=1)
+            axes.plot(fused["ms"] / plain["ms"], row + shift, "o", color=color, label=mode if row == 0 else None)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(results)), [f"{r['model']} {r['size']}" for r in results])
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the fused model, 1 = the same mode without fusing")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted({work.name for work in WORKLOADS}))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES) if ON_GPU else ["eager", "compiled"])
+    parser.add_argument("--copies", type=int, default=5, help="fresh instances of each variant")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every copy")
+    parser.add_argument("--seconds", type=float, default=0.2, help="length of a turn")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/models"))
+    given = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    found = json.loads(given.source.read_text()) if given.source else run(given)
+    print_table(found)
+    plot(found, given.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How far the MLPs of a module are fused in its present state and what keeps them from it, as records with words."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Dict, Iterable, List, Optional, Tuple
+
+from torch import nn
+
+from . import forwards, obstacles, recognition, rewriting, shape
+from .source import tree_of
+
+# Extents: what of an MLP is one call of a kernel.
+FULL = "full"  # its GEMMs, with the activation in their epilogue
+POINTWISE = "pointwise"  # the activation and the product of two tensors: it has no GEMM, or none that could be taken in
+BIAS = "bias"  # a GEMM and its bias: there is no activation
+ACTIVATION = "activation"  # the activation: there is nothing else
+PARTLY = "partly"  # what is left when some of its parts are called as they are
+NONE = "none"
+
+EXTENT_WORDS = {  # where there is no reason to give
+    FULL: "GEMMs and activation",
+    POINTWISE: "activation and product",
+    BIAS: "GEMM and bias",
+    ACTIVATION: "activation",
+}
+
+# Codes of reasons: why a part is called, or why a module is left as it was.
+CALLED = "called"
+UNKNOWN_ACTIVATION = "unknown activation"
+ALTERED_ACTIVATION = "altered activation"
+NOT_FUSED = "not fused"
+OWN_METHOD = "own method"
+SCRIPTED = "scripted"
+NO_FUNCTION = "no function"
+NO_SOURCE = "no source"
+UNKNOWN_FORM = "unknown form"
+DISAGREES = "disagrees"
+ERROR = "error"
+
+_REASON_WORDS = {
+    CALLED: "calls {part} ({detail})",
+    UNKNOWN_ACTIVATION: "activation {part} is not known",
+    ALTERED_ACTIVATION: "activation {part} has {detail}",
+    NOT_FUSED: "not fused",
+    OWN_METHOD: "has a {part} of its own",
+    SCRIPTED: "compiled by TorchScript",
+    NO_FUNCTION: "its forward is a {detail}, not a function",
+    NO_SOURCE: "source of its code not found",
+    UNKNOWN_FORM: "code in a form that is not known",
+    DISAGREES: "{detail}",
+    ERROR: "cannot be changed: {detail}",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something is not fused: ``code`` is one of this file's, ``part`` names what it is about (the path of a part,
+    the class of an activation, a method), ``detail`` is what was found there. ``str`` gives its words."""
+
+    code: str
+    part: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return _REASON_WORDS[self.code].format(part=self.part, detail=self.detail)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a module is fused: the patterns of the MLPs in it, the extent, and the reasons why it is not more."""
+
+    extent: str
+    reasons: Tuple[Reason, ...] = ()
+    pattern: str = ""
+
+
+def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Outcome:
+    """How far the MLPs in fused methods of a module are fused."""
+    mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
+    reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
+    full = any(mlp.projections for mlp in mlps)
+    return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))
+
+
+def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Outcome:
+    """That a module was left as it was, though these methods of it could be made."""
+    return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
+
+
+def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
+    """How far an MLP is fused that has these projections, and an activation that is known."""
+    around = obstacles.of_surroundings()
+    reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
+    return Outcome(PARTLY if reasons else FULL, reasons)
+
+
+def of_error(error: Exception) -> Reason:
+    """That something went wrong that nobody foresaw, with one module alone."""
+    return Reason(ERROR, "", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def called(obstacle_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
+    """The parts that are called since there is an obstacle; parts that are alike share a reason."""
+    names: Dict[str, List[str]] = {}
+    for name, obstacle in obstacle_of.items():
+        if obstacle is not None:
+            names.setdefault(obstacle, []).append(name)
+    return tuple(Reason(CALLED, ", ".join(alike), obstacle) for obstacle, alike in names.items())
+
+
+def of_activation(function: object) -> Reason:
+    """Why no kernel computes what is no row of the table of activations."""
+    name, alteration = recognition.name_of(function), recognition.alteration_of(function)
+    return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
+
+
+def of_nothing(module: nn.Module) -> Optional[Outcome]:
+    """Why nothing was found in a module that is an MLP all the same; None if it is none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
+        return None
+    forward = inspect.getattr_static(type(module), "forward")
+    if not isinstance(forward, FunctionType):
+        return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
+    if tree_of(forward) is None:
+        return Outcome(NONE, (Reason(NO_SOURCE),))
+    return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
+
+
+def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
+    """Why one MLP is not fused further."""
+    around = obstacles.of_surroundings()
+    if around is not None:
+        return [Reason(CALLED, "all parts", around)]
+    found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
+    found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
+    unknown = [] if recognition.activation_of(mlp.act) is not None else [of_activation(mlp.act)]
+    return [*called(found), *unknown]
+
+
+def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
+    return ", ".join(dict.fromkeys(mlp.pattern for mlp in mlps))

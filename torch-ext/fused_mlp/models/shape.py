@@ -1,0 +1,81 @@
+"""Whether a module is an MLP by what its code does with its parts, in whatever form it is written."""
+
+from __future__ import annotations
+
+import ast
+from types import FunctionType
+from typing import Dict, Iterator, Optional, Set
+
+from torch import nn
+
+from . import rewriting, sites
+from .source import tree_of, values_of
+
+_ACTIVATIONS = {sites.ACTIVATION, rewriting.UNKNOWN}
+
+
+def has_parts_of_mlp(module: nn.Module) -> bool:
+    """Whether a module holds a projection and an activation itself."""
+    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
+    return sites.PROJECTION in roles and not _ACTIVATIONS.isdisjoint(roles)
+
+
+def applies_activation_to_projection(module: nn.Module) -> bool:
+    """Whether a method of a module hands what comes out of a projection to an activation."""
+    return any(_Flow(function, module).reaches_activation() for function in _methods(type(module)))
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """The methods of a class of modules, with the inherited ones that they call by the same name."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    for name in {name for base in bases for name in vars(base)}:
+        for function in filter(None, (vars(base).get(name) for base in bases)):
+            if not isinstance(function, FunctionType):
+                break
+            yield function
+            if name not in function.__code__.co_names:  # it does not call super().name
+                break
+
+
+class _Flow:
+    """Follows the outputs of projections through the names of a function, whatever the order of its statements."""
+
+    def __init__(self, function: FunctionType, module: nn.Module) -> None:
+        self._function, self._module, self._tree = function, module, tree_of(function)
+        self._hidden: Set[str] = set()  # names that hold the output of a projection, or what was made of it
+        self._aliases: Dict[str, ast.expr] = {}  # names that a function or a module is bound to
+
+    def reaches_activation(self) -> bool:
+        if self._tree is None:
+            return False
+        nodes = list(ast.walk(self._tree))
+        kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
+                self._aliases.update({name.id: node.value for name in node.targets if isinstance(name, ast.Name)})
+        bindings = [node for node in nodes if isinstance(node, kinds) and node.value is not None]
+        before = -1
+        while len(self._hidden) > before:  # a loop may bind a name after it is read
+            before = len(self._hidden)
+            for node in bindings:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+                self._hidden |= names if self._holds(node.value) else set()
+        calls = (node for node in nodes if isinstance(node, ast.Call) and self._role(node.func) in _ACTIVATIONS)
+        return any(self._holds(argument) for call in calls for argument in call.args)
+
+    def _holds(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return node.id in self._hidden
+        if isinstance(node, ast.Call):
+            role = self._role(node.func)
+            if role in (sites.PROJECTION, sites.LAYER):  # what comes out of another layer is not hidden any more
+                return role == sites.PROJECTION
+        return any(map(self._holds, ast.iter_child_nodes(node)))
+
+    def _role(self, node: ast.expr) -> Optional[str]:
+        node = self._aliases.get(node.id, node) if isinstance(node, ast.Name) else node
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return None
+        roles = {rewriting.role_of(value) for value in values_of(node, self._function, self._module).values()}
+        return roles.pop() if len(roles) == 1 else None
