@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+import measure as timing
 import project
 from builder import toolchain
-from measure import captured, in_turns, replay_microseconds
 from tuning.kernels import GELU_TANH, LINEAR, Kernel, Point, candidates
 
 ROUNDS = 4
@@ -149,7 +149,7 @@ def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
 def medians(ways: list[Callable[[], None]], least_us: float) -> list[float]:
     """Microseconds of one call of each."""
     calls = max(2, min(60, int(BUDGET_US / least_us)))
-    graphs = [captured(way, calls) for way in ways]
-    turns = {i: lambda graph=graph: {"us": replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}
-    in_turns(turns, 1)  # warms up
-    return [figures["us"] for figures in in_turns(turns, ROUNDS).values()]
+    graphs = [timing.captured(way, calls) for way in ways]
+    turns = {i: lambda graph=graph: {"us": timing.replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}
+    timing.in_turns(turns, 1)  # warms up
+    return [figures["us"] for figures in timing.in_turns(turns, ROUNDS).values()]
