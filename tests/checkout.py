@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import project
+from builder import plan
 
 
 def make(folder: Path) -> Path:
@@ -38,6 +39,10 @@ def run(folder: Path, *command: str, **environment) -> subprocess.CompletedProce
 
 
 def build(folder: Path) -> Path:
+    """Compiles what differs from this tree, whose objects are copied."""
+    cache = Path("build/.cache", plan.variant("cpu").label)
+    if (project.ROOT / cache).is_dir() and not (folder / cache).exists():
+        shutil.copytree(project.ROOT / cache, folder / cache)
     done = run(folder, "tools/build.py", "--backend", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "build"

@@ -1,7 +1,6 @@
 """The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
 
 import random
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -32,17 +31,6 @@ def fused_gemms(fused_mlp, function, made, activation) -> int:
     """How many of a call's GEMMs are fused, as explain says."""
     parts = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation).parts
     return sum(part.implementation == "sm90" for part in parts)
-
-
-@contextmanager
-def poisoned_memory(device):
-    """Whatever is allocated meanwhile holds NaNs until it is written to, which torch does for deterministic code."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(8, device=device).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # Random shapes
@@ -89,7 +77,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
             f"{name} {operand.stride()} from {operand.storage_offset()}" for name, operand in made.items()
         )
         fused += fused_gemms(fused_mlp, function, made, activation) > 0
-        with poisoned_memory(device):
+        with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation=activation)
         exact = reference.exact(function, made, activation)
         assert (result.shape, result.dtype) == (exact.shape, dtype), what
@@ -111,7 +99,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
 def test_every_kernel_is_right(fused_mlp, device):
     """The shapes that reach every kernel, with tails: no worse than eager, in memory that holds NaNs."""
     for function, made, activation in sanitizer_cases.gemms():
-        with poisoned_memory(device):
+        with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation=activation)
         expected = reference.eager(function, made, activation)
         assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
@@ -141,7 +129,7 @@ def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
     assert first.isfinite().all()
     different = torch.zeros((), dtype=torch.bool, device=device)
     for _ in range(100):
-        with poisoned_memory(device):
+        with reference.poisoned_memory(device):
             again = getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh")
         different |= (again.view(torch.int16) != first.view(torch.int16)).any()
     assert not different
@@ -172,7 +160,7 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
     made = {"x": torch.randn(rows, n_in, device=device).bfloat16()}
     for name in weights:
         made[name] = torch.empty(n_out, n_in, dtype=torch.bfloat16, device=device).normal_(std=n_in**-0.5)
-    with poisoned_memory(device):
+    with reference.poisoned_memory(device):
         result = getattr(fused_mlp, function)(**made, activation="silu")
     assert fused_gemms(fused_mlp, function, made, "silu")
     assert not any(part.isnan().any() for part in result.flatten().split(2**29))

@@ -34,7 +34,8 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     script, extension = cache / "build.ninja", cache / "extension.so"
     if nvcc is not None:
         _write(cache / "libtorch_cuda.cpp", _torch_cuda_stub(compiler.torch / "include"))
-    script.write_text(_script(compiler, cache, extension))
+    # Relative paths: what was compiled stays up to date where the tree is copied to another folder.
+    script.write_text(_script(compiler, Path(os.path.relpath(cache, project.ROOT)), extension.name))
     command = [os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(script), "-j", str(jobs)]
     if subprocess.run(command, cwd=project.ROOT).returncode != 0:
         raise BuildError(f"{variant.label} did not compile: the compiler's messages are above")
@@ -72,7 +73,7 @@ class _Compiler:
         major, minor = (int(part) for part in self.variant.stable_abi.split("."))
         flags = [*FLAGS, f"-D{self.variant.backend.upper()}_KERNEL"]
         flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
-        flags += [f"-I{include}" for include in (Path(__file__).parent, *section.include)]
+        flags += [f"-I{include}" for include in (Path(__file__).parent.relative_to(project.ROOT), *section.include)]
         flags += ["-isystem", f"{self.torch}/include", "-isystem", str(toolchain.python_include())]
         if section.name == "torch":  # alone sees the id, so that a new id does not compile everything anew
             flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
@@ -102,7 +103,7 @@ class _Compiler:
         return [self.cxx, "-shared", "-fPIC", "-Xlinker", "-soname=libtorch_cuda.so", "-o", str(stub), str(source)]
 
 
-def _script(compiler: _Compiler, cache: Path, extension: Path) -> str:
+def _script(compiler: _Compiler, cache: Path, extension: str) -> str:
     script = ninja.Writer(io.StringIO(), width=math.inf)
 
     def build(output: Path, rule: str, inputs: list[str | Path], command: list[str]) -> Path:
@@ -124,7 +125,7 @@ def _script(compiler: _Compiler, cache: Path, extension: Path) -> str:
     if compiler.nvcc is not None:
         stub, source = cache / "libtorch_cuda.so", cache / "libtorch_cuda.cpp"
         stubs = [build(stub, "link", [source], compiler.link_stub(stub, source))]
-    build(extension, "link", objects + stubs, compiler.link(extension, objects, stubs))
+    build(cache / extension, "link", objects + stubs, compiler.link(cache / extension, objects, stubs))
     return script.output.getvalue()
 
 

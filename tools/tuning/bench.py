@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import measure as timing
 import project
 from builder import toolchain
 from tuning.kernels import Kernel, Point
@@ -140,25 +140,7 @@ def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
 def medians(ways: list[Callable[[], None]], least_us: float) -> list[float]:
     """Microseconds of one call of each."""
     calls = max(2, min(60, int(BUDGET_US / least_us)))
-    graphs = [capture(way, calls) for way in ways]
-    times = [[] for _ in ways]
-    for _ in range(ROUNDS + 1):
-        for graph, samples in zip(graphs, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e3 / calls)
-    return [statistics.median(samples[1:]) for samples in times]  # the first turn warms up
-
-
-def capture(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
-    run()  # what happens once, like loading the kernel, must not be captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    for _ in range(calls):
-        run()
-    graph.capture_end()
-    return graph
+    graphs = [timing.captured(way, calls) for way in ways]
+    turns = {i: lambda graph=graph: {"us": timing.replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}
+    timing.in_turns(turns, 1)  # warms up
+    return [figures["us"] for figures in timing.in_turns(turns, ROUNDS).values()]
