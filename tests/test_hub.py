@@ -450,6 +450,8 @@ def test_the_card_states_the_facts_of_build_toml():
     capabilities = {base(arch) for table in config["kernel"].values() for arch in table.get("cuda-capabilities", [])}
     *most, last = sorted(capabilities, key=float)
     assert f"compute capability {', '.join(most)} and {last}" in card
+    with_ptx = [base(arch) for arch in config["kernel"]["cuda"]["cuda-capabilities"] if arch.endswith("+PTX")]
+    assert f"PTX of {' and '.join(with_ptx)}" in card
     (torch_version,) = set(config["torch"]["stable-abi"].values())
     assert f"for PyTorch {torch_version} and every later version" in card
     assert f"Python {sources.OLDEST_PYTHON} and later" in card
