@@ -8,6 +8,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import project
 
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it is imported, as the next line does
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
