@@ -61,7 +61,6 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
         )
 
 
-@pytest.mark.kernels_ci
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @functions

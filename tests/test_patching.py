@@ -100,7 +100,6 @@ def paths(reports):
     return {report.path for report in reports}
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", MODELS)
 def test_models(fused_mlp, device, name):
     """Outputs and gradients of the fused model, and the report."""
