@@ -3,7 +3,6 @@
 This file stands alone: beside torch, kernels and pytest it needs nothing but the build.toml of the repository.
 """
 
-import os
 import tomllib
 from pathlib import Path
 
@@ -17,13 +16,11 @@ pytestmark = pytest.mark.kernels_ci
 
 GENERAL = tomllib.loads((Path(__file__).parents[1] / "build.toml").read_text())["general"]
 REPO = GENERAL["hub"]["repo-id"]
-# Of the Hub's repository, if LOCAL_KERNELS leads to no local build.
-REVISION = os.environ.get("KERNEL_REVISION", f"v{GENERAL['version']}")
 
 
 @pytest.fixture(scope="module")
 def kernel():
-    return get_kernel(REPO, revision=REVISION, trust_remote_code=[REPO])
+    return get_kernel(REPO, version=GENERAL["version"], trust_remote_code=[REPO])
 
 
 @pytest.fixture(scope="module")
