@@ -109,10 +109,10 @@ class Users:
 
 
 def publish_from(folder: Path, build: Path, hub: Hub) -> None:
-    address = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = ["tools/release.py", "publish", "--build", str(build)]
-    done = checkout.run(folder, *command, env={**os.environ, **address})
-    assert done.returncode == 0, done.stderr
+    for command in (["stage", "--build", str(build)], ["promote", publish.STAGING]):
+        environment = os.environ | checkout.publisher(hub.url, hub.identity)
+        done = checkout.run(folder, "tools/release.py", *command, env=environment)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,9 @@ def published(tmp_path_factory) -> Iterator[Published]:
         (build / name).mkdir()
         shutil.copy(build / CPU / "metadata.json", build / name)
         (build / name / "__init__.py").write_text("raise AssertionError('a variant for others')\n")
-    with Hub(tmp_path_factory.mktemp("hub"), token="secret", trusted=[ORGANISATION]) as hub:
+    publisher = {"token": "secret", "identity": "a workflow"}
+    with Hub(tmp_path_factory.mktemp("hub"), **publisher, trusted=[ORGANISATION]) as hub:
+        hub.repository(REPO)
         publish_from(folder, build, hub)
         checkout.set_version(folder, VERSION + 1)
         publish_from(folder, checkout.build(folder), hub)
@@ -177,6 +179,14 @@ def fuse_mlps(model):
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
     done = users_of_copy.run(*SMOKE)
     assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
+
+
+def test_a_kernel_whose_compiled_ops_do_not_run_is_seen(copy, users_of_copy):
+    """What PyTorch computes in their place is right, and differs in nothing."""
+    fault = b'\nbackend("torch").__enter__()\n'
+    copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
+    done = users_of_copy.run(*SMOKE)
+    assert done.returncode == 1 and "the compiled ops of the build have run 0 times in Llama" in done.stderr
 
 
 def test_the_right_variant_is_downloaded_once_and_nothing_else(published, users):

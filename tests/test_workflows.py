@@ -130,13 +130,8 @@ class FakeHub:
 
 LINES = [f"line {number}\n" for number in range(100)]
 FIGURES = (project.ROOT / "benchmarks/results/h100-mlp.json").read_text()
-CALL = {
-    "flavor": "l4x1",
-    "repository": "https://host.invalid/org/kernel",
-    "commit": "0" * 40,
-    "staged": "",
-    "timeout": "1m",
-}
+REPOSITORY = {"repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "staged": ""}
+CALL = {"flavor": "l4x1", "timeout": "1m"} | REPOSITORY
 
 
 def test_a_job_that_succeeds(tmp_path):

@@ -1,6 +1,6 @@
 """Publishes a build through the Hub's own client in two steps: to a branch where it is tried as users would get it, and
-from there to the branch of the version, with its card on `main`. The files lie as `kernel-builder upload` lays them; but
-that asks for the repository to be created, always, which a token for one repository may not do."""
+from there to the branch of the version, with its card on `main`. The files lie as `kernel-builder upload` lays them.
+That is not used as it always asks for the repository to be created: a token for one repository may not do that."""
 
 import ast
 from pathlib import Path
