@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import OIDCError
+from huggingface_hub.errors import HfHubHTTPError, OIDCError
 from rich.console import Console
 
 import project
@@ -76,7 +76,7 @@ def _print_commit(write: Callable[[HfApi], str]) -> str | None:
     os.environ["HF_OIDC_RESOURCE"] = f"kernels/{project.repo_id()}"
     try:
         console.print(write(HfApi()))
-    except (publish.PublishError, OIDCError) as error:
+    except (publish.PublishError, OIDCError, HfHubHTTPError) as error:
         return f"error: {error}"
 
 
