@@ -6,8 +6,10 @@ is tested too: the card tells users so, and how to check it themselves.
 
 import base64
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,20 +31,21 @@ import machine
 import project
 from builder.plan import base
 from hub import Hub
-from releasing import dry_run, publish, sources, variants
+from releasing import dry_run, publish, variants
 
 REPO, VERSION = project.repo_id(), project.version()
 ORGANISATION = REPO.split("/")[0]
 ABI = f"torch-stable-abi{project.config()['torch']['stable-abi']['cpu'].replace('.', '')}"
-CPU = f"{ABI}-cpu-x86_64-linux"
+MACHINE = platform.machine()
+CPU = f"{ABI}-cpu-{MACHINE}-linux"
 # Variants for others: what they hold must never be fetched.
 OTHERS = {
     f"{ABI}-cpu-riscv64-linux": "CPU (riscv64) does not match system CPU",
-    f"{ABI}-rocm71-x86_64-linux": "backend (rocm71) does not match selected backend",
-    "torch25-cxx11-cpu-x86_64-linux": "Torch version (2.5) does not match",
-    "torch-stable-abi999-cpu-x86_64-linux": "Torch stable ABI version (9.99) is too new",
+    f"{ABI}-rocm71-{MACHINE}-linux": "backend (rocm71) does not match selected backend",
+    f"torch25-cxx11-cpu-{MACHINE}-linux": "Torch version (2.5) does not match",
+    f"torch-stable-abi999-cpu-{MACHINE}-linux": "Torch stable ABI version (9.99) is too new",
 }
-OLDER = "torch-stable-abi29-cpu-x86_64-linux"  # would run too, and is not preferred
+OLDER = f"torch-stable-abi29-cpu-{MACHINE}-linux"  # would run too, and is not preferred
 
 
 @dataclass
@@ -123,7 +126,9 @@ def published(tmp_path_factory) -> Iterator[Published]:
     for variant in project.BUILD.glob(f"{ABI}-cu*"):
         shutil.copytree(variant, build / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
     if not list(build.glob(f"{ABI}-cu*")):  # a torch built for CUDA takes no other variant, GPU or not
-        shutil.copytree(build / CPU, build / f"{ABI}-cu{(torch.version.cuda or '13.0').replace('.', '')}-x86_64-linux")
+        shutil.copytree(
+            build / CPU, build / f"{ABI}-cu{(torch.version.cuda or '13.0').replace('.', '')}-{MACHINE}-linux"
+        )
     for name in [*OTHERS, OLDER]:
         (build / name).mkdir()
         shutil.copy(build / CPU / "metadata.json", build / name)
@@ -464,4 +469,6 @@ def test_the_card_states_the_facts_of_build_toml():
     assert f"PTX of {' and '.join(with_ptx)}" in card
     (torch_version,) = set(config["torch"]["stable-abi"].values())
     assert f"for PyTorch {torch_version} and every later version" in card
-    assert f"Python {sources.OLDEST_PYTHON} and later" in card
+    oldest = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
+    assert f"Python {oldest} and later, not free-threaded" in card
+    assert f"kernels benchmark {REPO}" in card

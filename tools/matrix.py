@@ -2,8 +2,8 @@
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
 The versions of CUDA are those of requirements/cuda*.txt, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
-whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. The CPU variant is compiled
-for aarch64 as well, with a cross-compiler.
+whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. A cross-compiler compiles
+the CPU variant for aarch64 as well.
 """
 
 import argparse
