@@ -1,6 +1,7 @@
 """The workflows: what they run is there, and what they use is pinned."""
 
 import re
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,16 @@ def test_the_releases_api_and_variants_are_guarded():
         "promote",
     }
     assert set(re.findall(r"secrets\.(\w+)", text)) == {"HF_JOBS_TOKEN"}
+
+
+def test_the_first_real_compilation_is_not_the_release():
+    """What a compiler reads is built by Nix, with the oldest toolkit as with the newest, when it comes to main."""
+    on = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())[True]  # YAML 1.1 reads `on` so
+    assert on["push"]["branches"] == ["main"]
+    config = project.config()
+    listed = [source for table in (config["torch"], *config["kernel"].values()) for source in table["src"]]
+    for source in ["build.toml", "flake.nix", "flake.lock", *listed]:
+        assert any(fnmatch(source, pattern) for pattern in on["push"]["paths"]), source
 
 
 def find(commands: list[str], what: str) -> int:
