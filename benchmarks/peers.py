@@ -23,8 +23,8 @@ import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
+import benchmark
 import benchmark_linear
-import benchmark_mlp
 import benchmark_pointwise
 import display
 import kernels
@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import measure
 
-TABLES = {"mlp": benchmark_mlp.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
+TABLES = {"mlp": benchmark.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
 SWEEP_M = [1, 2, 4, 8, 16, 32, 64, 77, 128, 197, 256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 SWEEP_M_CPU = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 SWEEP_DH = [

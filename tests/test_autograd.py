@@ -63,7 +63,6 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
         assert_no_worse_than_eager(got[name], of_eager[name], expected, what, roundings, conditioning=its)
 
 
-@pytest.mark.kernels_ci
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @functions

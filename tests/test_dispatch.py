@@ -17,7 +17,6 @@ def implementation_of(fused_mlp, function, **options):
     return fused_mlp.explain(getattr(fused_mlp, function), **made).implementation
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_compiled_ops_come_first(fused_mlp, device, function):
     made = operands(function, device=device)

@@ -40,7 +40,6 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
         assert not shared or result.numel() == 0, f"the result of {function} shares the memory of {name}"
 
 
-@pytest.mark.kernels_ci
 @dtypes
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
 @functions
@@ -205,7 +204,6 @@ def test_swiglu(fused_mlp, device, implementation, dtype):
     assert_no_worse_than_eager(result, eager, reference.exact("act_and_mul", {"gate": gate, "up": up}, "silu"))
 
 
-@pytest.mark.kernels_ci
 def test_defaults(fused_mlp, device):
     gate, up = operands("act_and_mul", device=device).values()
     tanh = fused_mlp.act_and_mul(gate, up, "gelu_pytorch_tanh")

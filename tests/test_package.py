@@ -30,7 +30,6 @@ def local_kernels():
     return f"{project.repo_id()}={machine.build_folder().resolve()}"
 
 
-@pytest.mark.kernels_ci
 def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "act_and_mul",

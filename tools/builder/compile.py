@@ -52,6 +52,17 @@ def check_syntax(variant: Variant, section: Section, source: str, includes: list
         raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
 
 
+def cross_compile(variant: Variant, section: Section, source: str, cxx: str, out: Path) -> int:
+    """Compiles a C++ file with the compiler of another machine, whose torch is not there to link. Returns the bytes."""
+    compiler = _Compiler(variant, cxx, None, toolchain.torch(variant.stable_abi), 1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [*compiler.object(section, source), "-c", source, "-o", str(out)]
+    result = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
+    return out.stat().st_size
+
+
 @dataclass(frozen=True)
 class _Compiler:
     """The command lines of a variant: g++'s for the CPU, nvcc's, which drives g++, for CUDA."""
