@@ -8,7 +8,6 @@ import json
 import re
 import statistics
 import textwrap
-from dataclasses import dataclass
 
 import documents
 import project
@@ -19,106 +18,53 @@ CPU_PROFILE = project.ROOT / "profiling/results/cpu.json"
 COVERAGE = project.ROOT / "docs/coverage.md"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A provider's time, and in brackets its ratio to that of another one in the same run."""
-
-    head: str
-    provider: str
-    key: str = "kernel_us"
-    to: str | None = "eager"
-
-    def cell(self, providers: dict) -> str:
-        time = providers[self.provider][self.key]
-        return figure(time) + (f" ({time / providers[self.to][self.key]:.2f})" if self.to else "")
-
-
-OURS = "**fused-mlp**"
-EAGER = Column("eager", "eager", to=None)
-GEMMS = Column("cuBLAS GEMMs alone", "gemms")
-TABLES = {  # the name of a part: the run, what its shapes are called, the columns
+HEADS = {
+    "compile": "torch.compile",
+    "compile-max": "max-autotune",
+    "liger": "Liger",
+    "quack": "QuACK",
+    "gemms": "cuBLAS GEMMs alone",
+    "gemm": "cuBLAS GEMM alone",
+    "gate-up-gemm": "cuBLAS, packed",
+    "addmm-activation": "cuBLASLt GELU_BIAS",
+    "ours": "**fused-mlp**",
+    "ours-erf": "**fused-mlp**, erf",
+    "ours-gated": "**fused-mlp**, gated",
+    "ours-triton": "ours, Triton",
+    "ours-backward": "**fused-mlp**, backward",
+    "eager-backward": "eager, backward",
+}
+KEYS = {"wall": "wall_us", "CPU": "cpu_us"}  # and GPU time where a column names neither
+# The name of a part: the run, what its shapes are called, the columns: a provider, which time, and after the stroke the
+# provider that its ratio in brackets is to.
+TABLES = {
     "mlp": (
         "h100-mlp",
         "M, D, H",
-        [
-            EAGER,
-            Column("torch.compile", "compile"),
-            Column("Liger", "liger"),
-            GEMMS,
-            Column(OURS, "ours"),
-            Column("ours, Triton", "ours-triton"),
-        ],
+        "eager; compile / eager; liger / eager; gemms / eager; ours / eager; ours-triton / eager",
     ),
     "mlp-wall": (
         "h100-mlp",
         "M, D, H",
-        [
-            Column("eager", "eager", "wall_us", to=None),
-            Column("torch.compile", "compile", "wall_us"),
-            Column("Liger", "liger", "wall_us"),
-            Column(OURS, "ours", "wall_us"),
-            Column("eager, CPU", "eager", "cpu_us", to=None),
-            Column(f"{OURS}, CPU", "ours", "cpu_us"),
-        ],
+        "eager wall; compile wall / eager; liger wall / eager; ours wall / eager; eager CPU; ours CPU / eager",
     ),
-    "gated": (
-        "h100-mlp",
-        "M, D, H",
-        [
-            Column("cuBLAS, packed", "gate-up-gemm", to=None),
-            Column("ours, gated", "ours-gated", to="gate-up-gemm"),
-        ],
-    ),
-    "compile-max": (
-        "h100-compile-max",
-        "M, D, H",
-        [EAGER, Column("max-autotune", "compile-max"), Column(OURS, "ours")],
-    ),
-    "quack": (
-        "h100-quack",
-        "M, D, H",
-        [
-            EAGER,
-            Column("QuACK", "quack"),
-            Column(OURS, "ours"),
-            Column("QuACK, CPU", "quack", "cpu_us", to=None),
-            Column(f"{OURS}, CPU", "ours", "cpu_us", to=None),
-        ],
-    ),
+    "gated": ("h100-mlp", "M, D, H", "gate-up-gemm; ours-gated / gate-up-gemm"),
+    "compile-max": ("h100-compile-max", "M, D, H", "eager; compile-max / eager; ours / eager"),
+    "quack": ("h100-quack", "M, D, H", "eager; quack / eager; ours / eager; quack CPU; ours CPU"),
     "linear": (
         "h100-linear",
         "M, K, N",
-        [
-            EAGER,
-            Column("torch.compile", "compile"),
-            Column("cuBLAS GEMM alone", "gemm"),
-            Column("cuBLASLt GELU_BIAS", "addmm-activation"),
-            Column(f"{OURS}, tanh", "ours"),
-            Column(f"{OURS}, erf", "ours-erf"),
-        ],
+        "eager; compile / eager; gemm / eager; addmm-activation / eager; ours / eager; ours-erf / eager",
     ),
     "linear-few-rows": (
         "h100-linear-few-rows",
         "M, K, N",
-        [
-            EAGER,
-            Column("cuBLASLt GELU_BIAS", "addmm-activation"),
-            Column(f"{OURS}, tanh", "ours"),
-            Column("eager, wall", "eager", "wall_us", to=None),
-            Column("cuBLASLt, wall", "addmm-activation", "wall_us"),
-            Column(f"{OURS}, wall", "ours", "wall_us"),
-        ],
+        "eager; addmm-activation / eager; ours / eager; eager wall; addmm-activation wall / eager; ours wall / eager",
     ),
     "pointwise": (
         "h100-pointwise",
         "M, H",
-        [
-            EAGER,
-            Column("torch.compile", "compile", to="copy"),
-            Column(OURS, "ours", to="copy"),
-            Column("eager, backward", "eager-backward", to=None),
-            Column(f"{OURS}, backward", "ours-backward", to="copy-backward"),
-        ],
+        "eager; compile / copy; ours / copy; eager-backward; ours-backward / copy-backward",
     ),
 }
 
@@ -155,12 +101,18 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def providers_table(name: str, shape: str, columns: list[Column]) -> str:
-    rows = (
-        [", ".join(map(str, result["shape"])), *(column.cell(result["providers"]) for column in columns)]
-        for result in run(name)["results"]
-    )
-    return documents.table([shape, *(column.head for column in columns)], rows, left=1)
+def providers_table(name: str, shape: str, columns: str) -> str:
+    wanted = [(what.split(), base) for what, _, base in (column.partition(" / ") for column in columns.split("; "))]
+    heads = [", ".join([HEADS.get(provider, provider), *which]) for (provider, *which), _ in wanted]
+    rows = []
+    for result in run(name)["results"]:
+        row = [", ".join(map(str, result["shape"]))]
+        for (provider, *which), base in wanted:
+            key = KEYS[which[0]] if which else "kernel_us"
+            time = result["providers"][provider][key]
+            row.append(figure(time) + (f" ({time / result['providers'][base][key]:.2f})" if base else ""))
+        rows.append(row)
+    return documents.table((shape, *heads), rows, left=1)
 
 
 def machine() -> str:
@@ -177,9 +129,9 @@ NAMES = {"gemma-2b": "Gemma 2B size", "llama-8b": "Llama 8B size"}
 SETUPS = {
     "eager": "eager",
     "liger": "Liger",
-    "ours": OURS,
+    "ours": HEADS["ours"],
     "compile": "CUDA graphs by torch.compile",
-    "ours + compile": f"{OURS} in them",
+    "ours + compile": f"{HEADS['ours']} in them",
 }
 
 
