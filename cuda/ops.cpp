@@ -19,7 +19,7 @@
 #include "gemm/architecture.h"
 #include "pointwise.h"
 
-// torch's headers do not declare this for a build against a torch without CUDA.
+// torch's headers declare this function only where USE_CUDA is defined.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace fused_mlp {

@@ -1,6 +1,7 @@
 """backend() and explain(): what is forced, what is refused, and that the explanation is the truth."""
 
 import importlib
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,10 +76,25 @@ def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
     assert [part.refusal is None for part in parts] == [part.fused for part in parts]
 
 
-def test_every_refusal_has_words(fused_mlp):
-    codes = re.search(r"kRefusalCodes\[\] = \{(.*?)\};", (project.ROOT / "torch-ext/plan.h").read_text(), re.DOTALL)[1]
-    words = importlib.import_module(f"{fused_mlp.__name__}.backends.plans").REFUSALS
-    assert {"none", *words} == set(re.findall(r'"(\w+)"', codes))
+def codes_in(header, array):
+    text = (project.ROOT / header).read_text()
+    return re.findall(r'"(\w+)"', re.search(rf"{array}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1])
+
+
+def test_every_record_has_words(fused_mlp):
+    """What C++ may write into a record, Python has words for."""
+    plans = importlib.import_module(f"{fused_mlp.__name__}.backends.plans")
+    none, *refusals = codes_in("torch-ext/plan.h", "kRefusalCodes")
+    records = [{"implementation": "torch", "refusal": refusal, "pointwise": "cuda"} for refusal in refusals]
+    kernel = {"implementation": "sm90", "block_m": 128, "block_n": 192, "split_k": 2}
+    records += [{**kernel, "kernel": "streamed", "schedule": "swapped"}, {"implementation": "amx"}]
+    for schedule in codes_in("cuda/gemm/problem.h", "kNames"):
+        records.append({**kernel, "kernel": "tiled", "schedule": schedule})
+    parts = plans.parsed(json.dumps(records), [f"layer {i}" for i in range(len(records))])
+    assert [part.fused for part in parts] == ["refusal" not in record for record in records]
+    words = plans.in_words(parts)
+    assert none == "none" and all(plans.REFUSALS[refusal] in words for refusal in refusals)
+    assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
 
 
 @pytest.mark.parametrize("function", ["gated_linear", "gated_mlp"])
