@@ -120,7 +120,8 @@ def _row_of_class(module: torch.nn.Module) -> Optional[str]:
     kind = type(module)
     if kind is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
-    return _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}") or _WRITTEN_OUT.get(kind.forward)
+    forward = getattr(kind, "forward", None)  # none in a class of TorchScript's
+    return _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}") or _WRITTEN_OUT.get(forward)
 
 
 def _alteration(module: torch.nn.Module) -> Optional[str]:
