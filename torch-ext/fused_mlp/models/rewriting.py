@@ -115,8 +115,6 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
-    if isinstance(part, torch.jit.ScriptModule):  # its class has no forward to read
-        return sites.LAYER
     activation = recognise(part)
     if activation is not None:
         return sites.RELU if activation.name == "relu" else sites.ACTIVATION
