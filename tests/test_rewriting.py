@@ -465,6 +465,18 @@ def test_activations_that_are_spelled_out(fused_mlp, device, written, spelling):
     assert_same(fused_mlp, module, x, fused=SPELLED[spelling])
 
 
+@pytest.mark.parametrize("spelling", [spelling for spelling, fused in SPELLED.items() if fused == "plain"])
+def test_activations_that_are_spelled_out_compile(fused_mlp, device, written, spelling):
+    torch.compiler.reset()
+    module = written(f"h = self.fc1(x)\nreturn self.fc2({spelling})")().to(device)
+    module.approximate = "none"
+    x = torch.randn(4, 32, device=device)
+    expected = module(x)
+    fused_mlp.fuse_mlps(module)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_an_option_that_changes(fused_mlp, device, written):
     """It is read at each call."""
     module = written("return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))")().to(device)
@@ -578,6 +590,18 @@ def test_a_source_that_cannot_be_had_is_reported(fused_mlp):
     del module.activation_fn
     report = fused_mlp.fuse_mlps(module)
     assert report.fused == [] and "source" in report.left[0].reason
+
+
+def test_scripted_parts(fused_mlp, device, written):
+    """What TorchScript has compiled is called, whether it was there before or comes later."""
+    kind = written("return self.fc2(self.activation_fn(self.fc1(self.before(x))))")
+    module = kind().to(device)
+    module.before = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())).to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert [entry.pattern for entry in fused_mlp.fuse_mlps(module).fused] == ["plain"]
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
+    module.activation_fn = plain.activation_fn = torch.jit.script(nn.SiLU())
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("odd", ODD)
