@@ -1,9 +1,11 @@
 """Methods made anew: they compute what their originals compute, or they are left."""
 
 import copy
+import importlib.util
 import inspect
 import itertools
 import pickle
+import textwrap
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import look_alikes
-from modules import Decoder, Plain
+from modules import Decoder, Gated, Lora, PackedGated, Plain
 
 # Look-alikes: the structure of an MLP, another function.
 
@@ -255,3 +257,336 @@ def test_a_method_shows_its_own_lines(fused_mlp, device):
         module(torch.randn(2, 32, device=device))
     assert "self.activation_fn(self.fc1(self.norm(hidden_states)))" in str(caught.traceback[-1].statement)
     assert inspect.signature(module.forward) == inspect.signature(Decoder().forward)
+
+
+# Methods as users write them: whatever is fused of them computes what they compute, in the order in which they do.
+
+HEAD = """
+import contextlib
+import torch
+import torch.nn.functional as F
+from torch import nn
+from modules import Gated, PackedGated, Plain
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Makes a class of modules of the source of a file."""
+
+    def make(body, parent="Plain", arguments="x", head=HEAD):
+        path = tmp_path / "written.py"
+        method = f"def forward(self, {arguments}):\n{textwrap.indent(body, '    ')}\n"
+        path.write_text(f"{head}\nclass Written({parent}):\n{textwrap.indent(method, '    ')}")
+        spec = importlib.util.spec_from_file_location("written", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.Written
+
+    return make
+
+
+def called_in_order(module):
+    """The paths of the parts that run, in their order, as hooks of all of them see it."""
+    paths = []
+    for path, part in module.named_modules():
+        if path:
+            part.register_forward_hook(lambda *_, path=path: paths.append(path))
+    return paths
+
+
+def with_dropout_in_adapters(module):
+    """As peft wraps projections: each call draws random numbers."""
+    torch.manual_seed(0)
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, nn.Sequential(nn.Dropout(0.5), Lora(part)).to(part.weight.device))
+    return module
+
+
+def assert_same(fused_mlp, module, *args, fused=None):
+    """Fuses a module and compares it with what it was, plain, with adapters, and watched by hooks."""
+    plain = copy.deepcopy(module).train()
+    report = fused_mlp.fuse_mlps(module.train(), verify=False)
+    if fused is not None:
+        assert [entry.pattern for entry in report.fused] == ([fused] if fused else [])
+    assert report.fused or fused == "" or all(entry.reason for entry in report.left)
+    for change in (lambda module: module, with_dropout_in_adapters):
+        results = []
+        for each in (change(module), change(plain)):
+            torch.manual_seed(0)
+            results.append(each(*copy.deepcopy(args)))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+    calls = [called_in_order(each) for each in (module, plain)]
+    for each in (module, plain):
+        torch.manual_seed(0)
+        each(*copy.deepcopy(args))
+    assert calls[0] == calls[1] != []
+    return report
+
+
+# Ways to bind `h` to another tensor between the projection and the activation.
+BINDINGS = {
+    "assignment": "h = other",
+    "pair": "h, y = other, 1",
+    "list": "[h, *y] = [other]",
+    "star": "y, *h = 1, other\nh = h[0]",
+    "augmented": "h *= other",
+    "annotated": "h: torch.Tensor = other",
+    "walrus": "y = (h := other)",
+    "walrus in a comprehension": "y = [(h := part) for part in [other]]",
+    "walrus in a loop": "while (h := other) is None: pass",
+    "for": "for h in [other]: pass",
+    "for and else": "for _ in []: pass\nelse: h = other",
+    "with": "with contextlib.nullcontext(other) as h: pass",
+    "except": "try: raise ValueError(other)\nexcept ValueError as e: h = e.args[0]",
+    "finally": "try: pass\nfinally: h = other",
+    "import": "from sys import maxsize as h\nh = other * h / h",
+    "import as": "import math as h\nh = other * h.pi",
+    "def": "def h(): return other\nh = h()",
+    "class": "class h: value = other\nh = h.value",
+    "del": "del h\nh = other",
+    "list pattern": "match [other, 1]:\n    case [h, *_]: pass",
+    "star pattern": "match [1, other]:\n    case [_, *h]: h = h[0]",
+    "mapping pattern": "match {'y': other}:\n    case {'y': h}: pass",
+    "rest pattern": "match {'y': other}:\n    case {**h}: h = h['y']",
+    "class pattern": "match other:\n    case torch.Tensor(data=h): pass",
+    "as pattern": "match other:\n    case torch.Tensor() as h: pass",
+    "name pattern": "match other:\n    case h: pass",
+    "nonlocal": "def change():\n    nonlocal h\n    h = other\nchange()",
+    "comprehension of its own": "y = [h for h in [other]]",
+    "function of its own": "y = (lambda h: h)(other)",
+    "condition": "if x.shape[0] > 1: h = other",
+}
+
+
+@pytest.mark.parametrize("binding", BINDINGS)
+@pytest.mark.parametrize("arguments", ["x", "x, mask=None, *rest, scale=1.0, **options"])
+def test_a_name_that_is_bound_anew(fused_mlp, device, written, binding, arguments):
+    other = "other = torch.linspace(-1, 1, 88).to(x)"
+    body = f"{other}\nh = self.fc1(x)\n{BINDINGS[binding]}\nreturn self.fc2(self.activation_fn(h))"
+    assert_same(fused_mlp, written(body, arguments=arguments)().to(device), torch.randn(4, 32, device=device))
+
+
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_an_input_that_is_bound_anew(fused_mlp, device, written, binding):
+    """Between the two projections that read it."""
+    body = f"""\
+other, h = torch.linspace(-1, 1, 88).to(x)[:32], x
+gate = self.gate_proj(h)
+{BINDINGS[binding]}
+return self.down_proj(self.act_fn(gate) * self.up_proj(h))"""
+    assert_same(fused_mlp, written(body, "Gated")().to(device), torch.randn(4, 32, device=device))
+
+
+ORDERS = {
+    "self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))": "gated",
+    "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": "gated",
+    "self.up_proj(x) * self.act_fn(self.gate_proj(x))": "gated linear",
+    "self.down_proj(self.up_proj(x).clamp(-1, 1) * self.act_fn(self.gate_proj(x)))": "pointwise",
+    "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-1, 1))": "pointwise",
+    "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x + 1))": "pointwise",
+}
+STATEMENTS = {
+    "gate = self.gate_proj(x); up = self.up_proj(x); return self.down_proj(self.act_fn(gate) * up)": "gated",
+    "up = self.up_proj(x); gate = self.gate_proj(x); return self.down_proj(self.act_fn(gate) * up)": "gated",
+    "up = self.up_proj(x); gate = self.act_fn(self.gate_proj(x)); return self.down_proj(gate * up)": "gated",
+    "gate = self.act_fn(self.gate_proj(x)); up = self.up_proj(x); return self.down_proj(up * gate)": "gated",
+    "gate = self.gate_proj(x); return self.down_proj(self.up_proj(x) * self.act_fn(gate))": "gated",
+    "gate = self.act_fn(self.gate_proj(x)); return self.down_proj(self.up_proj(x).tanh() * gate)": "linear",
+    # Another part runs between, or an early return skips it.
+    "gate = self.gate_proj(x); y = self.down_proj(self.up_proj(x)); return self.act_fn(gate) * self.up_proj(y)": None,
+    "gate = self.gate_proj(x); y = self.up_proj(x)\nif y.sum() > 1e9: return y\nreturn self.act_fn(gate) * y": None,
+    "gate = self.gate_proj(x); return self.down_proj(self.act_fn(gate)) if self.training else x": None,
+}
+
+
+@pytest.mark.parametrize("expression", ORDERS)
+def test_calls_in_the_order_of_an_expression(fused_mlp, device, written, expression):
+    module = written(f"return {expression}", "Gated")().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused=ORDERS[expression])
+
+
+@pytest.mark.parametrize("body", STATEMENTS)
+def test_calls_in_the_order_of_statements(fused_mlp, device, written, body):
+    module = written(body.replace("; ", "\n"), "Gated")().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused=STATEMENTS[body])
+
+
+@pytest.mark.parametrize("expression", ORDERS)
+def test_the_order_that_hooks_of_all_modules_see(fused_mlp, device, written, expression):
+    module = written(f"return {expression}", "Gated")().to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert fused_mlp.fuse_mlps(module).fused
+    seen = [], []
+    for each, calls in zip((module, plain), seen, strict=True):
+        names = {part: name for name, part in each.named_modules()}
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda part, *_, calls=calls, names=names: calls.append(names[part])
+        )
+        try:
+            each(x)
+        finally:
+            handle.remove()
+    assert seen[0] == seen[1] != []
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Decoder, look_alikes.FunctionalDropout])
+def test_calls_of_models_in_their_order(fused_mlp, device, kind):
+    assert_same(fused_mlp, kind().to(device), torch.randn(4, 32, device=device))
+
+
+SPELLED = {
+    "F.gelu(h, approximate='tanh')": "plain",
+    "F.gelu(h, approximate=self.approximate)": "plain",
+    "F.relu(h, inplace=True)": "plain",
+    "F.relu(h, True)": "plain",
+    "F.silu(h, inplace=self.training)": "plain",
+    "torch.nn.functional.silu(h, inplace=True)": "plain",
+    "h.relu()": "plain",
+    "h * torch.sigmoid(h)": "plain",
+    "h * torch.sigmoid(1.702 * h)": "plain",
+    "torch.sigmoid(h * 1.702) * h": "plain",
+    "h * h.sigmoid()": "",
+    "F.relu(h).square()": "plain",
+    "F.relu(h) ** 2": "plain",
+    "torch.square(F.relu(h))": "plain",
+    "h.relu().pow(2)": "plain",
+    "F.gelu(h) ** 2": "linear",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLED)
+def test_activations_that_are_spelled_out(fused_mlp, device, written, spelling):
+    kind = written(f"h = self.fc1(x)\nreturn self.fc2({spelling})")
+    module = kind().to(device)
+    module.approximate = "none"
+    x = torch.randn(4, 32, device=device)
+    assert_same(fused_mlp, module, x, fused=SPELLED[spelling])
+
+
+def test_an_option_that_changes(fused_mlp, device, written):
+    """It is read at each call."""
+    module = written("return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))")().to(device)
+    module.approximate = "none"
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = 3 * torch.randn(4, 32, device=device)
+    for approximate in ("none", "tanh", "none"):
+        module.approximate = plain.approximate = approximate
+        torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)
+    module.approximate = plain.approximate = "other"
+    for each in (module, plain):
+        with pytest.raises(RuntimeError, match="approximate"):
+            each(x)
+
+
+@pytest.mark.parametrize("glu", ["F.glu(h)", "F.glu(h, dim=-1)", "F.glu(h, -1)"])
+def test_glu(fused_mlp, device, written, glu):
+    module = written(f"h = self.gate_up_proj(x)\nreturn self.down_proj({glu})", "PackedGated")().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="packed gated, up first")
+
+
+def test_glu_of_another_dimension(fused_mlp, device, written):
+    module = written("h = self.gate_up_proj(x)\nreturn F.glu(h, dim=0)", "PackedGated")().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("F.leaky_relu(h, 0.1)", "leaky_relu"), ("h.tanh()", "tanh"), ("F.silu(h, other=True)", "silu")],
+)
+def test_activations_that_are_not_known_are_reported(fused_mlp, device, written, spelling, name):
+    module = written(f"h = self.fc1(x)\nreturn self.fc2({spelling})")().to(device)
+    del module.activation_fn
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused == [] and name in report.left[0].reason
+
+
+def test_a_sequence_with_an_activation_that_is_not_known(fused_mlp):
+    report = fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    assert report.fused == [] and "Tanh" in report.left[0].reason
+
+
+# Names that the source has already.
+
+TAKEN = """
+def fused_plain(*_): raise AssertionError
+fused_linear = original_method = method_instead = getattr = fused_plain
+"""
+
+
+@pytest.mark.parametrize("name", ["fused_plain", "fused", "original_method", "method_instead", "getattr", "call"])
+def test_names_that_are_taken(fused_mlp, device, written, name):
+    """By functions around a method, and by what it is given."""
+    body = f"return self.fc2(self.activation_fn(self.fc1(x))) * {name}"
+    module = written(body, arguments=f"x, {name}=2", head=HEAD + TAKEN)().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), 3.0, fused="plain")
+    methods = [vars(type(module))["forward"]]
+    added = {name for method in methods for name in method.__code__.co_freevars} - {"__class__"}
+    assert added and not any(map(str.isidentifier, added))
+
+
+# What compiles to other code for what stands elsewhere.
+
+CONTEXTS = {
+    "imported": HEAD,
+    "imported under a condition": f"if True:{textwrap.indent(HEAD, '    ')}",
+    "imported by star": "from look_alikes import *\n",
+    "imported elsewhere": "import look_alikes\nglobals().update(vars(look_alikes), __name__=__name__)\n",
+    "annotations": f"from __future__ import annotations\n{HEAD}",
+    "an attribute's name": f"{HEAD}\nimport math as fc1, math as activation_fn\n",
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return self.fc2(F.silu(self.fc1(x)))",
+        "fc1 = x\nreturn self.fc2(F.silu(self.fc1(fc1.float())))",
+        "with torch.no_grad():\n    return self.fc2(F.silu(self.fc1(x)))",
+        "with torch.no_grad():\n    y = self.fc2(F.silu(self.fc1(x)))\nreturn y",
+        "return (lambda y: y)(self.fc2(F.silu(self.fc1(x))))",
+    ],
+)
+def test_code_that_depends_on_its_surroundings(fused_mlp, device, written, context, body):
+    module = written(body, head=CONTEXTS[context])().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="plain")
+
+
+# Methods that are no plain functions of a module.
+
+ODD = {
+    "generator": "yield self.fc2(self.activation_fn(self.fc1(x)))",
+    "self rebound": "self = self.eval()\nreturn self.fc2(self.activation_fn(self.fc1(x)))",
+    "self by a pattern": "match self:\n    case self: return self.fc2(self.activation_fn(self.fc1(x)))",
+    "locals": "h = self.fc1(x)\ny = len(locals())\nreturn self.fc2(self.activation_fn(h)) * y",
+    "global": "global h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h))",
+    "private": "__h = self.fc1(x)\nreturn self.fc2(self.activation_fn(__h))",
+}
+
+
+class Untold(Plain):
+    """Made of no source, and of functions."""
+
+    exec("def forward(self, x):\n    return self.fc2(F.silu(self.fc1(x)))", globals(), locals())
+
+
+def test_a_source_that_cannot_be_had_is_reported(fused_mlp):
+    module = Untold()
+    del module.activation_fn
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused == [] and "source" in report.left[0].reason
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_methods_that_are_left(fused_mlp, device, written, odd):
+    module = written(ODD[odd])().to(device)
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused == [] and report.left[0].reason
+
+
+def test_positional_only(fused_mlp, device, written):
+    module = written("return self.fc2(self.activation_fn(self.fc1(x)))", arguments="/, x")().to(device)
+    assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="plain")

@@ -178,13 +178,13 @@ def test_global_hooks(fused_mlp, device, kind, hook):
     fused = fused_copy(fused_mlp, module)
     sequences = []
     for candidate in (module, fused):
-        seen = []
-        names = {id(part): name for name, part in candidate.named_modules()}
+        parts = []
         x = x_of(device).requires_grad_()
-        handle = HOOKS[hook](lambda part, *_: seen.append(names[id(part)]))
+        handle = HOOKS[hook](lambda part, *_, parts=parts: parts.append(part))
         try:
             candidate(x).sum().backward()
         finally:
             handle.remove()
-        sequences.append(seen)
+        names = {part: name for name, part in candidate.named_modules()}
+        sequences.append([names[part] for part in parts])
     assert sequences[0] == sequences[1] != []

@@ -159,8 +159,12 @@ def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
     x = torch.randn(3, 32, device=device)
     original = Gated.forward
     expected = original(module, x)
+
+    def patched(self, x):
+        return 2 * original(self, x)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Gated, "forward", lambda self, x: 2 * original(self, x))
+        patch.setattr(Gated, "forward", patched)
         torch.testing.assert_close(module(x), 2 * expected)
         assert fused_mlp.explain(module).implementation == "original"
         assert [left.reasons[0].code for left in fused_mlp.fuse_mlps(module).left] == ["no source"]

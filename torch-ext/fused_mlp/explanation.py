@@ -138,8 +138,8 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
     for path, module in model.named_modules():
         own = module.__dict__.get("forward")
-        kernel = type(module).forward if own is None else getattr(own, "__func__", None)
-        is_layer = kernel in _LAYER_FORWARDS and not patching.is_fused(module)
+        kernel = inspect.getattr_static(type(module), "forward") if own is None else getattr(own, "__func__", None)
+        is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
         if found is not None:
             yield report.of_module(path, module, found)

@@ -85,14 +85,11 @@ def squared(act: Callable[[Tensor], Tensor]) -> Form:
 def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
     given = (*options, *named.values())
-    dim = given[0] if given else function.dim if type(function) is nn.GLU else -1
-    plain = (
-        type(function) is nn.GLU
-        and not given
-        and nn.GLU.forward is _GLU_FORWARD
-        and obstacles.of_call(function) is None
-    )
-    known = function is _GLU_FUNCTION or plain
+    if type(function) is nn.GLU:
+        dim = function.dim
+        known = not given and nn.GLU.forward is _GLU_FORWARD and obstacles.of_call(function) is None
+    else:
+        dim, known = given[0] if given else -1, function is _GLU_FUNCTION
     row = get_activation("sigmoid") if known and dim == -1 else None
     return Form("glu", lambda h: function(h, *options, **named), row, halves=True)
 

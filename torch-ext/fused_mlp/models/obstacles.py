@@ -21,26 +21,23 @@ from .. import functional
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, weight [in, out]
 
 
-def is_original(function: Any, home: Any) -> bool:
-    """Whether a function is one that was written in the module ``home``, and not what somebody put in its place."""
-    if not isinstance(function, FunctionType):
-        return inspect.isbuiltin(function)
-    return not hasattr(function, "__wrapped__") and function.__globals__ is vars(home)
+def original(owner: Any, name: str, home: Any) -> Any:
+    """What ``owner`` has under a name, if it was written in the module ``home``; None if somebody put it there."""
+    function = getattr(owner, name)
+    if isinstance(function, FunctionType):
+        return None if hasattr(function, "__wrapped__") or function.__globals__ is not vars(home) else function
+    return function if inspect.isbuiltin(function) else None
 
 
-_LINEAR_FORWARD = nn.Linear.forward if is_original(nn.Linear.forward, nn.modules.linear) else None
-_MODULE_CALL = nn.Module.__call__ if is_original(nn.Module.__call__, _torch_module) else None
-
-# The functions that the parts of an MLP call, in their place or None where they are patched already. Some do patch
-# them: profilers that count operations, quantisers, loggers.
-_FUNCTIONS = tuple(
-    (home, name, getattr(home, name) if is_original(getattr(home, name), home) else None)
-    for home, names in (
-        (F, ("linear", "dropout", "gelu", "relu", "silu")),
-        (torch, ("addmm", "pow", "sigmoid", "square", "tanh")),
-    )
-    for name in names
+# What the parts of an MLP call. Profilers that count operations, quantisers and loggers put functions of their own in
+# these places.
+_PATCHABLE = (
+    (nn.Linear, "__call__", _torch_module),  # and with it that of every module
+    (nn.Linear, "forward", nn.modules.linear),
+    *((F, name, F) for name in ("linear", "dropout", "gelu", "relu", "silu")),
+    *((torch, name, torch) for name in ("addmm", "pow", "sigmoid", "square", "tanh")),
 )
+_ORIGINALS = tuple((owner, name, original(owner, name, home)) for owner, name, home in _PATCHABLE)
 
 
 def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -49,6 +46,11 @@ def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 linear_forward.__name__ = "forward"  # the name under which a bound method is pickled
+
+
+# One by one, since that is asked for in every call: a loop over them takes five times as long.
+_originals = [original for *_, original in _ORIGINALS]
+_CALL, _FORWARD, _LINEAR, _DROPOUT, _GELU, _RELU, _SILU, _ADDMM, _POW, _SIGMOID, _SQUARE, _TANH = _originals
 
 
 def of_surroundings() -> Optional[str]:
@@ -60,11 +62,24 @@ def of_surroundings() -> Optional[str]:
         or _torch_module._global_backward_pre_hooks
     ):
         return "global module hooks"
-    if nn.Linear.__call__ is not _MODULE_CALL:
-        return "a patched call of modules"
-    for home, name, original in _FUNCTIONS:
-        if getattr(home, name) is not original:
-            return f"a patched {home.__name__}.{name}"
+    if (
+        nn.Linear.__call__ is not _CALL
+        or nn.Linear.forward is not _FORWARD
+        or F.linear is not _LINEAR
+        or F.dropout is not _DROPOUT
+        or F.gelu is not _GELU
+        or F.relu is not _RELU
+        or F.silu is not _SILU
+        or torch.addmm is not _ADDMM
+        or torch.pow is not _POW
+        or torch.sigmoid is not _SIGMOID
+        or torch.square is not _SQUARE
+        or torch.tanh is not _TANH
+    ):
+        owner, name = next(
+            (owner, name) for owner, name, original in _ORIGINALS if getattr(owner, name) is not original
+        )
+        return f"a patched {owner.__name__}.{name}"
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
         if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
@@ -81,9 +96,15 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    state = module.__dict__  # several times as fast as attributes of a module, which go through its __getattr__
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    ):
         return "hooks"
-    own = module.__dict__.get("forward")
+    own = state.get("forward")
     if own is not None:
         function = getattr(own, "__func__", None)
         known = function in (type(module).forward, linear_forward)
@@ -101,17 +122,15 @@ def of_projection(projection: nn.Module) -> Optional[str]:
 def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
     """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
     kind = type(projection)
-    if kind is nn.Linear:
-        if kind.forward is not _LINEAR_FORWARD:
-            return "a patched torch.nn.Linear"
-    elif not _is_conv1d(kind):
-        return f"a {kind.__module__}.{kind.__qualname__}"
-    elif kind.forward.__module__ != kind.__module__:
-        return f"a patched {_CONV1D}"
+    if kind is not nn.Linear:
+        if not _is_conv1d(kind):
+            return f"a {kind.__module__}.{kind.__qualname__}"
+        if kind.forward.__module__ != kind.__module__:
+            return f"a patched {_CONV1D}"
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
-    parameters = projection._parameters  # asked first, it is several times as fast as the attribute
+    parameters = projection.__dict__["_parameters"]  # asked first, it is several times as fast as the attribute
     weight = parameters["weight"] if "weight" in parameters else projection.weight  # noqa: SIM401 (which asks both)
     if type(weight) not in (nn.Parameter, Tensor):
         return f"a weight of type {type(weight).__name__}"
@@ -131,6 +150,8 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 def of_input(x: Tensor) -> Optional[str]:
     """Why no kernel takes ``x``, whatever it is multiplied with, or None: what it is, or what is around the call."""
+    if not isinstance(x, Tensor):
+        return f"an input of type {type(x).__name__}"
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
     return "a nested input" if x.is_nested else of_surroundings()
