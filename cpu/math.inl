@@ -140,9 +140,9 @@ FUSED_MLP_INLINE Slope sigmoid_slope(Vec factor, Vec z, Vec dfactor, Vec factor_
 
 template <Activation kActivation>
 FUSED_MLP_INLINE Slope slope(Vec x) {
-  // The smooth derivatives are constant beyond 105; bounded, products such as x (1 - sigmoid(x)) vanish even at
-  // infinity.
-  const Vec bounded = at_least(at_most(x, 105.0f), -105.0f);
+  // The smooth derivatives are constant beyond 105, where powers of a bounded x do not overflow. At infinity they are
+  // NaN, as in torch: infinity times a slope of zero.
+  const Vec bounded = at_least(at_most(x, 105.0f), -105.0f) + (x - x);
   if constexpr (kActivation == Activation::kLinear) {
     return {x, splat(1.0f)};
   } else if constexpr (kActivation == Activation::kGelu) {

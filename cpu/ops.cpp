@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
@@ -41,9 +42,6 @@ DType dtype_of(const Tensor& tensor, const char* name) {
                   " must be float32 or bfloat16 on the CPU, not ", torch::headeronly::toString(dtype));
   return dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
 }
-
-// An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
-Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
 
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
 
@@ -197,10 +195,11 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   check_same_shape(up, "up", gate);
   const DType dtype = dtype_of(gate, "gate");
-  const TensorRows gate_rows(gate), up_rows(up);
-  const Tensor out = new_dense(gate, gate.sizes());
-  run_pointwise(pointwise().act_and_mul, {dtype, gate_rows.rows, gate_rows.cols}, activation, matrix(gate_rows),
-                matrix(up_rows), dense_matrix(out, gate_rows.cols));
+  const Strides strides = product_strides(activation, gate, up);
+  const Tensor out = new_strided(gate, gate.sizes(), strides);
+  const Walk walk(strides, {&gate, &up});
+  run_pointwise(pointwise().act_and_mul, {dtype, walk.rows, walk.cols}, activation, walk.input(0), walk.input(1),
+                walk.output(out));
   return out;
 }
 
@@ -210,12 +209,15 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   check_same_shape(gate, "gate", grad);
   check_same_shape(up, "up", grad);
   const DType dtype = dtype_of(gate, "gate");
-  const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
-  const Tensor gate_grad = new_dense(gate, gate.sizes());
-  const Tensor up_grad = new_dense(up, up.sizes());
-  run_pointwise(pointwise().act_and_mul_backward, {dtype, gate_rows.rows, gate_rows.cols}, activation,
-                matrix(grad_rows), matrix(gate_rows), matrix(up_rows), dense_matrix(gate_grad, gate_rows.cols),
-                dense_matrix(up_grad, gate_rows.cols));
+  const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
+  const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
+  Tensor up_grad = new_strided(up, up.sizes(), up_strides);
+  // The kernel writes both gradients in one order.
+  const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
+  const Walk walk(strides, {&grad, &gate, &up});
+  run_pointwise(pointwise().act_and_mul_backward, {dtype, walk.rows, walk.cols}, activation, walk.input(0),
+                walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(walked_up_grad));
+  if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
 }
 

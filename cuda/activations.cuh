@@ -89,8 +89,10 @@ struct ActivationFn<Activation::kGeluTanh, P> {
   }
   static __device__ __forceinline__ float value(float x) { return x * weight(x); }
   static __device__ __forceinline__ float derivative(float x) {
-    const float s = weight(x);
-    return s + x * s * weight(-x) * kTwoSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
+    // It is 0 or 1 to the last bit well inside these bounds, outside of which x * x may overflow; NaN at infinity.
+    const float bounded = fminf(fmaxf(x, -32.0f), 32.0f) + (x - x);
+    const float s = weight(bounded);
+    return s + bounded * s * weight(-bounded) * kTwoSqrt2OverPi * (1.0f + 3.0f * kCubic * bounded * bounded);
   }
 };
 
@@ -100,7 +102,7 @@ struct ActivationFn<Activation::kQuickGelu, P> {
   static __device__ __forceinline__ float value(float x) { return x * sigmoid<P>(kSlope * x); }
   static __device__ __forceinline__ float derivative(float x) {
     const float s = sigmoid<P>(kSlope * x);
-    return s + kSlope * x * s * sigmoid<P>(-kSlope * x);
+    return s + x * (kSlope * s * sigmoid<P>(-kSlope * x));  // kSlope * x may overflow
   }
 };
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
@@ -208,10 +209,11 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   check_same_shape(up, "up", gate);
   const DeviceGuard device_guard(gate.get_device_index());
-  const TensorRows gate_rows(gate), up_rows(up);
-  const Tensor out = new_dense(gate, gate.sizes());
-  check(launch_act_and_mul(matrix(gate_rows), matrix(up_rows), dense_matrix(out, gate_rows.cols), gate_rows.rows,
-                           gate_rows.cols, dtype_of(gate, "gate"), activation, current_stream(gate)));
+  const Strides strides = product_strides(activation, gate, up);
+  const Tensor out = new_strided(gate, gate.sizes(), strides);
+  const Walk walk(strides, {&gate, &up});
+  check(launch_act_and_mul(walk.input(0), walk.input(1), walk.output(out), walk.rows, walk.cols, dtype_of(gate, "gate"),
+                           activation, current_stream(gate)));
   return out;
 }
 
@@ -221,13 +223,16 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   check_same_shape(gate, "gate", grad);
   check_same_shape(up, "up", grad);
   const DeviceGuard device_guard(gate.get_device_index());
-  const TensorRows grad_rows(grad), gate_rows(gate), up_rows(up);
-  const Tensor gate_grad = new_dense(gate, gate.sizes());
-  const Tensor up_grad = new_dense(up, up.sizes());
-  check(launch_act_and_mul_backward(matrix(grad_rows), matrix(gate_rows), matrix(up_rows),
-                                    dense_matrix(gate_grad, gate_rows.cols), dense_matrix(up_grad, gate_rows.cols),
-                                    gate_rows.rows, gate_rows.cols, dtype_of(gate, "gate"), activation,
-                                    current_stream(gate)));
+  const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
+  const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
+  Tensor up_grad = new_strided(up, up.sizes(), up_strides);
+  // The kernel writes both gradients in one order.
+  const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
+  const Walk walk(strides, {&grad, &gate, &up});
+  check(launch_act_and_mul_backward(walk.input(0), walk.input(1), walk.input(2), walk.output(gate_grad),
+                                    walk.output(walked_up_grad), walk.rows, walk.cols, dtype_of(gate, "gate"),
+                                    activation, current_stream(gate)));
+  if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
 }
 

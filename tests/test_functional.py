@@ -8,6 +8,7 @@ import torch
 
 import machine
 import reference
+import special_values
 from reference import ACTIVATIONS, DTYPES, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands, shapes, subsets
 
 functions = pytest.mark.parametrize("function", FUNCTIONS)
@@ -32,7 +33,7 @@ def check(fused_mlp, implementation, function, operands, activation="gelu_pytorc
     assert_no_worse_than_eager(
         result, eager, exact, what, ROUNDINGS[function], chance=chance, conditioning=conditioning
     )
-    assert result.is_contiguous() or not machine.takes(implementation, result.dtype)
+    assert result.stride() == eager.stride(), what
     for name, operand in operands.items():
         assert torch.equal(operand, before[name]), f"{function} changed {name}"
         shared = result.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
@@ -300,14 +301,11 @@ def test_threads(fused_mlp, device, implementation, function):
             torch.testing.assert_close(result, one, rtol=1e-5, atol=1e-5)
 
 
-SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1e4, -1e4, 1e-41, -1e-41, 6e-8, -6e-8, 3e38, -3e38)
-
-
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_extreme_values(fused_mlp, device, implementation, activation, dtype):
     """Computed in float32 and rounded once: overflow, NaN and zeros are where that puts them."""
-    values = torch.tensor(SPECIAL, device=device).to(dtype)
+    values = torch.tensor(special_values.SPECIAL, device=device).to(dtype)
     gate, up = (grid.repeat(1, 3) for grid in torch.meshgrid(values, values, indexing="ij"))
     result = call(fused_mlp, implementation, "act_and_mul", {"gate": gate, "up": up}, activation)
     act = reference.FORMULAS[activation].eager
@@ -320,6 +318,13 @@ def test_extreme_values(fused_mlp, device, implementation, activation, dtype):
     # Ties of subnormal numbers may round either way, and the last bits of float32's own may differ.
     atol = max(info.smallest_normal * info.eps, 1e-44)
     torch.testing.assert_close(result, expected, rtol=2 * info.eps, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_gradients(fused_mlp, device, implementation, activation, dtype, create_graph):
+    special_values.check_gradients(fused_mlp, implementation, device, activation, dtype, create_graph)
 
 
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan, 1e4, 1e30])

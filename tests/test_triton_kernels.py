@@ -3,13 +3,16 @@
 import importlib
 import json
 import os
+import random
 import re
 
 import pytest
 import torch
 
+import layouts
 import machine
 import reference
+import special_values
 from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,11 +48,11 @@ def backend(fused_mlp):
 
 def check(forced, function, made, activation="gelu_pytorch_tanh"):
     result = getattr(forced, function)(**made, activation=activation)
-    eager = reference.eager(function, {name: operand.contiguous() for name, operand in made.items()}, activation)
+    eager = reference.eager(function, made, activation)
     exact = reference.exact(function, made, activation)
     (conditioning,) = reference.conditioning(lambda made: [reference.exact(function, made, activation)], made)
     assert_no_worse_than_eager(result, eager, exact, function, ROUNDINGS[function], conditioning=conditioning)
-    assert result.is_contiguous()
+    assert result.stride() == eager.stride()
 
 
 # Results
@@ -114,6 +117,19 @@ def test_gradients(fused_mlp, device, activation, dtype):
 
 
 # Memory layouts
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_special_values(fused_mlp, device, activation, dtype):
+    special_values.check_gradients(fused_mlp, "triton", device, activation, dtype)
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_any_strides(fused_mlp, device, repetition):
+    draw = random.Random(torch.initial_seed())
+    for _ in range(30):
+        layouts.check_product(fused_mlp, "triton", draw, device, torch.float32)
 
 
 def packed(tensor):

@@ -69,9 +69,9 @@ inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayR
   return strides;
 }
 
-// An uninitialised dense tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
-inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  const auto strides = dense_strides(sizes);
+// An uninitialised tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
+inline Tensor new_strided(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                          const std::vector<int64_t>& strides) {
   int32_t dtype = 0, device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
@@ -79,6 +79,10 @@ inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArra
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype, device_type,
                                                   like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  return new_strided(like, sizes, dense_strides(sizes));
 }
 
 }  // namespace fused_mlp

@@ -1,4 +1,19 @@
-"""The one table of activations: what each computes, and its derivative."""
+"""The one table of activations: what each computes, and its derivative.
+
+Special values. Every kernel computes in float32 and rounds once, so that values and gradients are NaN, infinite or
+finite where PyTorch's formulas, evaluated in float64, are:
+
+- NaN gives NaN, and 0 times infinity is NaN. Only ``linear`` and ``relu`` have a derivative of 1 there.
+- The value at +inf is +inf, of ``sigmoid`` 1. At -inf that of ``relu``, ``relu2`` and ``sigmoid`` is 0, of ``linear``
+  -inf, and of the others, x times a weight of zero, NaN.
+- The derivative at either infinity is NaN of the GELUs and ``silu``, and 0 of ``sigmoid``. At +inf it is 1 of ``relu``
+  and +inf of ``relu2``, at -inf 0 of both.
+- A finite x, however large, has a finite value and a finite derivative, but those of ``relu2`` overflow to +inf. Here
+  PyTorch's float32 operations differ: their tanh-GELU has a derivative of NaN beyond 1e19.
+- Subnormal operands count. A result below the smallest normal number may be zero. The sign of a zero is not specified.
+
+Where PyTorch's own operations run (``explain`` says so), special values are theirs.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +53,14 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_derivative(x: Tensor) -> Tensor:
+    x = x.clamp(-32.0, 32.0) + (x - x)  # constant to the last bit beyond, where x * x may overflow; NaN at infinity
     z = _TANH_SLOPE * x * (1.0 + _TANH_CUBIC * x * x)
     return torch.sigmoid(z) + x * _sigmoid_derivative(z) * _TANH_SLOPE * (1.0 + 3.0 * _TANH_CUBIC * x * x)
 
 
 def _sigmoid_weighted_derivative(x: Tensor, slope: float) -> Tensor:
     z = slope * x
-    return torch.sigmoid(z) + z * _sigmoid_derivative(z)
+    return torch.sigmoid(z) + x * (slope * _sigmoid_derivative(z))  # z may be infinite where x is not
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
@@ -84,7 +100,7 @@ ACTIVATIONS: Tuple[Activation, ...] = (
         lambda x: _sigmoid_weighted_derivative(x, _QUICK_SLOPE),
     ),
     Activation("silu", 4, F.silu, lambda x: _sigmoid_weighted_derivative(x, 1.0), ("swish",)),
-    Activation("relu", 5, F.relu, lambda x: (x > 0).to(x.dtype)),
+    Activation("relu", 5, F.relu, lambda x: 1.0 - (x <= 0).to(x.dtype)),
     Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x)),
     Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative),
 )

@@ -1,7 +1,8 @@
 """The public functions.
 
 Every function takes float32, float16 or bfloat16 operands of one dtype and device (others run in plain PyTorch), any
-leading dimensions, any strides. Each raises TypeError or ValueError for operands that do not fit (``operands``).
+leading dimensions, any strides. Each raises TypeError or ValueError for operands that do not fit (``operands``), which
+is a RuntimeError too, as PyTorch's own. What becomes of NaN, infinities and overflow: ``activations``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
         activation: a name of ``transformers.activations.ACT2FN`` that the package knows, or None for the identity.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``gate``.
+        A tensor of the shape and dtype of ``gate``, with the strides of ``act(gate) * up`` in PyTorch: of operands that
+        are dense in some order of their dimensions (transposed, channels_last), it is dense in the same order.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """

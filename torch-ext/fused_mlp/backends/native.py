@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import operands
+from .. import operands, strides
 from .._ops import add_op_namespace_prefix, ops
 
 # The builder's own record of what this build holds.
@@ -69,12 +69,12 @@ def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
 @torch.library.register_fake(add_op_namespace_prefix("act_and_mul"))
 def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     operands.check_act_and_mul(gate, up)
-    return gate.new_empty(gate.shape)
+    return strides.new_product(gate, up, activation)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("act_and_mul_backward"))
 def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    return strides.new_gradients(grad, gate, up, activation)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear"))

@@ -98,8 +98,9 @@ def derivative(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         density = _exp(x * x * -0.5, EXACT) * INV_SQRT_2PI
         return 0.5 * (tl.erf(x * SQRT_HALF) + 1.0) + x * density
     elif ACTIVATION == GELU_TANH:
-        # The derivative is 0 or 1 to the last bit well inside these bounds, and the slope overflows far outside.
-        x = tl.clamp(x, -32.0, 32.0, propagate_nan=tl.PropagateNan.ALL)
+        # The derivative is 0 or 1 to the last bit well inside these bounds, and the slope overflows far outside. At
+        # infinity it is NaN.
+        x = tl.clamp(x, -32.0, 32.0, propagate_nan=tl.PropagateNan.ALL) + (x - x)
         z = x * (x * x * TANH_CUBIC + TANH_SLOPE)
         slope = x * x * TANH_CUBIC * 3.0 + TANH_SLOPE
         return _sigmoid(z, EXACT) + x * (_sigmoid_derivative(z, EXACT) * slope)

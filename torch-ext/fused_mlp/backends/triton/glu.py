@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import strides
 from .activations import activate, derivative
 from .rows import as_rows
 
@@ -73,24 +74,32 @@ def act_and_mul_backward_kernel(
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    out = gate.new_empty(gate.shape)
+    out = strides.new_product(gate, up, activation)
     if out.numel():
         _launch(act_and_mul_kernel, (gate, up), (out,), activation)
     return out
 
 
 def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dgate, dup = strides.new_gradients(grad, gate, up, activation)
     if dgate.numel():
-        _launch(act_and_mul_backward_kernel, (grad, gate, up), (dgate, dup), activation)
+        written = dup if dup.stride() == dgate.stride() else dup.new_empty_strided(dup.shape, dgate.stride())
+        _launch(act_and_mul_backward_kernel, (grad, gate, up), (dgate, written), activation)
+        if written is not dup:
+            dup.copy_(written)
     return dgate, dup
 
 
 def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], activation: int) -> None:
+    """``outputs`` are dense, of one layout, in whose order the kernel walks all tensors."""
+    if not all(operand.is_contiguous() for operand in (*inputs, outputs[0])):
+        out = outputs[0].squeeze()
+        slowest_first = sorted(range(out.dim()), key=out.stride().__getitem__, reverse=True)
+        inputs = tuple(operand.squeeze().permute(slowest_first) for operand in inputs)
     if all(operand.is_contiguous() for operand in inputs):
         inputs = tuple(operand.view(1, -1) for operand in inputs)  # one long row: no tile is cut but the last
     else:
-        inputs = tuple(as_rows(operand) for operand in inputs)
+        inputs = tuple(as_rows(operand) for operand in _flattened(inputs))
     rows, cols = inputs[0].shape
     tile_rows, tile_cols = tile_shape(rows, cols, inputs[0].element_size())
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(cols, tile_cols),)
@@ -105,6 +114,16 @@ def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], act
             TILE_ROWS=tile_rows,
             TILE_COLS=tile_cols,
         )
+
+
+def _flattened(operands: Tuple[Tensor, ...]) -> Tuple[Tensor, ...]:
+    """The innermost dimensions made one, as many as all operands have adjacent: long rows, and no copies of chunks."""
+    shape, adjacent = operands[0].shape, 1
+    first = len(shape)
+    while first and all(operand.stride(first - 1) == adjacent for operand in operands):
+        first -= 1
+        adjacent *= shape[first]
+    return operands if first == len(shape) else tuple(operand.flatten(first) for operand in operands)
 
 
 def tile_shape(rows: int, cols: int, element_size: int) -> Tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import strides
 from ..._ops import add_op_namespace_prefix, ops
 from . import gemm, glu
 
@@ -41,12 +42,12 @@ torch.library.impl(add_op_namespace_prefix("triton_gated_linear"), _DEVICES, gem
 
 @torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul"))
 def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    return gate.new_empty(gate.shape)
+    return strides.new_product(gate, up, activation)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul_backward"))
 def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    return strides.new_gradients(grad, gate, up, activation)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("triton_linear"))

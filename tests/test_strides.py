@@ -1,0 +1,99 @@
+"""Results lie in memory as eager's do, whatever the operands' strides: a view behind a call works fused as unfused."""
+
+import importlib
+import random
+
+import pytest
+import torch
+
+import layouts
+import machine
+import reference
+from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, operands
+
+PRODUCTS = [name for name in FUNCTIONS if name != "act_and_mul"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("repetition", range(4))
+def test_any_product(fused_mlp, device, implementation, repetition, dtype):
+    """Values and strides, of results and gradients, as those of the eager operations."""
+    draw = random.Random(torch.initial_seed())
+    for _ in range(200):
+        layouts.check_product(fused_mlp, implementation, draw, device, dtype)
+
+
+@pytest.mark.parametrize("repetition", range(2))
+def test_any_product_of_fake_tensors(fused_mlp, device, repetition):
+    """What torch.compile is told of strides is what the ops return."""
+    strides = importlib.import_module(f"{fused_mlp.__name__}.strides")
+    table = importlib.import_module(f"{fused_mlp.__name__}.activations")
+    draw = random.Random(torch.initial_seed())
+    for _ in range(300):
+        shape, activation = layouts.drawn_shape(draw), draw.choice(ACTIVATIONS)
+        code = table.get_activation(activation).code
+        gate, up, grad = (layouts.drawn(draw, shape, device, torch.float32) for _ in range(3))
+        own = [each.detach().requires_grad_() for each in (gate, up)]
+        product = FORMULAS[activation].eager(own[0]) * own[1]
+        gradients = torch.autograd.grad(product, own, grad)
+        assert strides.new_product(gate, up, code).stride() == product.stride()
+        told = strides.new_gradients(grad, gate, up, code)
+        assert [each.stride() for each in told] == [each.stride() for each in gradients]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_compiled(fused_mlp, device, implementation, activation, training):
+    """Inductor checks that each op returns the strides it was told of."""
+    torch.compiler.reset()
+    shape = (2, 6, 5, 3)
+    gate = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+    up = torch.randn(5, 2, 3, 6, device=device).permute(1, 3, 0, 2)
+
+    def run(gate, up):
+        return fused_mlp.act_and_mul(gate, up, activation)
+
+    compiled = torch.compile(run, fullgraph=True)
+    for first, second in ((gate, gate * 2), (gate, up), (up, gate)):
+        first, second = (each.detach().requires_grad_(training) for each in (first, second))
+        with fused_mlp.backend(implementation):
+            got, expected = compiled(first, second), run(first, second)
+            assert got.stride() == expected.stride()
+            torch.testing.assert_close(got, expected)
+            if training:
+                got, expected = (torch.autograd.grad(each.square().sum(), (first, second)) for each in (got, expected))
+                torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5, 6, 7), (2, 6, 5, 3)], ids=str)
+def test_a_view_behind_a_product(fused_mlp, device, implementation, shape):
+    gate, up = (torch.randn(shape, device=device).transpose(0, -1) for _ in range(2))
+    with fused_mlp.backend(implementation):
+        assert fused_mlp.swiglu(gate, up).transpose(0, -1).view(-1).shape == (gate.numel(),)
+
+
+def test_a_gated_convolution(fused_mlp, device, implementation):
+    """Halves of the channels: rows as long as a half, not copies."""
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        packed = torch.randn(3, 8, 5, 4, device=device).to(memory_format=memory_format)
+        gate, up = packed.chunk(2, dim=1)
+        with fused_mlp.backend(implementation):
+            got = fused_mlp.act_and_mul(gate, up, "sigmoid")
+        expected = torch.sigmoid(gate) * up
+        assert got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_any_input(fused_mlp, device, implementation, function, dtype):
+    """Of a layer's input, however it lies: eager's result, which is contiguous."""
+    draw = random.Random(torch.initial_seed())
+    for _ in range(60):
+        shape = layouts.drawn_shape(draw, draw.randint(1, 4))
+        made = operands(function, (), (shape[-1], 6, 5), dtype=dtype, device=device, biases=draw.random() < 0.5)
+        made["x"] = layouts.drawn(draw, shape, device, dtype)
+        with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"), torch.no_grad():
+            got = getattr(fused_mlp, function)(**made, activation="silu")
+        expected = reference.eager(function, made, "silu")
+        assert got.stride() == expected.stride(), (shape, made["x"].stride())
