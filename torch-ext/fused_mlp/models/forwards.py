@@ -22,6 +22,7 @@ GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole
 
 Act = Optional[Callable[[Tensor], Tensor]]
 Between = Sequence[Union[nn.Module, float]]
+Parameters = List[Tuple[Tensor, Optional[Tensor]]]
 
 
 def fused(
@@ -34,28 +35,33 @@ def fused(
 ) -> Tensor:
     """What ``pattern`` says, of projections in the order gate, up, down (``packed``: gate and up in one)."""
     if activation is not None and obstacles.of_input(x) is not None:
-        activation, act = None, act or activation.function
+        activation, act = None, act or activation.function  # nothing is fused: all is called
+    found = None if activation is None else _parameters(projections)
     if not pattern.whole:
-        return _hidden(pattern, x, projections, activation, act)
-    found = _parameters(x, activation, projections) if _passes(between) else None
-    if found is not None:
-        *first, (weight, bias) = found
+        return _hidden(pattern, x, projections, found, activation, act)
+    if found is not None and _passes(between):
         if not pattern.gated:
-            ((first_weight, first_bias),) = first
+            (first_weight, first_bias), (weight, bias) = found
             return calls.mlp(x, first_weight, weight, first_bias, bias, activation)
-        gate_and_up = _gate_and_up(pattern, first)
+        weight, bias = found[-1]
+        gate_and_up = _gate_and_up(pattern, found[:-1])
         if gate_and_up is not None:
             gate_weight, up_weight, gate_bias, up_bias = gate_and_up
             return calls.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation)
     *others, last = projections
-    return _last(_hidden(pattern, x, others, activation, act), between, last)
+    found = None if activation is None else _parameters(others)
+    return _last(_hidden(pattern, x, others, found, activation, act), between, last)
 
 
 def _hidden(
-    pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], activation: Optional[Activation], act: Act
+    pattern: Pattern,
+    x: Tensor,
+    projections: Sequence[nn.Module],
+    found: Optional[Parameters],
+    activation: Optional[Activation],
+    act: Act,
 ) -> Tensor:
     """What goes into the last projection. What is called is called in the order of the source."""
-    found = _parameters(x, activation, projections)
     if not pattern.gated:
         if found is not None:
             return calls.linear(x, *found[0], activation)
@@ -115,6 +121,13 @@ sequential.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
 _instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
 
 
+# The forwards of what hands on what comes in, or None where somebody has patched them.
+_PASSING = {
+    nn.Dropout: obstacles.original(nn.Dropout, "forward", nn.modules.dropout),
+    nn.Identity: obstacles.original(nn.Identity, "forward", nn.modules.linear),
+}
+
+
 def ends(parts: Sequence[nn.Module]) -> bool:
     """Whether an MLP ends with the first part: a projection, without an activation to go with it."""
     return obstacles.of_projection(parts[0]) is None and (len(parts) == 1 or activation_of(parts[1]) is None)
@@ -125,9 +138,11 @@ def alteration(part: Union[nn.Module, float]) -> Optional[str]:
     if not isinstance(part, nn.Module):
         return "active in training" if part else None
     kind = type(part)
-    if kind is nn.Dropout:
-        return "active in training" if part.training and part.p > 0.0 else obstacles.of_call(part)
-    return obstacles.of_call(part) if kind is nn.Identity else f"a {kind.__name__}"
+    if kind not in _PASSING:
+        return f"a {kind.__name__}"
+    if kind.forward is not _PASSING[kind]:
+        return f"a patched {kind.__name__}"
+    return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
 
 
 def _passes(between: Between) -> bool:
@@ -143,16 +158,12 @@ def _last(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
     return projection(hidden)
 
 
-def _parameters(
-    x: Tensor, activation: Optional[Activation], projections: Sequence[nn.Module]
-) -> Optional[List[Tuple[Tensor, Optional[Tensor]]]]:
-    """The weights and biases of the projections; None where something must be called instead."""
-    if activation is None:
-        return None
+def _parameters(projections: Sequence[nn.Module]) -> Optional[Parameters]:
+    """The weights and biases of the projections; None where one must be called instead."""
     found = []
     for projection in projections:
         parameters = obstacles.parameters_of(projection)
-        if isinstance(parameters, str):
+        if type(parameters) is str:
             return None
         found.append(parameters)
     return found
@@ -171,9 +182,7 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-def _gate_and_up(
-    pattern: Pattern, found: Sequence[Tuple[Tensor, Optional[Tensor]]]
-) -> Optional[Tuple[Optional[Tensor], ...]]:
+def _gate_and_up(pattern: Pattern, found: Parameters) -> Optional[Tuple[Optional[Tensor], ...]]:
     """The weights and the biases of gate and up; None where one output would be broadcast to the other."""
     if pattern.packed:
         ((weight, bias),) = found
