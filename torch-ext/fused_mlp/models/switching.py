@@ -115,9 +115,22 @@ def instead_of(name: str, method: FunctionType, original: FunctionType) -> Calla
         if kind is None:  # restored, while somebody's wrapper holds the fused method
             return original
         now = getattr(kind, name)
-        return None if now is method else now  # the class was patched
+        if now is method:
+            return None
+        return now if isinstance(now, FunctionType) else _as_found_in(kind, name)  # the class was patched
 
     return instead
+
+
+def _as_found_in(kind: type, name: str) -> Callable[..., Any]:
+    """What an instance of a class finds there, where that is no function: a property, a builtin, None."""
+    found = inspect.getattr_static(kind, name)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        get = getattr(type(found), "__get__", None)
+        return (found if get is None else get(found, module, kind))(*args, **kwargs)
+
+    return call
 
 
 def _subclass(kind: type, methods: Dict[str, FunctionType]) -> type:
