@@ -67,13 +67,16 @@ BATCH ?= 64
 SEQ ?= 128
 D ?= 768
 H ?= 3072
+ACTIVATIONS ?= gelu_pytorch_tanh gelu silu
 
 profile: $(call installed,profile) build ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
 	$(python) profiling/compare.py --batch $(BATCH) --seq $(SEQ) --dim $(D) --hidden $(H)
 	$(python) profiling/page.py
 
-bench: $(call installed,bench) build ## build, then measure at every M from where on fusing pays (D, H)
-	$(python) benchmarks/peers.py --dim $(D) --hidden $(H) --out build/bench/$(D)x$(H)
+bench: $(call installed,bench) build ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
+	for activation in $(ACTIVATIONS); do \
+	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
+	done
 
 tune: $(call installed,bench) ## measure the sm_90a GEMMs and write cuda/sm90/tuning.h (needs an H100 or H200, and nvcc)
 	$(python) tools/tune.py

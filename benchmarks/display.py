@@ -48,13 +48,13 @@ def print_table(results: list[dict]) -> None:
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
-def print_over_m(results: list[dict], dim: int, hidden: int) -> None:
+def print_over_m(results: list[dict], dim: int, hidden: int, activation: str) -> None:
     """Every M, a table for each kind of time, and where fusing pays in words."""
     console = Console(highlight=False)
     names = [name for name in results[0]["providers"] if name != "eager" and (name not in PARTS or name == "gemms")]
     for key, metric in metrics(results).items():
         ratios = break_even.ratios(results, key, "eager")
-        table = Table(title=f"speed-up over eager, {metric}, {dim} x {hidden}")
+        table = Table(title=f"speed-up over eager, {metric}, {dim} x {hidden}, {activation}")
         for column in ("M", "eager, us", *names):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("fusing", no_wrap=True)
@@ -69,6 +69,11 @@ def print_over_m(results: list[dict], dim: int, hidden: int) -> None:
         if any(name not in ("eager", *PARTS) and not name.startswith("ours") for name in results[0]["providers"]):
             fastest = break_even.ratios(results, key, None)
             console.print(f"{metric}, against the fastest peer at each M: {break_even.sentence(fastest)}.")
+    if "gemms" in names:
+        console.print(
+            "gemms: PyTorch's matrix products of the MLP alone, gate and up as one, without the activation and the "
+            "product of the two. It does not compute the MLP: it shows what is left if all else cost nothing."
+        )
 
 
 def plot(results: list[dict], path) -> None:

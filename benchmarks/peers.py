@@ -23,17 +23,18 @@ import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
+import benchmark
 import benchmark_linear
-import benchmark_mlp
 import benchmark_pointwise
 import display
 import kernels
-import measure
 import providers
 import torch
 from tqdm import tqdm
 
-TABLES = {"mlp": benchmark_mlp.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
+import measure
+
+TABLES = {"mlp": benchmark.SHAPES, "linear": benchmark_linear.SHAPES, "pointwise": benchmark_pointwise.SHAPES}
 SWEEP_M = [1, 2, 4, 8, 16, 32, 64, 77, 128, 197, 256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 SWEEP_M_CPU = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 SWEEP_DH = [
@@ -58,6 +59,7 @@ def parse():
     parser.add_argument("--shapes", nargs="+", help="M,D,H (mlp), M,K,N (linear) or M,H (pointwise)")
     parser.add_argument("--sweep", action="store_true", help="every M and (D, H) of the sweep")
     parser.add_argument("--providers", nargs="+")
+    parser.add_argument("--activation", choices=providers.ACTIVATIONS, default=providers.GELU_TANH, help="of the MLP")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-us", type=float, default=20_000.0, help="time of one provider's turn")
@@ -68,13 +70,15 @@ def parse():
         parser.error("--dim and --hidden go together")
     if given.dim is not None and (given.workload != "mlp" or given.shapes or given.sweep):
         parser.error("--dim and --hidden are for the MLP, without --shapes and --sweep")
+    if given.activation != providers.GELU_TANH and given.workload != "mlp":
+        parser.error("--activation is for the MLP")
     return given
 
 
 def wanted_providers(given):
     """The names asked for, less those that cannot run here; asking for one of these by name is an error."""
     names = given.providers or (OVER_M if given.dim else providers.WORKLOADS[given.workload][1])
-    absent = {name: reason for name in names if (reason := providers.unavailable(name))}
+    absent = {name: reason for name in names if (reason := providers.unavailable(name, given.activation))}
     if given.providers and absent:
         sys.exit("; ".join(f"{name} cannot run here: {reason}" for name, reason in absent.items()))
     for name, reason in absent.items():
@@ -95,14 +99,15 @@ def run(given):
     """The figures of all shapes and providers, and the machine's facts."""
     make_providers, wanted = providers.WORKLOADS[given.workload][0], wanted_providers(given)
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), trust_remote_code=True)
+    options = {"activation": given.activation} if given.workload == "mlp" else {}
     results = []
     with torch.no_grad():
         for shape in tqdm(wanted_shapes(given), disable=None):
             torch._dynamo.reset()
-            made = make_providers(shape, getattr(torch, given.dtype), fused_mlp, wanted)
+            made = make_providers(shape, getattr(torch, given.dtype), fused_mlp, wanted, **options)
             results.append({"shape": shape, "providers": measure.compare(made, given.rounds, given.budget_us)})
     return {
-        "machine": {**measure.machine(), "workload": given.workload, "dtype": given.dtype},
+        "machine": {**measure.machine(), "workload": given.workload, "dtype": given.dtype, **options},
         "results": results,
     }
 
@@ -120,8 +125,10 @@ def show(found, given):
     if not results or not compared or "ours" not in results[0]["providers"]:
         sys.exit(f"{given.dim} x {given.hidden} was not measured with both eager and ours")
     facts = found["machine"]
-    display.print_over_m(results, given.dim, given.hidden)
-    display.plot_over_m(results, given.dim, given.hidden, f"{facts.get('gpu') or facts['cpu']}, {facts['dtype']}", svg)
+    activation = facts.get("activation", providers.GELU_TANH)
+    display.print_over_m(results, given.dim, given.hidden, activation)
+    subject = f"{facts.get('gpu') or facts['cpu']}, {facts['dtype']}, {activation}"
+    display.plot_over_m(results, given.dim, given.hidden, subject, svg)
     print(svg)
 
 

@@ -1,17 +1,28 @@
 """What is compared: callables that compute the same on the same operands, by name of the provider."""
 
+import importlib
 import importlib.util
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+# The activations that an MLP is measured with, as eager computes them, and what Liger and QuACK call their gated forms.
+GELU_TANH = "gelu_pytorch_tanh"
+ACTIVATIONS = {GELU_TANH: partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "silu": F.silu}
+_LIGER = {GELU_TANH: ("geglu", "LigerGELUMulFunction"), "silu": ("swiglu", "LigerSiLUMulFunction")}
+_QUACK = {GELU_TANH: "geglu", "silu": "swiglu"}
+_GATED = {"liger": _LIGER, "quack": _QUACK}
 
 
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def unavailable(name):
-    """Why a provider cannot run on this machine, or None."""
+def unavailable(name, activation=GELU_TANH):
+    """Why a provider cannot run on this machine, or not with this activation, or None."""
+    if name in _GATED and activation not in _GATED[name]:
+        return f"it has no {activation}"
     if device() == "cpu" and name in ("compile-max", "liger", "quack", "ours-triton"):
         return "it is for GPUs"
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
@@ -23,8 +34,8 @@ NEEDS = {"liger": "liger_kernel", "quack": "quack"}
 PARTS = ("gemms", "gate-up-gemm", "ours-gated", "gemm")  # of the work: no answer, so no peer
 
 
-def eager_mlp(x, gate, up, down):
-    return F.linear(F.gelu(F.linear(x, gate), approximate="tanh") * F.linear(x, up), down)
+def eager_mlp(x, gate, up, down, function):
+    return F.linear(function(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 def eager_act_and_mul(gate, up):
@@ -40,8 +51,9 @@ def compiled(function, *operands, **options):
     return lambda: function(*operands)
 
 
-def mlp_providers(shape, dtype, fused_mlp, wanted):
-    """Callables that compute down(gelu_tanh(gate(x)) * up(x)), by name; `gemms` computes the products alone."""
+def mlp_providers(shape, dtype, fused_mlp, wanted, activation=GELU_TANH):
+    """Callables that compute down(activation(gate(x)) * up(x)), by name; `gemms` computes the products alone."""
+    function = ACTIVATIONS[activation]
     m, d, h = shape
     x = torch.randn(m, d, dtype=dtype, device=device())
     gate, up = (torch.randn(h, d, dtype=dtype, device=device()) * d**-0.5 for _ in range(2))
@@ -52,31 +64,33 @@ def mlp_providers(shape, dtype, fused_mlp, wanted):
     def forced(name):
         def run():
             with fused_mlp.backend(name):
-                return fused_mlp.gated_mlp(x, gate, up, down)
+                return fused_mlp.gated_mlp(x, gate, up, down, activation=activation)
 
         return run
 
     def liger():
-        from liger_kernel.ops.geglu import LigerGELUMulFunction
-
-        return lambda: F.linear(LigerGELUMulFunction.apply(F.linear(x, gate), F.linear(x, up)), down)
+        module, name = _LIGER[activation]
+        product = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply
+        return lambda: F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
 
     def quack():
         from quack.gemm_interface import gemm_gated
 
         interleaved = torch.stack([gate, up], dim=1).reshape(2 * h, d)
-        return lambda: F.linear(gemm_gated(x, interleaved.T, activation="geglu", store_preact=False)[1], down)
+        return lambda: F.linear(
+            gemm_gated(x, interleaved.T, activation=_QUACK[activation], store_preact=False)[1], down
+        )
 
     makers = {
-        "eager": lambda: lambda: eager_mlp(x, gate, up, down),
-        "compile": lambda: compiled(eager_mlp, x, gate, up, down),
-        "compile-max": lambda: compiled(eager_mlp, x, gate, up, down, mode="max-autotune-no-cudagraphs"),
+        "eager": lambda: lambda: eager_mlp(x, gate, up, down, function),
+        "compile": lambda: compiled(eager_mlp, x, gate, up, down, function),
+        "compile-max": lambda: compiled(eager_mlp, x, gate, up, down, function, mode="max-autotune-no-cudagraphs"),
         "liger": liger,
         "quack": quack,
         "gemms": lambda: lambda: (F.linear(x, packed), F.linear(hidden, down)),
         "gate-up-gemm": lambda: lambda: F.linear(x, packed),
-        "ours-gated": lambda: lambda: fused_mlp.gated_linear(x, gate, up),
-        "ours": lambda: lambda: fused_mlp.gated_mlp(x, gate, up, down),
+        "ours-gated": lambda: lambda: fused_mlp.gated_linear(x, gate, up, activation=activation),
+        "ours": lambda: lambda: fused_mlp.gated_mlp(x, gate, up, down, activation=activation),
         "ours-triton": lambda: forced("triton"),
     }
     return {name: make() for name, make in makers.items() if name in wanted}

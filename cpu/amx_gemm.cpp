@@ -22,29 +22,29 @@ constexpr int kWidth = 16;
 
 namespace {
 
-// A tile is 16 rows of 64 bytes: 16 features x 32 weights, 16 pairs of inputs x 16 tokens, or 16 features x 16 tokens
-// of fp32 sums. Tiles always come in twos.
+// A tile is 16 rows of 64 bytes. It holds 32 weights for each of 16 features, or 16 pairs of inputs for 16 tokens, or
+// the fp32 sums of 16 features and 16 tokens. Tiles always come in pairs.
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
 
-// The 2 x 2 tiles of sums of one panel and one pair of tiles of tokens.
+// One panel and one pair of tiles of tokens have 2 x 2 tiles of sums.
 constexpr int64_t kSums = 4 * 256;
 
-// A slice of a panel's weights is copied into L1 (16 KiB) before it meets all the tokens: tiles are read from there
-// twice as fast as from L2, and the rows of a weight often share their L1 sets. With few tokens to meet, shorter slices
-// let the next one arrive while this one is in use.
+// A slice of a panel's weights (16 KiB) is copied before it is multiplied with all the tokens. The copy stays in L1,
+// from where tiles are read twice as fast as from L2 (on a Xeon); read in place, rows of a weight would often share L1
+// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
 constexpr int64_t kPairsOfLongSlice = 4;
 
-// Every panel reads the tokens from L2: of a long input only a chunk of the features at a time, for a group of panels
-// whose sums, too, stay in L2 from chunk to chunk.
+// Every panel reads the tokens from L2. Long inputs are therefore multiplied a chunk of their features at a time, for a
+// group of panels whose sums stay in L2, too, from one chunk to the next.
 constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int64_t kGroupSums = 256 * kSums;  // 1 MiB
 
 int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Some compilers' tile intrinsics do not say that they read memory: what they are to read must be stored by then.
+// Some compilers' tile intrinsics do not declare that they read memory. This makes sure that it has been written.
 void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
 void configure_tiles() {
@@ -56,7 +56,7 @@ void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// Transposes 16 x 16 elements of 32 bits: four perfect shuffles of the whole.
+// Transposes 16 x 16 elements of 32 bits, by four perfect shuffles of all of them.
 void transpose(__m512i (&rows)[16]) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -72,7 +72,7 @@ void transpose(__m512i (&rows)[16]) {
 
 __mmask32 first(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// The 32 rows of weights of a panel. Rows beyond the last feature repeat it; their sums are not used.
+// The 32 rows of weights in a panel. Rows past the last feature repeat that feature, and their sums are not used.
 struct Panel {
   const uint16_t* rows[32];
 
@@ -85,7 +85,7 @@ struct Panel {
     }
   }
 
-  // Copies columns [begin, begin + count) into pairs of tiles, padded with zeros.
+  // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.
   void pack(int64_t begin, int64_t count, char* packed) const {
     for (int64_t r = 0; r < 32; ++r) {
       for (int64_t k = 0; k < count; k += kDepth) {
@@ -102,9 +102,8 @@ FUSED_MLP_INLINE Vec sum(const float* sums, const uint16_t* bias, int64_t featur
   return bias == nullptr ? x : x + (Vec)(VecBits{} + (uint32_t{bias[feature]} << 16));
 }
 
-// What remains to be done with the sums of a panel: biases, activation, product and store. It is done in steps, so that
-// the vector units are at it while the tile unit is at the next panel. A step takes two neighbouring features of the 16
-// tokens of a tile.
+// The epilogue of a panel: biases, activation, gate and store. It advances in steps, so that the vector units work on
+// it while the tile unit multiplies the next panel. A step takes two adjacent features of the 16 tokens in a tile.
 struct Epilogue {
   const Layer* layer;
   Destination to;
@@ -112,7 +111,7 @@ struct Epilogue {
   const float* sums;
   int64_t panel;
   int64_t step, steps;
-  __m512i rows[16];  // a tile's results on the way to a tensor: pairs of features x tokens
+  __m512i rows[16];  // a tile's results on their way to a tensor, one pair of features by 16 tokens each
 
   void (*run)(Epilogue&, int64_t count);
 
@@ -157,7 +156,7 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
   }
 }
 
-// An epilogue with nothing to do yet.
+// An epilogue that has no steps to do yet.
 Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
   Epilogue epilogue{};
   epilogue.layer = &layer;
@@ -169,14 +168,14 @@ Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
   return epilogue;
 }
 
-// Weights that will be wanted soon: the same column of some rows.
+// Weights to prefetch: the same column of some rows.
 struct Ahead {
   const uint16_t* const* rows;
   int64_t count, column;
 };
 
-// Adds the products of a packed slice of weights and of tokens to the sums. At every step it also advances the epilogue
-// of earlier sums and fetches weights into L2.
+// Adds the product of a packed slice of weights and of tokens to the sums. Each of its steps also advances the epilogue
+// of earlier sums, and prefetches weights into L2.
 void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
               int64_t epilogue_steps, Ahead ahead) {
   if (accumulate) {
@@ -210,12 +209,12 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
   _tile_stored(3, sums + 768, 64);
 }
 
-// How a product is cut up.
+// How a product is divided.
 struct Blocking {
   int64_t pairs;  // of tiles of tokens
   int64_t slice, chunk;
   int64_t group;
-  int64_t slots;  // panels whose sums are kept: a group, and at least two, for the epilogue of one during the next
+  int64_t slots;  // panels whose sums are kept: a group, but at least two, as one epilogue runs during the next panel
 
   Blocking(const Layer& layer, int64_t tokens) {
     pairs = round_up(tokens, kTokens) / kTokens;

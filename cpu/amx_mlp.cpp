@@ -23,7 +23,8 @@ constexpr int64_t kBlockTokens = 256;
 
 void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden, const Layer* down, const Tensor& out) {
   const int64_t threads = torch::stable::get_num_threads();
-  // Given blocks enough, each thread takes whole blocks through both layers. Otherwise the threads share the features.
+  // Where there are enough blocks, each thread takes whole blocks through both layers. Otherwise the threads share the
+  // features of every block.
   const bool share_tokens = ceil_div(tokens, kBlockTokens) >= threads;
   const int64_t blocks_wanted = ceil_div(tokens, kBlockTokens);
   const int64_t block =
@@ -48,7 +49,7 @@ void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden,
     pack_tokens(x_data + b * block * x_stride, x_stride, block_tokens(b), hidden.in_features,
                 packed_in + slot * in_size);
   };
-  // One layer for a block and a share of the layer's panels.
+  // Each computes one layer for a block, or a share of the layer's panels.
   const auto first_layer = [&](int64_t b, int64_t slot, int64_t thread, int64_t share, int64_t shares) {
     const int64_t panels = hidden.panels();
     const Destination to = down == nullptr ? Destination{out_data + b * block * out_features, out_features}

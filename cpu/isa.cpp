@@ -17,7 +17,7 @@ namespace {
 constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "amx"};
 
 #if defined(__x86_64__) && defined(__linux__)
-// AMX state is large, so Linux hands it out only on request, for the whole process.
+// The state of AMX is large: Linux lets a process use it only after the process has asked.
 bool amx_granted() {
   unsigned eax, ebx, ecx, edx;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;

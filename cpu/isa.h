@@ -2,11 +2,12 @@
 
 namespace fused_mlp {
 
-// The instruction sets the kernels are compiled for, each a superset of those before it.
+// The instruction sets for which the kernels are compiled. Each includes those before it.
 enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
 
-// The best one that this CPU and its operating system support, capped by the environment variable FUSED_MLP_CPU_ISA
-// (scalar, avx2, avx512 or amx), which is read once. Raises an error if that names anything else or more than there is.
+// The best instruction set that this CPU and its operating system support, or the one that the environment variable
+// FUSED_MLP_CPU_ISA names (scalar, avx2, avx512 or amx; read once). Raises an error if the variable names anything
+// else, or an instruction set that is not supported.
 Isa isa();
 
 // Its name in that variable.

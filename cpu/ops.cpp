@@ -1,4 +1,5 @@
-// The CPU backend's ops: GEMMs on blocks of rows small enough to stay in cache, the pointwise kernels between them.
+// The CPU backend's ops. The GEMMs run on blocks of rows that are small enough to stay in cache, with the pointwise
+// kernels between them; or, with AMX, on tiles of our own.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -9,6 +10,7 @@
 #include "../torch-ext/activation.h"
 #include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
+#include "../torch-ext/plan.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
@@ -108,12 +110,13 @@ struct OutputLayer {
   int64_t features() const { return weight.size(0); }
 };
 
-// Runs both layers, or without `output` the hidden one, with torch's GEMMs on blocks of x [rows, in].
+// Runs both layers, or, without `output`, the hidden one, with torch's GEMMs on blocks of x [rows, in].
 void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
   const DType dtype = dtype_of(x, "x");
   const int64_t rows = x.size(0), features = hidden.features();
-  // A GEMM wants 512 rows to be worth its pass over the weights. Beyond that, the hidden values of a block are not to
-  // fall out of the caches, nor their buffers to be so large that every call has them mapped anew.
+  // A block has at least 512 rows: with fewer, a GEMM's pass over the weights costs too much. It has more only as long
+  // as its hidden values stay in the caches, and their buffers stay so small that the allocator keeps them between
+  // calls.
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
   const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
@@ -137,18 +140,19 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   }
 }
 
-bool rows_are_adjacent(const Tensor& weight, const OptionalTensor& bias) {
-  return (weight.size(1) <= 1 || weight.stride(1) == 1) && (!bias || bias->size(0) <= 1 || bias->stride(0) == 1);
+Refusal layout_refusal(const Tensor& weight, const OptionalTensor& bias) {
+  if (weight.size(1) > 1 && weight.stride(1) != 1) return Refusal::kColumnMajorWeight;
+  return bias && bias->size(0) > 1 && bias->stride(0) != 1 ? Refusal::kStridedBias : Refusal::kNone;
 }
 
-// Why the AMX kernels do not take these operands, or nullptr if they do.
-const char* tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
-  if (dtype_of(x, "x") != DType::kBFloat16) return "not bfloat16";
-  if (isa() != Isa::kAmx) return "no AMX";
-  const bool adjacent = rows_are_adjacent(hidden.weight, hidden.bias) &&
-                        (!hidden.gated() || rows_are_adjacent(*hidden.up_weight, *hidden.up_bias)) &&
-                        (output == nullptr || rows_are_adjacent(output->weight, output->bias));
-  return adjacent ? nullptr : "a weight or bias with gaps between its elements";
+// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
+Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
+  if (dtype_of(x, "x") != DType::kBFloat16) return Refusal::kFloat32;
+  if (isa() != Isa::kAmx) return Refusal::kInstructionSet;
+  Refusal refusal = layout_refusal(hidden.weight, hidden.bias);
+  if (refusal == Refusal::kNone && hidden.gated()) refusal = layout_refusal(*hidden.up_weight, *hidden.up_bias);
+  if (refusal == Refusal::kNone && output != nullptr) refusal = layout_refusal(output->weight, output->bias);
+  return refusal;
 }
 
 #if defined(__x86_64__)
@@ -157,7 +161,7 @@ amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
           bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
 }
 
-// What run_blocks() does, on AMX tiles.
+// Computes what run_blocks() does, but on AMX tiles.
 void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
   amx::Layer first{
       projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(), hidden.activation};
@@ -172,19 +176,19 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 }
 #endif
 
-// Both layers for x [..., in], or without `output` the hidden one.
+// Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const DType dtype = dtype_of(x, "x");
   const Tensor flat = flatten_rows(x);
   const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
   if (out.numel() == 0) return restore_leading_dims(out, x);
 #if defined(__x86_64__)
-  if (tiles_refusal(x, hidden, output) == nullptr) {
+  if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
     run_tiles(flat, hidden, output, out);
     return restore_leading_dims(out, x);
   }
 #endif
-  // oneDNN's bf16 GEMM may read beyond the end of a row of x, where strided rows may have a NaN between them.
+  // oneDNN's bf16 GEMM may read past the end of a row of x, and between strided rows there may be a NaN.
   run_blocks(dtype == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat, hidden, output, out);
   return restore_leading_dims(out, x);
 }
@@ -234,12 +238,23 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
   return run(x, {gate_weight, gate_bias, &up_weight, &up_bias, activation}, nullptr);
 }
 
-std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation, bool /*follows_gemm*/) {
-  const char* refusal =
-      tiles_refusal(x, {weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation}, nullptr);
-  if (refusal == nullptr) return "fused GEMM on AMX tiles";
-  return std::string("torch's GEMM on blocks of rows and ") + name(isa()) + " pointwise kernels: " + refusal;
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                 const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& second_bias, int64_t activation) {
+  const HiddenLayer hidden{weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation};
+  const std::optional<OutputLayer> output =
+      second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
+  const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
+  PlanRecord plan;
+  const auto record = [&](bool pointwise) {
+    plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
+    if (refusal == Refusal::kNone) return;
+    plan.set("refusal", code(refusal));
+    if (pointwise) plan.set("pointwise", name(std::min(isa(), Isa::kAvx512)));
+  };
+  record(hidden.gated() || static_cast<Activation>(activation) != Activation::kLinear);
+  if (output) record(false);
+  return plan.text();
 }
 
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

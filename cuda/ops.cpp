@@ -1,25 +1,25 @@
-// The CUDA backend's ops: each layer in one fused kernel where the GPU and the shape have one, else through torch's
-// GEMMs with a pointwise kernel behind them.
+// The CUDA backend's ops. A layer is one fused GEMM where the GPU's architecture has one that suits it, and otherwise
+// torch's GEMMs followed by a pointwise kernel.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <string>
 #include <vector>
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
+#include "../torch-ext/plan.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
+#include "gemm/architecture.h"
 #include "pointwise.h"
-#include "sm90/gemm.h"
 
-// torch's headers declare it only under USE_CUDA.
+// torch's headers do not declare this for a build against a torch without CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace fused_mlp {
@@ -59,11 +59,7 @@ Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable
 constexpr Matrix kNoMatrix{nullptr, 0};
 constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
-struct Gpu {
-  int major, minor, multiprocessors;
-};
-
-// Asked of the driver once: a small call is a matter of microseconds.
+// The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
 const Gpu& gpu(int32_t device) {
   static const std::vector<Gpu> gpus = [] {
     int count = 0;
@@ -96,49 +92,59 @@ struct Layer {
 
 const OptionalTensor kNoBias;
 
-// cuBLASLt adds the bias and applies tanh-GELU in its GEMM. In float32 that is left to the pointwise kernel, and torch
-// forgets it where there is nothing to sum. (It has ReLU too, of which nothing says that a NaN comes through.)
+// Whether torch's GEMM can do the whole layer: cuBLASLt adds a bias and applies tanh-GELU in its epilogue. In float32
+// the activation is left to the pointwise kernel, and where there are no input features torch does not apply it.
+// cuBLASLt has ReLU too, but does not document that a NaN passes through it.
 bool torch_has_epilogue(const Layer& layer) {
   return static_cast<Activation>(layer.activation) == Activation::kGeluTanh && layer.up_weight == nullptr &&
          layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
 }
 
-// The one-kernel way, with the GEMM of the GPU's architecture. `refused` says why there is none, or is null.
+// The operand of a layer: rows of k elements. The plan of a second layer is made before its operand is there: its data
+// is null then.
+struct Input {
+  Matrix matrix;
+  int64_t rows;
+  int64_t cols;
+  DType dtype;
+};
+
+Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_of(x.tensor, "x")}; }
+
+// One kernel for a whole layer, or the reason why there is none.
 struct FusedGemm {
-  sm90::GemmProblem problem{};
-  sm90::GemmPlan plan{};
-  const char* refused = nullptr;
+  const Architecture* architecture;
+  const Gpu& gpu;
+  GemmProblem problem{};
+  GemmPlan plan{};
+  Refusal refusal;
 
-  FusedGemm(const TensorRows& x, const Layer& layer, bool follows_gemm)
-      : gpu(fused_mlp::gpu(x.tensor.get_device_index())) {
-    refused = describe(x, layer, follows_gemm);
-    if (refused == nullptr) refused = sm90::refusal(problem);
-    if (refused == nullptr) refused = sm90::choose(problem, gpu.multiprocessors, &plan);
-  }
+  FusedGemm(const Input& x, const Layer& layer, const Gpu& gpu, bool follows_gemm)
+      : architecture(architecture_of(gpu)), gpu(gpu), refusal(choose(x, layer, follows_gemm)) {}
 
-  void launch(cudaStream_t stream) const { check(sm90::gemm(problem, plan, gpu.multiprocessors, stream)); }
+  bool fused() const { return refusal == Refusal::kNone; }
+  void launch(cudaStream_t stream) const { check(architecture->launch(problem, plan, gpu, stream)); }
 
  private:
-  const Gpu& gpu;
-
-  const char* describe(const TensorRows& x, const Layer& layer, bool follows_gemm) {
-    if (gpu.major != 9 || gpu.minor != 0) return "no fused GEMM for this GPU";
-    problem.a = matrix(x);
+  Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
+    if (architecture == nullptr) return Refusal::kGpu;
+    problem.a = x.matrix;
     problem.m = x.rows;
     problem.n = layer.weight.size(0);
     problem.k = x.cols;
-    problem.dtype = dtype_of(x.tensor, "x");
-    problem.activation = layer.activation;
+    problem.dtype = x.dtype;
+    problem.epilogue.activation = layer.activation;
     problem.follows_gemm = follows_gemm;
-    if (!describe_weight(layer.weight, &problem.weight)) return "a weight that is not row-major";
+    if (!describe_weight(layer.weight, &problem.weight)) return Refusal::kColumnMajorWeight;
     if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
-      return "a weight that is not row-major";
+      return Refusal::kColumnMajorWeight;
     }
-    if (!describe_bias(layer.bias, &problem.bias) || !describe_bias(layer.up_bias, &problem.up_bias)) {
-      return "a strided bias";
+    if (!describe_bias(layer.bias, &problem.epilogue.bias) ||
+        !describe_bias(layer.up_bias, &problem.epilogue.up_bias)) {
+      return Refusal::kStridedBias;
     }
     problem.out = {nullptr, problem.n};
-    return nullptr;
+    return choose_gemm(*architecture, problem, gpu, &plan);
   }
 
   static bool describe_weight(const Tensor& weight, Matrix* matrix) {
@@ -162,14 +168,8 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   return out;
 }
 
-const char* torch_way(const Layer& layer) {
-  if (layer.up_weight != nullptr) return "torch's GEMMs and a pointwise kernel: ";
-  if (static_cast<Activation>(layer.activation) == Activation::kLinear) return "torch's GEMM: ";
-  return torch_has_epilogue(layer) ? "torch's GEMM with the activation in its epilogue: "
-                                   : "torch's GEMM and a pointwise kernel: ";
-}
-
-// torch's GEMM with an epilogue, or its GEMMs and one pointwise kernel that overwrites the first one's result.
+// The layer by torch's GEMM with its epilogue, or by torch's GEMMs and a pointwise kernel that overwrites the first
+// one's result.
 Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Layer& layer) {
   if (torch_has_epilogue(layer)) {
     const Tensor rows = matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1});
@@ -190,17 +190,32 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
   return out;
 }
 
-// The layer on the way that suits it. Sets *fused, which on entry says whether the launch before was a fused GEMM.
+// Computes a layer. On entry *fused says whether the launch before was a fused GEMM, on return whether this one is.
 Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
   const TensorRows rows(x);
-  FusedGemm gemm(rows, layer, *fused);
-  *fused = gemm.refused == nullptr;
+  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), *fused);
+  *fused = gemm.fused();
   const auto out_sizes = with_last_size(x, layer.weight.size(0));
   if (!*fused) return torch_layer(rows, out_sizes, layer);
   const Tensor out = new_dense(x, out_sizes);
   gemm.problem.out.data = out.mutable_data_ptr();
   gemm.launch(current_stream(x));
   return out;
+}
+
+// Writes down how apply() would compute a layer.
+void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
+  plan->layer();
+  if (gemm.fused()) {
+    const GemmKernel& kernel = gemm.plan.kernel;
+    plan->set("implementation", gemm.architecture->name).set("kernel", name(kernel.loop));
+    plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
+    plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
+    return;
+  }
+  plan->set("implementation", "torch").set("refusal", code(gemm.refusal));
+  const bool linear = static_cast<Activation>(layer.activation) == Activation::kLinear;
+  if (layer.up_weight != nullptr || !linear) plan->set("pointwise", torch_has_epilogue(layer) ? "epilogue" : "cuda");
 }
 
 }  // namespace
@@ -236,12 +251,23 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   return {gate_grad, up_grad};
 }
 
-std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation, bool follows_gemm) {
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                 const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& second_bias, int64_t activation) {
+  const Gpu& device = gpu(x.get_device_index());
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const FusedGemm gemm(TensorRows(x), layer, follows_gemm);
-  if (gemm.refused != nullptr) return std::string(torch_way(layer)) + gemm.refused;
-  return std::string("fused sm_90a GEMM: ") + gemm.plan.reason;
+  const TensorRows rows(x);
+  const Input input = input_of(rows);
+  const FusedGemm gemm(input, layer, device, false);
+  PlanRecord plan;
+  record(gemm, layer, &plan);
+  if (second_weight) {
+    const int64_t features = weight.size(0);
+    const Layer second{*second_weight, nullptr, second_bias, kNoBias, kNoActivation};
+    record(FusedGemm({{nullptr, features}, input.rows, features, input.dtype}, second, device, gemm.fused()), second,
+           &plan);
+  }
+  return plan.text();
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {

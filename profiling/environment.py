@@ -7,6 +7,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import project
 
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it is imported, as the next line does
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

@@ -1,27 +1,42 @@
 """The fused GEMMs of a CUDA build, by the names of their kernels."""
 
 import re
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+import project
+from tuning.kernels import SCHEDULES
+
+ENUMS = {"Product": ("Plain", "Gated"), "Schedule": SCHEDULES}  # as in cuda/gemm/problem.h
+
 
 def named(names: Iterable[str]) -> set[tuple[str, ...]]:
-    """Kind and template arguments of the fused GEMMs among kernel names, mangled or demangled."""
+    """Main loop and template arguments of the fused GEMMs among kernel names, as a demangler writes them."""
     found = set()
     for name in names:
-        mangled = re.search(r"(tiled|streamed)_gemm_kernelI.*?GemmI\d+(__nv_bfloat16|__half)((?:L[bi]\d+E)+)E", name)
-        plain = re.search(r"(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>", name)
-        if mangled:
-            found.add((mangled[1], mangled[2], *re.findall(r"\d+", mangled[3])))
-        elif plain:
-            numbers = plain[3].replace("true", "1").replace("false", "0").replace("(int)", "").replace("(bool)", "")
-            found.add((plain[1], plain[2], *numbers.split(", ")))
+        if kernel := re.search(r"(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>", name):
+            found.add((kernel[1], kernel[2], *map(_argument, kernel[3].split(", "))))
     return found
+
+
+def _argument(text: str) -> str:
+    cast, number = re.fullmatch(r"(?:\((?:fused_mlp::)?(\w+)\))?(\d+)", text).groups()
+    return ENUMS[cast][int(number)] if cast in ENUMS else number
 
 
 def built(extension: Path) -> set[tuple[str, ...]]:
     """Those in a compiled extension."""
-    symbols = re.findall(rb"_ZN9fused_mlp4sm90\d+\w+_gemm_kernel\w+", extension.read_bytes())
-    found = named(symbol.decode() for symbol in symbols)
+    symbols = b"\n".join(set(re.findall(rb"_ZN9fused_mlp4sm90\d+\w+_gemm_kernel\w+", extension.read_bytes())))
+    demangled = subprocess.run(["c++filt"], input=symbols, capture_output=True, check=True).stdout.decode()
+    found = named(demangled.splitlines())
     assert found, f"no GEMM kernels in {extension}"
     return found
+
+
+def listed() -> set[tuple[str, ...]]:
+    """Those of the list that the extension is compiled from."""
+    text = (project.ROOT / "cuda/sm90/kernels.def").read_text()
+    entries = re.findall(r"^FUSED_MLP_(TILED|STREAMED)\((.*)\)$", text, re.MULTILINE)
+    dtypes = ("__nv_bfloat16", "__half")
+    return {(loop.lower(), dtype, *arguments.split(", ")) for loop, arguments in entries for dtype in dtypes}

@@ -440,5 +440,5 @@ ALL = [
     if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == __name__
 ]
 
-# Those that never hand the output of a projection to their activation.
-NO_MLPS = (NoActivation, ActivationFirst)
+# Those that never hand the output of a projection to their activation, or to one that a name stands for.
+NO_MLPS = (NoActivation, ActivationFirst, LocalModule)

@@ -12,12 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def build_folder() -> Path:
+    """The folder of the variants, or of the one to load."""
     overrides = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
     return Path(overrides[project.repo_id()])
 
 
 def variants() -> list[Path]:
-    return sorted(path.parent for path in build_folder().glob("*/metadata.json"))
+    folder = build_folder()
+    return sorted(path.parent for path in [*folder.glob("metadata.json"), *folder.glob("*/metadata.json")])
 
 
 def device_type() -> str:

@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
 import project
 
@@ -105,11 +106,13 @@ def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
     assert "<!-- eager -->" not in svg  # the line at 1
 
 
-def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("activation", providers.ACTIVATIONS)
+def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, activation):
     """Written, shown, and read again: from the table of shapes to every M."""
     monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
     monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
     few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
+    few += ("--activation", activation)
     said = run(monkeypatch, capsys, *few, "--out", tmp_path / "run")
     found = json.loads((tmp_path / "run.json").read_text())
     assert [result["shape"] for result in found["results"]] == [[4, 32, 64], [8, 32, 64]]
@@ -117,7 +120,9 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path):
         assert list(result["providers"]) == ["eager", "gemms", "ours"]
         assert all(0 < figures["wall_us"] < 1e6 for figures in result["providers"].values())
     assert "wall time, against eager: " in said
-    assert found["machine"]["dtype"] == "bfloat16"
+    assert f"32 x 64, {activation}" in said
+    assert "gemms: PyTorch's matrix products of the MLP alone" in said
+    assert (found["machine"]["dtype"], found["machine"]["activation"]) == ("bfloat16", activation)
     assert float(found["machine"]["copy_bandwidth_GBps"]) > 0
 
 
@@ -125,6 +130,7 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path):
     ("arguments", "words"),
     [
         (["--dim", "8"], "--dim and --hidden go together"),
+        (["--workload", "linear", "--activation", "silu"], "--activation is for the MLP"),
         (["--dim", "8", "--hidden", "8", "--sweep"], "without --shapes and --sweep"),
         (["--dim", "8", "--hidden", "8", "--workload", "linear"], "are for the MLP"),
         (["--from", str(STORED / "h100-sweep.json"), "--dim", "7", "--hidden", "9"], "7 x 9 was not measured"),
@@ -137,8 +143,20 @@ def test_bad_arguments(arguments, words, monkeypatch, capsys, tmp_path):
     assert words in capsys.readouterr().err + str(exit_.value)
 
 
+@pytest.mark.parametrize("activation", providers.ACTIVATIONS)
+def test_all_ways_compute_the_same_mlp(fused_mlp, device, activation):
+    names = [name for name in providers.WORKLOADS["mlp"][1] if name not in (*providers.PARTS, "compile-max")]
+    names = [name for name in names if providers.unavailable(name, activation) is None]
+    with torch.no_grad():
+        made = providers.mlp_providers((8, 64, 96), torch.float32, fused_mlp, names, activation)
+        expected = made.pop("eager")()
+        assert made
+        for name, run in made.items():
+            torch.testing.assert_close(run(), expected, rtol=1e-2, atol=1e-2, msg=name)
+
+
 def test_a_provider_that_cannot_run_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(providers, "unavailable", lambda name: "it is broken" if name == "liger" else None)
+    monkeypatch.setattr(providers, "unavailable", lambda name, activation: "it is broken" if name == "liger" else None)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--providers", "eager", "liger", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="liger cannot run here: it is broken"):
         peers.main()

@@ -11,12 +11,13 @@ from pathlib import Path
 import jinja2
 import pytest
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, KernelName, Metadata
+from kernels.archs import _supports_cuda_capability
 
 import project
 from builder import plan, toolchain
 
 ROOT = project.ROOT
-CODE = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh"}
+CODE = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh", ".def"}
 
 
 def repository_files() -> list[Path]:
@@ -43,17 +44,43 @@ def test_build_toml_lists_every_source():
     assert set(listed) == found - {"torch-ext/registration.h"}  # kernel-builder writes that one
 
 
-def test_cuda_variant_covers_every_arch():
-    nvcc = toolchain.Nvcc("nvcc", "13.0", frozenset({"8.0", "8.6", "8.9", "9.0", "10.0", "12.0"}))
-    variant = plan.variant("cuda", nvcc)
-    assert variant.label.startswith("torch-stable-abi211-cu130-")
-    assert [plan.base(arch) for arch in variant.archs if not arch.endswith("a")] == sorted(nvcc.archs, key=float)
-    assert variant.archs[-1] == "12.0+PTX"  # runs on GPUs yet to come
+# The capabilities that kernel-builder builds for with each toolkit, and the GPUs of the torch that its variant serves.
+KNOWN = {
+    "12.6": ["7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"],
+    "13.0": ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0", "12.1"],
+}
+KNOWN["13.2"] = KNOWN["13.0"]
+GPUS = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)]
 
 
-def test_older_cuda_variant_leaves_out_what_its_compiler_does_not_know():
-    nvcc = toolchain.Nvcc("nvcc", "12.6", frozenset({"8.0", "8.6", "8.9", "9.0"}))
-    assert plan.variant("cuda", nvcc).archs == ["8.0", "8.6", "8.9", "9.0", "9.0a"]
+@pytest.mark.parametrize("cuda", KNOWN)
+def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch):
+    """The loader takes it, and then the package does. Hopper gets its own code, the oldest toolkit's variant PTX."""
+    archs = plan.variant("cuda", toolchain.Nvcc("nvcc", cuda, frozenset(KNOWN[cuda]))).archs
+    assert [gpu for gpu in GPUS if not _supports_cuda_capability(archs, gpu)] == []
+    assert not _supports_cuda_capability(archs, (7, 5))
+    assert "9.0a" in archs
+    native = sys.modules[f"{fused_mlp.__name__}.backends.native"]
+    monkeypatch.setitem(native._BACKEND, "archs", archs)
+    for gpu in GPUS:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda index, gpu=gpu: gpu)
+        assert native._gpu_refusal(0) is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "known", "chosen"),
+    [
+        (["8.0"], ["8.0", "8.6", "9.0"], ["8.0"]),  # machine code runs within its major version alone
+        (["8.6", "8.0"], ["8.9", "8.0"], ["8.0", "8.6"]),
+        (["8.0+PTX"], ["9.0", "12.0"], ["8.0+PTX"]),
+        (["8.0+PTX", "12.0"], ["9.0", "12.0"], ["8.0+PTX", "12.0"]),
+        (["9.0", "9.0a"], ["9.0"], ["9.0a"]),  # code for exactly this one takes its place
+        (["9.0", "10.0f"], ["9.0", "12.0"], ["9.0"]),
+        (["12.0+PTX"], ["9.0"], []),
+    ],
+)
+def test_capabilities_are_chosen_as_kernel_builder_does(listed, known, chosen):
+    assert plan.chosen(listed, known) == chosen
 
 
 def test_repo_id_stands_in_build_toml_alone():
@@ -114,8 +141,7 @@ def test_variant_is_laid_out_for_the_loader(backend):
     assert metadata.backend.archs == (variant.archs or None)
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
     files = set(metadata.digest.files)
-    generated = {"_ops.py", f"{variant.id}.abi3.so", f"{project.python_name()}/__init__.py"}
-    assert files == generated | set(plan.package_files())
+    assert files == {"_ops.py", f"{variant.id}.abi3.so"} | set(plan.package_files())
 
 
 # tools/build.py, on a small project of its own
@@ -208,7 +234,7 @@ class SmallProject:
 
 @pytest.fixture
 def small(tmp_path) -> SmallProject:
-    return SmallProject(tmp_path / "a folder of $HOME")
+    return SmallProject(tmp_path / "small")
 
 
 def compiled(result: subprocess.CompletedProcess) -> list[str]:
@@ -236,15 +262,16 @@ def test_builds_again_only_what_changed(small):
 
 
 def test_two_builds_load_in_one_process(small):
-    compiled(small.build("--backend", "cpu", "--out", "first"))
+    first, second = "the $first", "the second"  # what ninja's own syntax would take for a variable, and for two paths
+    compiled(small.build("--backend", "cpu", "--out", first))
     small.write("native/twice.cpp", SOURCES["native/twice.cpp"].replace("FACTOR", "10 * FACTOR"))
-    compiled(small.build("--backend", "cpu", "--out", "second"))
+    compiled(small.build("--backend", "cpu", "--out", second))
     script = """
 from kernels import get_kernel
 first, second = (get_kernel(f"someone/{name}", version=3, backend="cpu") for name in ("first", "second"))
 print(first.twice(4), second.twice(4))
 """
-    kernels = ":".join(f"someone/{name}={small.root / name}" for name in ("first", "second"))
+    kernels = f"someone/first={small.root / first}:someone/second={small.root / second}"
     command = [sys.executable, "-c", script]
     output = subprocess.check_output(command, env={**os.environ, "LOCAL_KERNELS": kernels}, text=True)
     assert output.split() == ["8", "80"]

@@ -32,7 +32,6 @@ def results(function, made, grad=None):
     return [result.detach(), *torch.autograd.grad(result, leaves.values(), grad)]
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @functions
 def test_fullgraph(fused_mlp, device, implementation, function, training):

@@ -1,11 +1,14 @@
 """backend() and explain(): what is forced, what is refused, and that the explanation is the truth."""
 
+import importlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import machine
+import project
 from reference import FUNCTIONS, operands
 
 
@@ -14,7 +17,6 @@ def implementation_of(fused_mlp, function, **options):
     return fused_mlp.explain(getattr(fused_mlp, function), **made).implementation
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_compiled_ops_come_first(fused_mlp, device, function):
     made = operands(function, device=device)
@@ -50,6 +52,33 @@ def test_one_op_for_a_whole_call(fused_mlp, device, function):
         assert ops_called(call, made) == [function]
     with fused_mlp.backend("torch"):
         assert ops_called(call, made) == []
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="test_gemm.py looks at the kernels of a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("change", ["none", "column-major weight", "strided bias"])
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "mlp", "gated_mlp"])
+def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
+    """torch's GEMM shows in a profile of the call, AMX tiles do not. The last layer alone may decide for both."""
+    made = operands(function, (40,), (72, 200, 64), dtype=dtype)
+    if change != "none":
+        name = [name for name in made if name.endswith(change.split()[1])][-1]
+        strided = {"weight": lambda t: t.t().contiguous().t(), "bias": lambda t: torch.stack([t, t], -1)[:, 0]}
+        made[name] = strided[change.split()[1]](made[name])
+    call = getattr(fused_mlp, function)
+    parts = fused_mlp.explain(call, **made).parts
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(**made)
+    beneath = {event.name for event in profile.events() if not event.name.endswith(f"::{function}")}
+    by_torch = not beneath <= {"aten::empty", "aten::new_empty"}
+    assert [part.fused for part in parts] == [not by_torch] * (2 if function.endswith("mlp") else 1)
+    assert [part.refusal is None for part in parts] == [part.fused for part in parts]
+
+
+def test_every_refusal_has_words(fused_mlp):
+    codes = re.search(r"kRefusalCodes\[\] = \{(.*?)\};", (project.ROOT / "torch-ext/plan.h").read_text(), re.DOTALL)[1]
+    words = importlib.import_module(f"{fused_mlp.__name__}.backends.plans").REFUSALS
+    assert {"none", *words} == set(re.findall(r'"(\w+)"', codes))
 
 
 @pytest.mark.parametrize("function", ["gated_linear", "gated_mlp"])

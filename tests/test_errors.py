@@ -26,7 +26,6 @@ def good(function, device, biases=True):
     return operands(function, (3,), (8, 12, 6), device=device, biases=biases)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_operand_that_is_no_tensor(fused_mlp, device, function):
     for name in good(function, device):

@@ -6,8 +6,10 @@ is tested too: the card tells users so, and how to check it themselves.
 
 import base64
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,20 +31,21 @@ import machine
 import project
 from builder.plan import base
 from hub import Hub
-from releasing import dry_run, publish, sources, variants
+from releasing import dry_run, publish, variants
 
 REPO, VERSION = project.repo_id(), project.version()
 ORGANISATION = REPO.split("/")[0]
 ABI = f"torch-stable-abi{project.config()['torch']['stable-abi']['cpu'].replace('.', '')}"
-CPU = f"{ABI}-cpu-x86_64-linux"
+MACHINE = platform.machine()
+CPU = f"{ABI}-cpu-{MACHINE}-linux"
 # Variants for others: what they hold must never be fetched.
 OTHERS = {
     f"{ABI}-cpu-riscv64-linux": "CPU (riscv64) does not match system CPU",
-    f"{ABI}-rocm71-x86_64-linux": "backend (rocm71) does not match selected backend",
-    "torch25-cxx11-cpu-x86_64-linux": "Torch version (2.5) does not match",
-    "torch-stable-abi999-cpu-x86_64-linux": "Torch stable ABI version (9.99) is too new",
+    f"{ABI}-rocm71-{MACHINE}-linux": "backend (rocm71) does not match selected backend",
+    f"torch25-cxx11-cpu-{MACHINE}-linux": "Torch version (2.5) does not match",
+    f"torch-stable-abi999-cpu-{MACHINE}-linux": "Torch stable ABI version (9.99) is too new",
 }
-OLDER = "torch-stable-abi29-cpu-x86_64-linux"  # would run too, and is not preferred
+OLDER = f"torch-stable-abi29-cpu-{MACHINE}-linux"  # would run too, and is not preferred
 
 
 @dataclass
@@ -109,10 +112,10 @@ class Users:
 
 
 def publish_from(folder: Path, build: Path, hub: Hub) -> None:
-    address = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = ["tools/release.py", "publish", "--build", str(build)]
-    done = checkout.run(folder, *command, env={**os.environ, **address})
-    assert done.returncode == 0, done.stderr
+    for command in (["stage", "--build", str(build)], ["promote", publish.STAGING]):
+        environment = os.environ | checkout.publisher(hub.url, hub.identity)
+        done = checkout.run(folder, "tools/release.py", *command, env=environment)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +126,16 @@ def published(tmp_path_factory) -> Iterator[Published]:
     for variant in project.BUILD.glob(f"{ABI}-cu*"):
         shutil.copytree(variant, build / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
     if not list(build.glob(f"{ABI}-cu*")):  # a torch built for CUDA takes no other variant, GPU or not
-        shutil.copytree(build / CPU, build / f"{ABI}-cu{(torch.version.cuda or '13.0').replace('.', '')}-x86_64-linux")
+        shutil.copytree(
+            build / CPU, build / f"{ABI}-cu{(torch.version.cuda or '13.0').replace('.', '')}-{MACHINE}-linux"
+        )
     for name in [*OTHERS, OLDER]:
         (build / name).mkdir()
         shutil.copy(build / CPU / "metadata.json", build / name)
         (build / name / "__init__.py").write_text("raise AssertionError('a variant for others')\n")
-    with Hub(tmp_path_factory.mktemp("hub"), token="secret", trusted=[ORGANISATION]) as hub:
+    publisher = {"token": "secret", "identity": "a workflow"}
+    with Hub(tmp_path_factory.mktemp("hub"), **publisher, trusted=[ORGANISATION]) as hub:
+        hub.repository(REPO)
         publish_from(folder, build, hub)
         checkout.set_version(folder, VERSION + 1)
         publish_from(folder, checkout.build(folder), hub)
@@ -177,6 +184,14 @@ def fuse_mlps(model):
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
     done = users_of_copy.run(*SMOKE)
     assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
+
+
+def test_a_kernel_whose_compiled_ops_do_not_run_is_seen(copy, users_of_copy):
+    """What PyTorch computes in their place is right, and differs in nothing."""
+    fault = b'\nbackend("torch").__enter__()\n'
+    copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
+    done = users_of_copy.run(*SMOKE)
+    assert done.returncode == 1 and "the compiled ops of the build have run 0 times in Llama" in done.stderr
 
 
 def test_the_right_variant_is_downloaded_once_and_nothing_else(published, users):
@@ -453,6 +468,10 @@ def test_the_card_states_the_facts_of_build_toml():
     own = {base(arch) for arch in archs if arch.endswith("a")}  # our GEMMs are compiled for one architecture each
     of_fused = " and ".join(sorted(own, key=float))
     assert re.findall(r"\*\*NVIDIA GPUs of.*?\*\*", card) == [f"**NVIDIA GPUs of compute capability {of_fused}**"]
+    with_ptx = [base(arch) for arch in config["kernel"]["cuda"]["cuda-capabilities"] if arch.endswith("+PTX")]
+    assert f"PTX of {' and '.join(with_ptx)}" in card
     (torch_version,) = set(config["torch"]["stable-abi"].values())
     assert f"for PyTorch {torch_version} and every later version" in card
-    assert f"Python {sources.OLDEST_PYTHON} and later" in card
+    oldest = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
+    assert f"Python {oldest} and later, not free-threaded" in card
+    assert f"kernels benchmark {REPO}" in card

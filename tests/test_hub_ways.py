@@ -2,8 +2,11 @@
 their weights fused, and the names that its own mapping uses. All through LOCAL_KERNELS, without the Hub."""
 
 import copy
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,13 +315,54 @@ EXAMPLES = {
 }
 
 
+# What PyPI's torch says where there is no GPU. Python runs a module of this name when it starts.
+CUDA_TORCH_WITHOUT_GPU = """
+import torch
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: False
+"""
+
+
+@pytest.fixture(params=["this torch", "a CUDA torch without a GPU"])
+def with_torch(request, tmp_path):
+    """The environment of a process."""
+    chosen = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
+    if request.param == "this torch":
+        return chosen
+    (tmp_path / "sitecustomize.py").write_text(CUDA_TORCH_WITHOUT_GPU)
+    return chosen | {"PYTHONPATH": str(tmp_path)}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples(name):
+def test_examples(name, with_torch):
     """Each runs as it is, from anywhere, and says at the end that the answers agree."""
-    done = subprocess.run([sys.executable, EXAMPLES[name]], cwd="/", capture_output=True, text=True, timeout=300)
+    command = [sys.executable, EXAMPLES[name]]
+    done = subprocess.run(command, cwd="/", env=with_torch, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest difference" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
+
+
+def test_what_the_readme_shows(with_torch, tmp_path):
+    """With the LOCAL_KERNELS that it shows, and run as a program of its own."""
+    readme = (project.ROOT / "README.md").read_text()
+    assert "LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in readme
+    command = [sys.executable, project.ROOT / "tools/project.py"]
+    value = subprocess.run(command, env=with_torch, capture_output=True, text=True, check=True).stdout.strip()
+    code = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (tmp_path / "shown.py").write_text("\n".join([*code, "print(fused_mlp.__file__)"]))
+    done = subprocess.run(
+        [sys.executable, "shown.py"],
+        cwd=tmp_path,
+        env=with_torch | {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 fused" in done.stdout
+    loaded = Path(done.stdout.splitlines()[-1]).parent.name
+    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or "PYTHONPATH" in with_torch)
 
 
 def test_there_is_an_example_of_every_way():

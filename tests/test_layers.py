@@ -115,7 +115,6 @@ def assert_equal(module, fused, x):
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: str(mode).replace("Mode.", ""))
 @cases
 def test_kernelize(fused_mlp, device, layer, make, width, mode):

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 import compat
+import matrix
 import project
 from builder import device, plan, toolchain, toolkits
 from builder.toolchain import BuildError
@@ -67,6 +69,31 @@ ptxas info    : Function properties for _Z5firstv
 ptxas info    : Function properties for _Z6secondv
     0 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 """) == (20, 1)
+
+
+@pytest.mark.skipif(not shutil.which(matrix.AARCH64_COMPILER), reason="needs Debian's g++-aarch64-linux-gnu")
+def test_the_cpu_variant_compiles_for_aarch64(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "OUT", tmp_path)
+    row = matrix.aarch64(jobs=2)
+    assert not row.failed, row.findings
+    machines = {
+        re.search(r"Machine: +(\S+)", subprocess.check_output(["readelf", "-h", path], text=True))[1]
+        for path in tmp_path.rglob("*.o")
+    }
+    assert machines == {"AArch64"}
+
+
+def test_code_of_another_machine_is_told(tmp_path, monkeypatch):
+    """An include of x86's intrinsics outside of its #if, as the cross-compiler says."""
+    compiler = tmp_path / matrix.AARCH64_COMPILER
+    compiler.write_text("#!/bin/sh\necho 'cpu/ops.cpp:1: fatal error: immintrin.h: no such file' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    row = matrix.aarch64(jobs=2)
+    assert row.failed and all("immintrin.h: no such file" in found for found in row.findings)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(BuildError, match="install g\\+\\+-aarch64-linux-gnu"):
+        matrix.aarch64(jobs=2)
 
 
 def test_an_object_file_without_kernels(tmp_path):

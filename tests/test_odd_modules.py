@@ -51,6 +51,7 @@ def lazy():
 ODD = {
     "scripted": (lambda: torch.jit.script(Intermediate()), "scripted"),
     "traced": (lambda: torch.jit.trace(Gated(), torch.randn(3, 32)), "scripted"),
+    "graph": (lambda: torch.fx.symbolic_trace(Gated()), "graph"),
     "partial": (lambda: with_forward(functools.partial(lambda x: x)), "no function"),
     "partial method": (Parted, "no function"),
     "callable object": (lambda: with_forward(Callable()), "no function"),

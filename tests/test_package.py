@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkout
 import machine
 import modules
 import project
@@ -30,7 +30,6 @@ def local_kernels():
     return f"{project.repo_id()}={machine.build_folder().resolve()}"
 
 
-@pytest.mark.kernels_ci
 def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "act_and_mul",
@@ -99,17 +98,10 @@ def other_build(tmp_path_factory):
         toolchain.cxx(), toolchain.python_include()
     except toolchain.BuildError as error:  # the build that is tested was made elsewhere
         pytest.skip(f"cannot build here: {error}")
-    copy = tmp_path_factory.mktemp("other")
-    for name in ("tools", "torch-ext", "cpu"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "build.toml", copy)
+    copy = checkout.make(tmp_path_factory.mktemp("other"))
     init = copy / "torch-ext" / project.python_name() / "__init__.py"
     init.write_text(init.read_text() + "# another build\n")
-    done = subprocess.run(
-        [sys.executable, "tools/build.py", "--backend", "cpu"], cwd=copy, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return copy / "build"
+    return checkout.build(copy)
 
 
 def test_two_builds_in_one_process(fused_mlp, other_build):

@@ -101,7 +101,6 @@ def codes(report):
     return tuple(reason.code for reason in report.reasons)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", MODELS)
 def test_models(fused_mlp, device, name):
     """Outputs and gradients of the fused model, and the report."""

@@ -283,6 +283,11 @@ def two_extensions(variant):
     (variant / "another.abi3.so").write_bytes(next(variant.glob("*.so")).read_bytes())
 
 
+def leave_bytecode(variant):
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__/layers.cpython-311.pyc").write_bytes(b"anything")
+
+
 def symbols(code: str):
     def link(variant):
         """In place of the extension, a library that uses what it may not."""
@@ -306,6 +311,7 @@ def symbols(code: str):
         (no_metadata, "missing field"),
         (no_archs, "is for CUDA and names no architectures"),
         (two_extensions, "has 2 extensions, not one"),
+        (leave_bytecode, "holds bytecode, which is not to be published: __pycache__/layers.cpython-311.pyc"),
         (symbols('extern "C" void _PyObject_Dump(void*); void f() { _PyObject_Dump(0); }'), "outside Python 3.9 ABI"),
         (symbols("namespace c10 { void f(); } void g() { c10::f(); }"), "outside torch stable ABI: c10::f()"),
     ],
@@ -397,9 +403,22 @@ def test_the_gate_before_the_upload(build, variant):
     assert check.gate(build / "absent", set(), console).startswith("error: no variants in")
 
 
-def test_a_tag_names_the_version():
-    version = project.version()
-    assert release.check_tag(f"v{version}.0") is None and release.check_tag(f"v{version}.12") is None
+def test_a_tag_names_the_version_and_lies_on_main(tmp_path, monkeypatch):
+    version, folder = project.version(), tmp_path / "origin"
+    folder.mkdir()
+    (folder / "file").touch()
+    checkout.git(folder, "init", "--quiet", "--initial-branch=main")
+    checkout.commit(folder)
+    checkout.git(folder, "tag", f"v{version}.0")
+    checkout.git(folder, "checkout", "--quiet", "-b", "another")
+    (folder / "another").touch()
+    checkout.commit(folder)
+    checkout.git(folder, "tag", f"v{version}.12")
+    checkout.git(tmp_path, "clone", "--quiet", str(folder), "clone")
+    monkeypatch.setattr(project, "ROOT", tmp_path / "clone")
+    monkeypatch.setattr(project, "version", lambda: version)
+    assert release.check_tag(f"v{version}.0") is None
+    assert release.check_tag(f"v{version}.12").startswith(f"error: the commit of v{version}.12 is not on origin's main")
     for tag in (f"v{version}", f"v{version + 1}.0", f"v{version}.0.1", f"{version}.0"):
         assert release.check_tag(tag).startswith(f"error: the tag is {tag}, and build.toml says version {version}")
 
@@ -419,71 +438,90 @@ def test_what_is_not_signed(build, variant):
     assert not any("sigstore" in fault for fault in variants.faults(variant))  # the digest is not of the signature
 
 
-# Publishing
+# Publishing: as a workflow that the Hub knows, to a repository that is there
 
 
 @pytest.fixture
 def hub(tmp_path):
-    with Hub(tmp_path / "hub", token="secret") as hub:
+    with Hub(tmp_path / "hub", token="secret", identity="our workflow") as hub:
+        hub.repository(project.repo_id())
         yield hub
 
 
-def published(released: Path, hub: Hub, build: Path) -> subprocess.CompletedProcess:
-    address = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = ["tools/release.py", "publish", "--build", str(build)]
-    return checkout.run(released, *command, env={**os.environ, **address})
+def published(released: Path, hub: Hub, *command: str, identity: str = "our workflow") -> subprocess.CompletedProcess:
+    return checkout.run(released, "tools/release.py", *command, env=os.environ | checkout.publisher(hub.url, identity))
+
+
+def files_of(hub: Hub, revision: str) -> dict[str, bytes]:
+    repository = hub.repository(project.repo_id())
+    entries = repository.tree(repository.resolve(revision), recursive=True)
+    return {entry.path: repository.read(entry) for entry in entries if entry.type == "file"}
 
 
 def test_what_is_published(released, hub, build, variant):
-    shutil.copytree(variant, build / "torch-stable-abi211-cu130-x86_64-linux")
-    assert published(released, hub, build).returncode == 0
-    (variant / "dispatch.py").rename(variant / "choice.py")  # as a later build may have it
-    done = published(released, hub, build)
+    """First staged, where no user looks, then promoted: the same files, byte for byte."""
+    other = shutil.copytree(variant, build / "torch-stable-abi211-cu130-x86_64-linux")
     repository = hub.repository(project.repo_id())
-    head = repository.branches()[publish.branch()]
-    assert done.returncode == 0 and done.stdout.strip() == head
+    assert published(released, hub, "stage", "--build", str(build)).returncode == 0
+    (variant / "dispatch.py").rename(variant / "choice.py")  # as a later build may have it
+    done = published(released, hub, "stage", "--build", str(build))
+    assert done.returncode == 0, done.stderr
+    staged = done.stdout.strip()
+    assert repository.branches().keys() == {"main", publish.STAGING}
+    assert repository.branches()[publish.STAGING] == staged
     files = {
-        f"build/{folder.name}/{place}": path
+        f"build/{folder.name}/{place}": path.read_bytes()
         for folder in variants.variants(build)
         for place, path in variants.files(folder)
     }
-    entries = {entry.path: entry for entry in repository.tree(head, recursive=True) if entry.type == "file"}
-    assert {path for path in entries if path.startswith("build/")} == set(files)
-    assert all(repository.read(entries[place]) == path.read_bytes() for place, path in files.items())
-    benchmarks = {f"benchmarks/{path.name}" for path in (project.ROOT / "benchmarks").glob("benchmark*.py")}
-    assert set(entries) == set(files) | benchmarks
-    (card,) = [repository.read(entry) for entry in repository.tree(repository.branches()["main"])]
-    assert card.decode() == publish.render_card()
+    benchmarks = (project.ROOT / "benchmarks").glob("benchmark*.py")
+    files |= {f"benchmarks/{path.name}": path.read_bytes() for path in benchmarks}
+    assert files_of(hub, staged) == files
+
+    done = published(released, hub, "promote", staged)
+    assert done.returncode == 0, done.stderr
+    head = repository.branches()[publish.branch()]
+    assert done.stdout.strip() == head and files_of(hub, head) == files
+    assert files_of(hub, "main") == {"README.md": publish.render_card().encode()}
 
     # A variant that users of the version have is not left behind.
-    shutil.rmtree(build / "torch-stable-abi211-cu130-x86_64-linux")
-    done = published(released, hub, build)
+    shutil.rmtree(other)
+    assert published(released, hub, "stage", "--build", str(build)).returncode == 0
+    done = published(released, hub, "promote", publish.STAGING)
     assert done.returncode == 1
-    assert "error: torch-stable-abi211-cu130-x86_64-linux is published on v" in done.stderr
+    assert f"error: {other.name} is published on v" in done.stderr
     assert "raise the version in build.toml" in done.stderr
     assert repository.branches()[publish.branch()] == head
 
 
-def test_publishing_needs_a_token_and_a_hub_on_loopback(released, hub, build):
-    hub.token = "another"
-    assert "403" in published(released, Stranger(hub.url), build).stderr
+def test_bytecode_is_not_published(released, hub, build, variant):
+    """No digest covers it; and to load a build for its checks leaves none."""
+    assert published(released, hub, "snapshot", "--build", str(build)).returncode == 0
+    assert not list(build.rglob("*.pyc"))
+    leave_bytecode(variant)
+    assert published(released, hub, "stage", "--build", str(build)).stderr == (
+        f"error: {variant.name} holds bytecode, which is not to be published: __pycache__/layers.cpython-311.pyc\n"
+    )
+    assert hub.repository(project.repo_id()).branches().keys() == {"main"}
+
+
+def test_who_may_publish(released, hub, build):
+    """A workflow that the Hub's repository names, with no right to create one; and nobody without such an identity."""
+    stage = ("stage", "--build", str(build))
+    assert "401" in published(released, hub, *stage, identity="another workflow").stderr
+    assert "no OIDC id token is available" in published(released, hub, *stage, identity="").stderr
+    assert published(released, hub, *stage).returncode == 0
+    assert not [request for request in hub.requests if "repos/create" in request]
+    shutil.rmtree(hub.folder)
+    assert published(released, hub, *stage).returncode == 1
     assert not hub.exists(project.repo_id())
-    done = published(released, Stranger("http://hub.invalid"), build)
-    assert done.returncode == 1 and "http://hub.invalid is not on loopback" in done.stderr
-
-
-class Stranger:
-    """What one knows of a Hub without its token."""
-
-    def __init__(self, url: str):
-        self.url, self.token = url, "guessed"
 
 
 # The rehearsal: what its steps do is tested above and in test_hub.py.
 
 
 def test_the_rehearsal_has_a_hub_of_its_own(tmp_path):
-    with dry_run._hub(project.ROOT, tmp_path) as address:
+    with dry_run._hub(project.ROOT, tmp_path) as (address, _):
         organisation = project.repo_id().split("/")[0]
         with urlopen(f"{address['HF_ENDPOINT']}/api/organizations/{organisation}/overview") as answer:
             assert json.load(answer)["trustedKernelPublisher"] is True
@@ -496,6 +534,6 @@ def test_the_rehearsal_stops_where_a_step_fails(tmp_path):
     (folder / "README.md").write_text("Changed\n")
     done = checkout.run(folder, "tools/release.py", "dry-run")
     assert done.returncode == 1
-    assert "what is not committed is not in the release" in done.stdout and "2 of 5: build" in done.stdout
+    assert "what is not committed is not in the release" in done.stdout and "2 of 7: build" in done.stdout
     assert "no compiler" in done.stderr and "error: the rehearsal failed at step 2: build" in done.stderr
-    assert "3 of 5" not in done.stdout
+    assert "3 of 7" not in done.stdout

@@ -413,6 +413,24 @@ def test_calls_in_the_order_of_statements(fused_mlp, device, written, body):
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused=STATEMENTS[body])
 
 
+@pytest.mark.parametrize("expression", ORDERS)
+def test_the_order_that_hooks_of_all_modules_see(fused_mlp, device, written, expression):
+    module = written(f"return {expression}", "Gated")().to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert fused_mlp.fuse_mlps(module).fused
+    seen = [], []
+    for each, calls in zip((module, plain), seen, strict=True):
+        names = {part: name for name, part in each.named_modules()}
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda part, *_, calls=calls, names=names: calls.append(names[part])
+        )
+        try:
+            each(x)
+        finally:
+            handle.remove()
+    assert seen[0] == seen[1] != []
+
+
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Decoder, look_alikes.FunctionalDropout])
 def test_calls_of_models_in_their_order(fused_mlp, device, kind):
     assert_same(fused_mlp, kind().to(device), torch.randn(4, 32, device=device))
@@ -445,6 +463,18 @@ def test_activations_that_are_spelled_out(fused_mlp, device, written, spelling):
     module.approximate = "none"
     x = torch.randn(4, 32, device=device)
     assert_same(fused_mlp, module, x, fused=SPELLED[spelling])
+
+
+@pytest.mark.parametrize("spelling", [spelling for spelling, fused in SPELLED.items() if fused == "plain"])
+def test_activations_that_are_spelled_out_compile(fused_mlp, device, written, spelling):
+    torch.compiler.reset()
+    module = written(f"h = self.fc1(x)\nreturn self.fc2({spelling})")().to(device)
+    module.approximate = "none"
+    x = torch.randn(4, 32, device=device)
+    expected = module(x)
+    fused_mlp.fuse_mlps(module)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_an_option_that_changes(fused_mlp, device, written):
@@ -547,6 +577,31 @@ ODD = {
     "global": "global h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h))",
     "private": "__h = self.fc1(x)\nreturn self.fc2(self.activation_fn(__h))",
 }
+
+
+class Untold(Plain):
+    """Made of no source, and of functions."""
+
+    exec("def forward(self, x):\n    return self.fc2(F.silu(self.fc1(x)))", globals(), locals())
+
+
+def test_a_source_that_cannot_be_had_is_reported(fused_mlp):
+    module = Untold()
+    del module.activation_fn
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused == [] and "source" in report.left[0].reason
+
+
+def test_scripted_parts(fused_mlp, device, written):
+    """What TorchScript has compiled is called, whether it was there before or comes later."""
+    kind = written("return self.fc2(self.activation_fn(self.fc1(self.before(x))))")
+    module = kind().to(device)
+    module.before = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())).to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert [entry.pattern for entry in fused_mlp.fuse_mlps(module).fused] == ["plain"]
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
+    module.activation_fn = plain.activation_fn = torch.jit.script(nn.SiLU())
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -1,6 +1,7 @@
 """What watches or changes the functions of torch, and every module, also watches and changes fused modules."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -113,6 +114,10 @@ def doubled(function):
     return lambda *args, **kwargs: 2 * function(*args, **kwargs)
 
 
+def doubled_under_its_name(function):
+    return functools.wraps(function)(doubled(function))
+
+
 # The functions that are patched, and modules which call them.
 PATCHED = [
     (F, "linear", Gated),
@@ -132,14 +137,17 @@ PATCHED = [
     (nn.Linear, "forward", Dropping),
     (nn.SiLU, "forward", Gated),
     (nn.GELU, "forward", Plain),
+    (nn.SiLU, "__call__", Gated),
     (nn.Dropout, "forward", Dropping),
+    (nn.Dropout, "__call__", Dropping),
     (nn.Identity, "forward", Dropping),
 ]
 
 
 @pytest.mark.parametrize(("home", "name", "make"), PATCHED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("patched", [doubled, doubled_under_its_name])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_patched_functions(fused_mlp, device, monkeypatch, home, name, make, when):
+def test_patched_functions(fused_mlp, device, monkeypatch, home, name, make, when, patched):
     """Before the module is fused or after: what is in its place is called."""
     module = make().to(device).eval()
     x = x_of(device)
@@ -148,7 +156,7 @@ def test_patched_functions(fused_mlp, device, monkeypatch, home, name, make, whe
         fused = fused_copy(fused_mlp, module)
         assert_close(first(fused(x)), unpatched)
         with monkeypatch.context() as patch:
-            patch.setattr(home, name, doubled(getattr(home, name)))
+            patch.setattr(home, name, patched(getattr(home, name)))
             if when == "before":
                 fused = copy.deepcopy(module)
                 fused_mlp.fuse_mlps(fused)

@@ -50,8 +50,10 @@ def check(forced, function, made, activation="gelu_pytorch_tanh"):
     result = getattr(forced, function)(**made, activation=activation)
     eager = reference.eager(function, made, activation)
     exact = reference.exact(function, made, activation)
-    (conditioning,) = reference.conditioning(lambda made: [reference.exact(function, made, activation)], made)
-    assert_no_worse_than_eager(result, eager, exact, function, ROUNDINGS[function], conditioning=conditioning)
+    conditioning = reference.conditioning(lambda made: [reference.exact(function, made, activation)], made)
+    assert_no_worse_than_eager(
+        result, eager, exact, function, ROUNDINGS[function], conditioning=lambda: conditioning(0)
+    )
     assert result.stride() == eager.stride()
 
 

@@ -1,6 +1,8 @@
 """The workflows: what they run is there, and what they use is pinned."""
 
 import re
+from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,14 +70,40 @@ def test_faults_are_found():
 
 
 def test_the_releases_api_and_variants_are_guarded():
-    """The upload comes after every check, and nothing else has the token that may write."""
-    jobs = yaml.safe_load((project.ROOT / ".github/workflows/release.yaml").read_text())["jobs"]
-    assert jobs["publish"]["needs"] == ["build", "gpu"]
-    assert jobs["build"]["needs"] == jobs["gpu"]["needs"] == "check" and jobs["smoke"]["needs"] == "publish"
-    (upload,) = [step for step in jobs["publish"]["steps"] if "secrets.HF_TOKEN" in str(step)]
-    assert "-- upload ." in upload["run"] and upload == jobs["publish"]["steps"][-1]
-    runs = [step.get("run", "") for step in jobs["check"]["steps"] + jobs["publish"]["steps"]]
-    assert runs.index("make release-check") < runs.index("make release-gate") < runs.index("make release-sign")
+    """What users load was checked, signed, and run on GPUs as it was uploaded; and no secret may write to the Hub."""
+    text = (project.ROOT / ".github/workflows/release.yaml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    order = ["check", "build", "stage", "gpu", "promote", "smoke"]
+    assert list(jobs) == order
+    for earlier, later in pairwise(order):
+        assert earlier in jobs[later]["needs"]
+    runs = {name: [step.get("run", "") for step in job.get("steps", [])] for name, job in jobs.items()}
+    assert "make release-check" in runs["check"]
+    gate, sign, stage = (find(runs["stage"], what) for what in ("release-gate", "release-sign", "release.py stage"))
+    assert gate < sign < stage
+    assert jobs["gpu"]["with"] == {"staged": "${{ needs.stage.outputs.commit }}"}
+    assert find(runs["promote"], "release.py promote") == len(runs["promote"]) - 1
+    assert {name for name, job in jobs.items() if "id-token" in job.get("permissions", {})} == {
+        "build",
+        "stage",
+        "promote",
+    }
+    assert set(re.findall(r"secrets\.(\w+)", text)) == {"HF_JOBS_TOKEN"}
+
+
+def test_the_first_real_compilation_is_not_the_release():
+    """What a compiler reads is built by Nix, with the oldest toolkit as with the newest, when it comes to main."""
+    on = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())[True]  # YAML 1.1 reads `on` so
+    assert on["push"]["branches"] == ["main"]
+    config = project.config()
+    listed = [source for table in (config["torch"], *config["kernel"].values()) for source in table["src"]]
+    for source in ["build.toml", "flake.nix", "flake.lock", *listed]:
+        assert any(fnmatch(source, pattern) for pattern in on["push"]["paths"]), source
+
+
+def find(commands: list[str], what: str) -> int:
+    (place,) = [number for number, command in enumerate(commands) if what in command]
+    return place
 
 
 # The job on a GPU: with a Hub that answers as the real one does.
@@ -113,7 +141,8 @@ class FakeHub:
 
 LINES = [f"line {number}\n" for number in range(100)]
 FIGURES = (project.ROOT / "benchmarks/results/h100-mlp.json").read_text()
-CALL = {"flavor": "l4x1", "repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "timeout": "1m"}
+REPOSITORY = {"repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "staged": ""}
+CALL = {"flavor": "l4x1", "timeout": "1m"} | REPOSITORY
 
 
 def test_a_job_that_succeeds(tmp_path):

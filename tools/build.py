@@ -54,7 +54,7 @@ def main() -> None:
         if nvcc is None and "cuda" in (arguments.backend or []):
             raise BuildError(f"{NO_NVCC}: cannot build for CUDA")
         if nvcc is None and arguments.backend is None:
-            print(f"{NO_NVCC}: not building for CUDA (a torch with CUDA then takes get_kernel(..., backend='cpu'))")
+            print(f"{NO_NVCC}: not building for CUDA (with a torch for CUDA, name the CPU variant to LOCAL_KERNELS)")
             known = [backend for backend in known if backend != "cuda"]
     except BuildError as error:
         sys.exit(f"error: {error}")

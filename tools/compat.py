@@ -116,7 +116,7 @@ def _install(python: Path, version: str) -> None:
 
 def _smoke(python: Path, backend: str) -> dict:
     command = [str(python), "-I", str(SMOKE), project.repo_id(), str(project.version()), backend]
-    environment = {**os.environ, "LOCAL_KERNELS": project.local_kernels(), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "LOCAL_KERNELS": f"{project.repo_id()}={project.BUILD}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise CompatError(f"{SMOKE.name} {backend} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")

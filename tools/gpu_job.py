@@ -33,15 +33,16 @@ def main() -> None:
     parser.add_argument("--flavor", required=True, help="the machine, as `hf jobs hardware` lists them")
     parser.add_argument("--repository", required=True, help="the URL to clone, without credentials")
     parser.add_argument("--commit", required=True)
+    parser.add_argument("--staged", default="", help="the Hub's commit to test (default: build from the other)")
     parser.add_argument("--timeout", default="90m")
     parser.add_argument("--out", type=Path, default=project.BUILD / "gpu")
     sys.exit(run(HfApi(), **vars(parser.parse_args())))
 
 
-def run(hub: HfApi, flavor: str, repository: str, commit: str, timeout: str, out: Path) -> str | None:
+def run(hub: HfApi, flavor: str, repository: str, commit: str, staged: str, timeout: str, out: Path) -> str | None:
     """Starts the job, follows its output, writes the files and returns the error, if any."""
     namespace = project.repo_id().split("/")[0]
-    environment = PLAIN | {"REPOSITORY": repository, "COMMIT": commit}
+    environment = PLAIN | {"REPOSITORY": repository, "COMMIT": commit, "STAGED": staged}
     command = ["bash", "-c", SCRIPT]
     job = hub.run_job(
         image=IMAGE, command=command, env=environment, flavor=flavor, timeout=timeout, namespace=namespace

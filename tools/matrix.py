@@ -2,15 +2,18 @@
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
 The versions of CUDA are those of requirements/cuda*.txt, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
-whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then.
+whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. A cross-compiler compiles
+the CPU variant for aarch64 as well.
 """
 
 import argparse
 import os
+import shutil
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -24,6 +27,7 @@ from builder import compile, device, plan, toolchain, toolkits
 from builder.toolchain import BuildError, Nvcc
 
 OUT = project.BUILD / "matrix"
+AARCH64_COMPILER = "aarch64-linux-gnu-g++"
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,17 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=100)
     # The newest first: the names of the kernels are taken from what its nvcc made.
-    steps = ["cpu", *sorted(arguments.cuda, key=known.index, reverse=True)]
+    steps = {"CPU": cpu, "aarch64": aarch64}
+    for version in sorted(arguments.cuda, key=known.index, reverse=True):
+        steps[f"CUDA {version}"] = partial(cuda, version)
     rows = []
     with build.locked(OUT / ".cache"):
-        for number, step in enumerate(steps, 1):
-            console.rule(f"{number} of {len(steps)}: {'CPU' if step == 'cpu' else f'CUDA {step}'}", align="left")
+        for number, (name, step) in enumerate(steps.items(), 1):
+            console.rule(f"{number} of {len(steps)}: {name}", align="left")
             start = time.monotonic()
             try:
-                rows.append(cpu(arguments.jobs) if step == "cpu" else cuda(step, arguments.jobs))
+                rows.append(step(arguments.jobs))
             except BuildError as error:
-                name = f"cu{step.replace('.', '')}" if step != "cpu" else step
                 rows.append(Row(name, [], None, time.monotonic() - start, [str(error)], True))
     console.print(table(rows))
     sys.exit(any(row.failed for row in rows))
@@ -61,6 +66,28 @@ def main() -> None:
 
 def cpu(jobs: int) -> Row:
     return _row(build.build("cpu", None, OUT, jobs, frozenset()))
+
+
+def aarch64(jobs: int) -> Row:
+    """The CPU variant's sources for aarch64; there is no torch of that machine to link with."""
+    start = time.monotonic()
+    cxx = shutil.which(AARCH64_COMPILER)
+    if cxx is None:
+        raise BuildError(f"no {AARCH64_COMPILER} on the PATH (Debian, Ubuntu: install g++-aarch64-linux-gnu)")
+    variant = plan.variant("cpu")
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = {
+            source: pool.submit(
+                compile.cross_compile, variant, section, source, cxx, OUT / f".cache/aarch64/{section.name}/{source}.o"
+            )
+            for section in variant.sections
+            for source in section.sources
+            if Path(source).suffix in compile.CXX_SUFFIXES
+        }
+    errors = [f"{source}: {task.exception()}" for source, task in tasks.items() if task.exception()]
+    size = None if errors else sum(task.result() for task in tasks.values())
+    findings = errors or ["compiled, not linked"]
+    return Row("cpu, aarch64", [], size, time.monotonic() - start, findings, bool(errors))
 
 
 def cuda(version: str, jobs: int) -> Row:

@@ -109,11 +109,6 @@ def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
     return {"kernel_us": kernel_us, "kernels": kernels, "wall_us": wall_us, "cpu_us": cpu_us}
 
 
-def median_wall_microseconds(run: Callable[[], object]) -> float:
-    iterations = iterations_within(run, 20_000.0)
-    return in_turns({"": lambda: {"us": wall_microseconds(run, iterations)}}, 5)[""]["us"]
-
-
 def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of that many calls. The current stream must not be the default one, which captures no graphs."""
     run()  # what happens once, like loading the kernel, must not be captured

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import documents
 import project
 
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 try:
@@ -31,6 +30,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/coverage.txt)")
 
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 DOCUMENT = project.ROOT / "docs/coverage.md"
 SECONDS = 30  # for one model type
 

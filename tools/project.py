@@ -1,5 +1,9 @@
-"""What build.toml says of the project. The kernel's name, version and Hub repository are written nowhere else."""
+"""What build.toml says of the project. The kernel's name, version and Hub repository are written nowhere else.
 
+Run as a program, it prints the LOCAL_KERNELS value of this machine.
+"""
+
+import platform
 import tomllib
 from pathlib import Path
 
@@ -34,4 +38,21 @@ def package() -> Path:
 
 def local_kernels() -> str:
     """The LOCAL_KERNELS value with which `kernels.get_kernel(repo_id(), version=version())` loads the local build."""
-    return f"{repo_id()}={BUILD}"
+    return f"{repo_id()}={loadable_build()}"
+
+
+def loadable_build() -> Path:
+    """The local build, or its CPU variant where `kernels` would look for a CUDA variant that can run nothing.
+
+    `kernels` goes by the installed torch, which from PyPI is built for CUDA, whether or not there is a GPU; and layers
+    cannot be asked for with a backend.
+    """
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return BUILD
+    return next(BUILD.glob(f"torch*-cpu-{platform.machine()}-*"), BUILD)
+
+
+if __name__ == "__main__":
+    print(local_kernels())

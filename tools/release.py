@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """Checks a build before it is released, and rehearses the release: `make release-check`, `make release-dry-run`.
 
-Releases themselves are built and published by kernel-builder, in .github/workflows/release.yaml, which calls `tag`,
-`gate`, `sign` and `smoke`.
+Releases themselves are built by kernel-builder, in .github/workflows/release.yaml, which calls the other commands.
 """
 
 import argparse
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, OIDCError
 from rich.console import Console
 
 import project
@@ -30,6 +32,8 @@ def main() -> None:
         subparser.set_defaults(command=command)
         if command is check_tag:
             subparser.add_argument("tag")
+        elif command in (try_staged, promote):
+            subparser.add_argument("revision", help="a commit or branch of the Hub's repository")
         elif command not in (rehearse, smoke):
             subparser.add_argument("--build", type=Path, default=project.BUILD, help="the folder of the variants")
     options = vars(parser.parse_args())
@@ -49,21 +53,42 @@ def snapshot(build: Path) -> None:
     console.print(f"wrote {api.snapshot().relative_to(project.ROOT)}")
 
 
-def publish_build(build: Path) -> str | None:
-    """Publishes a build to a Hub on loopback, whose address HF_ENDPOINT gives, and prints the commit."""
-    hub = HfApi()
-    if urlsplit(hub.endpoint).hostname != "127.0.0.1":
-        return f"error: {hub.endpoint} is not on loopback; kernel-builder publishes to the Hub itself"
-    if dropped := publish.dropped_variants(build, publish.published_variants(hub)):
-        return "\n".join(f"error: {fault}" for fault in dropped)
-    console.print(publish.publish(build, hub))
+def stage(build: Path) -> str | None:
+    """Uploads a build to the staging branch of the Hub's repository, and prints the commit."""
+    return _print_commit(lambda hub: publish.publish(build, hub, publish.STAGING))
+
+
+def try_staged(revision: str) -> int:
+    """Puts the variants of a revision of the Hub's repository into build/, and runs test_kernels_ci.py on them."""
+    shutil.rmtree(project.BUILD, ignore_errors=True)
+    publish.fetch(revision, HfApi(), project.ROOT)
+    return subprocess.run([sys.executable, "-m", "pytest", "tests/test_kernels_ci.py"], cwd=project.ROOT).returncode
+
+
+def promote(revision: str) -> str | None:
+    """Publishes what was staged as a commit on the branch of the version, and prints the new commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _print_commit(lambda hub: publish.promote(revision, hub, Path(folder)))
+
+
+def _print_commit(write: Callable[[HfApi], str]) -> str | None:
+    # The Hub gives a token of an hour to the workflow that runs this, a trusted publisher of the repository.
+    os.environ["HF_OIDC_RESOURCE"] = f"kernels/{project.repo_id()}"
+    try:
+        console.print(write(HfApi()))
+    except (publish.PublishError, OIDCError, HfHubHTTPError) as error:
+        return f"error: {error}"
 
 
 def check_tag(tag: str) -> str | None:
-    """Checks that a tag is one of this version: v1.0, v1.1, ... release version 1."""
+    """Checks that a tag is one of this version (v1.0, v1.1, ... release version 1) and its commit lies on main."""
     version = project.version()
     if not re.fullmatch(rf"v{version}\.\d+", tag):
         return f"error: the tag is {tag}, and build.toml says version {version}: v{version}.<number> is needed"
+    command = ["git", "merge-base", "--is-ancestor", f"refs/tags/{tag}", "refs/remotes/origin/main"]
+    done = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        return f"error: the commit of {tag} is not on origin's main: {done.stderr.strip() or 'merge it first'}"
 
 
 def check_gate(build: Path) -> str | None:
@@ -90,7 +115,9 @@ def rehearse() -> str | None:
 COMMANDS = {
     "check": check_build,
     "snapshot": snapshot,
-    "publish": publish_build,
+    "stage": stage,
+    "try": try_staged,
+    "promote": promote,
     "dry-run": rehearse,
     "tag": check_tag,
     "gate": check_gate,

@@ -19,13 +19,15 @@ try:
     from builder.toolchain import BuildError
     from tuning import bench, fit
     from tuning.header import header
-    from tuning.kernels import STREAMED_ROWS, Kernel, Point
+    from tuning.kernels import KINDS, Kernel, Point
+    from tuning.model import Model, build
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
 
 HEADER = project.ROOT / "cuda/sm90/tuning.h"
 FOLDER = project.BUILD / "tune"
 TIMES = FOLDER / "times.json"
+FEW_ROWS = 256  # reported apart
 
 
 @dataclasses.dataclass
@@ -45,8 +47,9 @@ def main() -> None:
         times = load(arguments.times) if arguments.times else measure(arguments.quick)
     except (bench.TuneError, BuildError, OSError) as error:
         sys.exit(f"error: {error}")
-    constants = fit.fit(times.points, times.multiprocessors)
-    report(constants, times)
+    model = Model(build(FOLDER), times.multiprocessors)
+    constants = fit.fit(times.points, model)
+    report(constants, model, times.points)
     if arguments.dry_run:
         print(header(constants, times.gpu))
     else:
@@ -56,11 +59,12 @@ def main() -> None:
 
 def measure(quick: bool) -> Times:
     gpu = bench.check_gpu()
-    library = bench.build(FOLDER)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    library, model = bench.build(FOLDER), Model(build(FOLDER), multiprocessors)
     with torch.cuda.stream(torch.cuda.Stream()):
         layers = tqdm(bench.grid(quick), desc=gpu, unit="layer")
-        points = [bench.measure(library, *layer) for layer in layers]
-    times = Times(gpu, torch.cuda.get_device_properties(0).multi_processor_count, points)
+        points = [bench.measure(library, model, *layer) for layer in layers]
+    times = Times(gpu, multiprocessors, points)
     save(times, TIMES)
     return times
 
@@ -78,17 +82,17 @@ def load(path: Path) -> Times:
     return Times(stored["gpu"], stored["multiprocessors"], [Point(**point) for point in stored["points"]])
 
 
-def report(constants: fit.Constants, times: Times) -> None:
+def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
     """How the choice as it is and the fitted one compare with the best kernel, and with torch's way."""
 
     def fitted(point: Point) -> Kernel:
-        return constants.choose(point, times.multiprocessors)
+        return constants.choose(model, point)
 
     print("                           present                          fitted")
     print("                   points  mean   worst  slower than torch  mean   worst  slower than torch")
-    for name, few_rows in ((f"to {STREAMED_ROWS} rows", True), ("more", False)):
-        for kind in ("gated", "activated", "plain"):
-            points = [point for point in times.points if point.kind == kind and (point.m <= STREAMED_ROWS) == few_rows]
+    for name, few_rows in ((f"to {FEW_ROWS} rows", True), ("more", False)):
+        for kind in KINDS:
+            points = [point for point in timed if point.kind == kind and (point.m <= FEW_ROWS) == few_rows]
             quality = [*choice_quality(points, lambda point: point.present), *choice_quality(points, fitted)]
             cells = "{:6.3f} {:6.3f} {:18}  {:6.3f} {:6.3f} {:18}".format(*quality)
             print(f"{f'{name} {kind}':18} {len(points):6} {cells}")

@@ -22,8 +22,8 @@ enum class Activation : int64_t {
   kSigmoid = 7,
 };
 
-// Calls visit.template operator()<A>() for the activation with the given code: the one place where a run-time
-// code becomes a compile-time constant. Returns false for a code that names no activation.
+// Calls visit.template operator()<A>() for the activation with the given code. Only here does a run-time code become a
+// compile-time constant. Returns false for a code that names no activation.
 template <typename Visitor>
 FUSED_MLP_HOST_DEVICE bool visit_activation(int64_t code, Visitor&& visit) {
   switch (static_cast<Activation>(code)) {

@@ -12,8 +12,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, "
       "int activation) -> Tensor");
   ops.def(
-      "plan(Tensor x, Tensor weight, Tensor? up_weight, Tensor? bias, Tensor? up_bias, int activation, "
-      "bool follows_gemm) -> str");
+      "plan(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, Tensor? up_bias, "
+      "Tensor? second_bias, int activation) -> str");
   ops.def(
       "gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, Tensor? gate_bias, "
       "Tensor? up_bias, Tensor? down_bias, int activation) -> Tensor");

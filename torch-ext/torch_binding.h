@@ -8,9 +8,8 @@
 
 // The ops of the package. Each backend (cuda/, cpu/) implements all of them.
 //
-// Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of
-// activation.h. Operands share one dtype and one device. What does not fit raises an error (operands.h) that
-// functional.py explains.
+// Shapes: x [..., in], weights [out, in] as in torch.nn.Linear, biases [out]; `activation` is a code of activation.h.
+// Operands share one dtype and one device. Operands that do not fit raise an error (operands.h).
 namespace fused_mlp {
 
 using torch::stable::Tensor;
@@ -30,10 +29,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation);
 
-// In words, how linear (up_weight absent) or gated_linear would compute these operands, and why; follows_gemm: behind a
-// fused GEMM, in gated_mlp or mlp.
-std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
-                 const OptionalTensor& up_bias, int64_t activation, bool follows_gemm);
+// How a call would be computed, as the text of a PlanRecord (plan.h): linear, or gated_linear where there is an
+// up_weight; and where there is a second_weight, mlp or gated_mlp, whose second layer it is.
+std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                 const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& second_bias, int64_t activation);
 
 // gated_linear(...) down_weight^T + down_bias
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

@@ -7,14 +7,14 @@
 
 #include "torch_binding.h"
 
-// torch's GEMMs, called past its dispatcher: for a small product that costs more time than the product.
+// torch's GEMMs, called without its dispatcher, which takes more time than a small product does.
 namespace fused_mlp {
 
 using TorchMm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
 using TorchAddmm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                   double beta, double alpha);
 
-// A tensor in the memory of `tensor`, from its first element on.
+// A view of the memory of `tensor` that begins at its first element.
 template <typename Sizes>
 Tensor view_of(const Tensor& tensor, const Sizes& sizes, const Sizes& strides) {
   AtenTensorHandle view = nullptr;
@@ -31,7 +31,7 @@ inline Tensor transposed(const Tensor& weight) {
   return matrix_view(weight, {weight.size(1), weight.size(0)}, {weight.stride(1), weight.stride(0)});
 }
 
-// out [rows, n] = x [rows, k] weight [n, k]^T + bias, the bias added before the one rounding.
+// out [rows, n] = x [rows, k] weight [n, k]^T + bias. The sum is rounded once, after the bias is added.
 template <TorchMm kMm, TorchAddmm kAddmm>
 void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const Tensor columns = transposed(weight);

@@ -2,6 +2,6 @@
 
 namespace fused_mlp::sm90 {
 
-template cudaError_t launch<__half>(const GemmProblem&, const GemmPlan&, int, cudaStream_t);
+template cudaError_t launch<__half>(const GemmProblem&, const GemmKernel&, int, cudaStream_t);
 
 }  // namespace fused_mlp::sm90

@@ -1,18 +1,17 @@
-// From a problem and a plan to a launch: tensor maps, grid, cluster. Instantiated once per dtype.
+// Launches the kernel of a plan: encodes the tensor maps, sets the grid and the cluster. Instantiated once per dtype.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
 
-#include "gemm.h"
+#include "../gemm/problem.h"
+#include "chip.h"
 #include "streamed_gemm.cuh"
 #include "tensor_map.h"
 #include "tiled_gemm.cuh"
 
 namespace fused_mlp::sm90 {
-
-inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // Raises the kernel's shared memory limit on the current device, the first time it runs there.
 template <typename Args>
@@ -49,8 +48,6 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-inline EpilogueArgs epilogue_args(const GemmProblem& p) { return {p.bias, p.up_bias, p.activation}; }
-
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
   TiledGemmArgs args;
@@ -61,15 +58,15 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
                                                           Gemm::kBoxRowsB, Gemm::kBlockK)) &&
                       encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
   if (!mapped) return cudaErrorInvalidValue;
-  args.epilogue = epilogue_args(p);
+  args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
-  // TMA takes longer for rows that do not exist. A tile that would pass the edge begins earlier, and computes some of
-  // its neighbour's results, in the same way, again: with parts of k, its columns' sums would be in another order.
+  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
   args.last_row = last(p.m, Gemm::kBlockM);
+  // Where a cluster splits k, the order in which a column's parts are added depends on its place in the tile. The last
+  // tile is not moved then: that would give its neighbour's results other bits.
   args.last_column = Gemm::kSplitK == 1 ? last(p.n, Gemm::kTileN) : std::numeric_limits<int>::max();
-  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
 
@@ -79,18 +76,21 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
-  // Never early: at large widths CTAs that share weights take up to half as long again then.
+  // A tiled kernel does not start before the kernel before it is done: at large widths its CTAs, which share weights in
+  // L2, took up to half as long again when they did (measured on an H100).
   return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK, false,
                        stream);
 }
 
-// CTAs that start while the kernel before drains go where there is room first, several to a multiprocessor, and leave
-// others idle, unless each takes its share of one. Behind a streamed kernel a larger cluster has room beside that one's
-// CTAs, and need not wait for as many empty multiprocessors side by side.
+// The shared memory to ask for, so that CTAs spread over all multiprocessors. A kernel that starts while the one before
+// it drains is placed on the first multiprocessors that have room, several CTAs to each, and leaves others idle. To
+// prevent that, each CTA asks for its share of a multiprocessor's shared memory, even where it needs less. Clusters of
+// more than two CTAs behind a streamed kernel ask for half at most: they fit beside the CTAs that still run, and need
+// not wait until enough neighbouring multiprocessors are empty.
 template <typename Gemm>
 int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
   const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
-  const int share = std::max(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
+  const int64_t share = std::max<int64_t>(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
   return std::max(Gemm::kSharedBytes, Gemm::shared_limit(share));
 }
 
@@ -104,7 +104,7 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
       encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK) &&
       (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK));
   if (!mapped) return cudaErrorInvalidValue;
-  args.epilogue = epilogue_args(p);
+  args.epilogue = p.epilogue;
   args.out = p.out.data;
   args.out_stride = p.out.row_stride;
   args.m = static_cast<int>(p.m);
@@ -123,58 +123,18 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
   return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, split_k, args.starts_early, stream);
 }
 
-template <typename Element, bool kGated>
-cudaError_t launch_plan(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
-  if (plan.kernel == GemmPlan::Kernel::kStreamed) {
-#define FUSED_MLP_STREAMED(TOKENS) \
-  if (plan.block_m == TOKENS)      \
-    return launch_streamed<StreamedGemm<Element, kGated, TOKENS>>(p, plan.split_k, multiprocessors, stream);
-    FUSED_MLP_STREAMED(8)
-    FUSED_MLP_STREAMED(16)
-    FUSED_MLP_STREAMED(32)
-    FUSED_MLP_STREAMED(48)
-    FUSED_MLP_STREAMED(64)
-    if constexpr (!kGated) {
-      FUSED_MLP_STREAMED(80)
-      FUSED_MLP_STREAMED(128)
-    }
-#undef FUSED_MLP_STREAMED
-    return cudaErrorInvalidValue;
-  }
-  const auto is = [&](int block_m, int block_n, bool ping_pong, int split_k) {
-    return plan.block_m == block_m && plan.block_n == block_n && plan.ping_pong == ping_pong && plan.split_k == split_k;
-  };
-#define FUSED_MLP_TILED(M, N, PING_PONG, SPLIT_K) \
-  if (is(M, N, PING_PONG, SPLIT_K))               \
-    return launch_tiled<TiledGemm<Element, kGated, M, N, PING_PONG, SPLIT_K>>(p, multiprocessors, stream);
-  FUSED_MLP_TILED(128, 192, true, 1)
-  FUSED_MLP_TILED(128, 160, true, 1)
-  FUSED_MLP_TILED(128, 144, true, 1)
-  FUSED_MLP_TILED(128, 128, true, 1)
-  FUSED_MLP_TILED(64, 128, false, 1)
-  FUSED_MLP_TILED(96, 128, false, 1)
-  FUSED_MLP_TILED(160, 128, false, 1)
-  if constexpr (kGated) {
-    FUSED_MLP_TILED(128, 176, true, 1)
-    FUSED_MLP_TILED(128, 224, false, 1)
-    FUSED_MLP_TILED(128, 128, false, 1)
-    FUSED_MLP_TILED(144, 256, false, 1)
-    FUSED_MLP_TILED(224, 128, false, 1)
-  } else {
-    FUSED_MLP_TILED(128, 128, false, 4)
-    FUSED_MLP_TILED(48, 128, false, 1)
-    FUSED_MLP_TILED(80, 128, false, 1)
-    FUSED_MLP_TILED(112, 128, false, 1)
-    FUSED_MLP_TILED(208, 128, false, 1)
-  }
-#undef FUSED_MLP_TILED
-  return cudaErrorInvalidValue;
-}
-
 template <typename Element>
-cudaError_t launch(const GemmProblem& p, const GemmPlan& plan, int multiprocessors, cudaStream_t stream) {
-  return p.gated() ? launch_plan<Element, true>(p, plan, multiprocessors, stream)
-                   : launch_plan<Element, false>(p, plan, multiprocessors, stream);
+cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
+#define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M)                                                                        \
+  if (kernel.loop == MainLoop::kStreamed && kernel.product == Product::k##PRODUCT && kernel.block_m == BLOCK_M)     \
+    return launch_streamed<StreamedGemm<Element, Product::k##PRODUCT, BLOCK_M>>(p, kernel.split_k, multiprocessors, \
+                                                                                stream);
+#define FUSED_MLP_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                                \
+  if (kernel == GemmKernel{MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K}) \
+    return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K>>(  \
+        p, multiprocessors, stream);
+#include "kernels.def"
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fused_mlp::sm90

@@ -1,4 +1,4 @@
-// The sm_90a instructions the GEMMs are made of: mbarriers, the tensor memory accelerator (TMA), clusters.
+// The sm_90a instructions that the GEMMs use: mbarriers, the tensor memory accelerator (TMA), clusters.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace fused_mlp::sm90 {
 
-// Shared memory is addressed by its 32-bit addresses throughout: they stay in uniform registers.
+// Shared memory is addressed by 32-bit addresses throughout: the compiler keeps these in uniform registers.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Named barriers of `threads` threads of the CTA.
+// Named barriers, for `threads` threads of the CTA.
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -169,7 +169,7 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, u
                "r"(r2), "r"(r3)
                : "memory");
 }
-// Transposes each matrix.
+// The same, but each 8 x 8 matrix is transposed.
 __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                            uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),

@@ -4,7 +4,8 @@
 
 namespace fused_mlp::sm90 {
 
-// A place in a ring of shared memory stages, and the parity of the round: that of the mbarrier phase to wait for.
+// A place in a ring of shared memory stages, and the parity of its round, which is that of the mbarrier phase to wait
+// for.
 struct RingPosition {
   int stages;
   int stage = 0;

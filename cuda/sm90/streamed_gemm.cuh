@@ -1,11 +1,11 @@
-// The GEMM for few rows of A, bound by the reading of the weights: they stream through shared memory at full width,
-// once for every tile of rows. The operands swap places: 64 weight rows are the M side of the wgmma, the rows of A
-// (tokens) its N side. A cluster splits k where there are too few tiles for the chip, and adds the parts in the order
-// of its ranks through distributed shared memory.
+// The GEMM for few rows of a. Its time is that of reading the weights, so they stream through shared memory once for
+// each tile of rows, and the operands swap places to waste no part of them: 64 weight rows are the M side of the wgmma,
+// and the rows of a (tokens) are its N side. Where there are too few tiles for the chip, a cluster splits k, and adds
+// its CTAs' sums in the order of their ranks through distributed shared memory.
 #pragma once
 
-#include "epilogue.cuh"
-#include "gemm.h"
+#include "../gemm/epilogue.cuh"
+#include "chip.h"
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -23,22 +23,23 @@ struct StreamedGemmArgs {
   int n;
   int k_blocks;
   int tiles_m;
-  int tokens;         // of a tile
-  bool starts_early;  // before the kernel that writes A is done
+  int tokens;         // in a tile
+  bool starts_early;  // before the kernel that writes a is done
 };
 
-template <typename Element_, bool kGated_, int kTokens_>
+template <typename Element_, Product kProduct_, int kTokens_>
 struct StreamedGemm {
   using Element = Element_;
-  static constexpr bool kGated = kGated_;
+  static constexpr Product kProduct = kProduct_;
+  static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kRows = 64;
-  static constexpr int kBlockK = 64;
+  static constexpr int kRows = kStreamedColumns;  // of one weight, which are columns of the output
+  static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
-  static constexpr int kThreads = 128 + 32;      // a consumer warpgroup, a producer warp
-  static constexpr int kMaxCluster = 8;
+  static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
+  static constexpr int kMaxCluster = kMaxStreamedSplitK;
 
-  static constexpr int kWeightBytes = kRows * kBlockK * sizeof(Element);  // of one part
+  static constexpr int kWeightBytes = kRows * kBlockK * sizeof(Element);  // for each part
   static constexpr int kTokenBytes = kTokens * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kWeightBytes + kTokenBytes;
   static constexpr int kAlignment = 1024;
@@ -46,17 +47,17 @@ struct StreamedGemm {
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
-  // What each of so many CTAs on a multiprocessor can have; of its part 1024 bytes are the system's.
+  // The shared memory of a CTA where a multiprocessor holds this many. The system takes 1024 bytes of each CTA's part.
   __host__ __device__ static constexpr int shared_limit(int ctas) { return 228 * 1024 / ctas - 1024; }
   static constexpr int kSharedLimit = shared_limit(kCtasPerMultiprocessor);
   static constexpr int kStages = (kSharedLimit - kAlignment) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kAlignment;
-  static_assert(kPartialBytes <= kStages * kStageBytes, "the sums take the place of the ring");
+  static_assert(kPartialBytes <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Addresses in shared memory.
+// The addresses of what a CTA keeps in shared memory.
 template <typename Gemm>
 struct StreamedGemmShared {
   uint32_t ring;
@@ -71,12 +72,13 @@ struct StreamedGemmShared {
     return ring + Gemm::kStages * Gemm::kStageBytes + stage * 8;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-  // The sums, in the place of the ring.
+  // The sums lie where the ring was.
   __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
     return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
   }
 };
 
+// The producer: brings the k blocks [k.x, k.y) into the ring.
 template <typename Gemm>
 __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared, int row,
                                        int first_token, int2 k) {
@@ -91,7 +93,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
     tma_load(&args.a, shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK, first_token);
   };
 
-  // The first round reads only weights until the kernel that writes A is done.
+  // In the first round, only weights are read until the kernel that writes a is done.
   const int first_round = min(k.y, k.x + Gemm::kStages);
   for (int block = k.x; block < first_round; ++block) {
     mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
@@ -109,7 +111,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   }
 }
 
-// Leaves this CTA's sums in shared.partial.
+// The consumers: multiply the blocks as they arrive, and leave the CTA's sums in shared.partial.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens>;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
   wgmma_wait<0>();
   fence();
 
-  named_barrier_sync(1, 128);  // all warps are done with the ring, where the sums go
+  named_barrier_sync(1, 128);  // the sums go where the ring was: all warps must be done with it
 #pragma unroll
   for (int part = 0; part < Gemm::kParts; ++part) {
 #pragma unroll
@@ -155,7 +157,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
   }
 }
 
-// The sums of four adjacent rows for one token over the cluster, in the order of the ranks.
+// Adds the sums of the cluster for one token and four adjacent weight rows, in the order of the ranks.
 template <typename Gemm>
 __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& shared, int part, int token, int row,
                                                int ranks) {
@@ -178,7 +180,7 @@ __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& s
   return sum;
 }
 
-// This CTA's share of the tile's results: four adjacent columns of a token a thread.
+// Stores this CTA's share of the tile. Each thread takes four adjacent columns of a token.
 template <typename Gemm>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                        int first_column, int first_token, int rank, int ranks) {
@@ -197,13 +199,13 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
       const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
       return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
     };
-    const float4 gate = biased_sum(0, args.epilogue.bias);
-    float value[4] = {gate.x, gate.y, gate.z, gate.w};
-    visit_activation(args.epilogue.activation, [&]<Activation A>() { activate<A, Element>(value); });
-    if constexpr (Gemm::kGated) {
-      const float4 up = biased_sum(1, args.epilogue.up_bias);
-      value[0] *= up.x, value[1] *= up.y, value[2] *= up.z, value[3] *= up.w;
-    }
+    const auto sums = [&](Operand operand, auto&& take) {
+      const float4 sum =
+          operand == Operand::kGate ? biased_sum(0, args.epilogue.bias) : biased_sum(1, args.epilogue.up_bias);
+      take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
+    };
+    float value[4];
+    GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
     *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + (first_token + token) * args.out_stride + column) =
         make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
   }
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     prefetch_tensor_map(&args.a);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
-      mbarrier_init(shared.empty(stage), 4);  // the consumers' warps
+      mbarrier_init(shared.empty(stage), 4);  // one arrival for each of the consumers' warps
     }
     fence_mbarrier_init();
   }
@@ -245,7 +247,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   }
   cluster_sync();
   if (threadIdx.x < 128) finish<Gemm>(args, shared, row, first_token, rank, ranks);
-  cluster_sync();  // no CTA leaves while the others read its sums
+  cluster_sync();  // no CTA exits while the others still read its sums
 #endif
 }
 

@@ -1,9 +1,9 @@
-// The way of a tile's sums out of a tiled GEMM whose operands have swapped places: a thread's accumulators are those of
-// two columns of the output, eight apart, and every 2 of 8 rows. Transposed in shared memory, they leave in TMA boxes
-// of a warp's 16 columns.
+// Stores the tiles of a GEMM whose operands have swapped places. A thread's accumulators belong to two columns of the
+// output, eight apart, and to 2 of every 8 rows. They are transposed on their way into shared memory, and the TMA
+// stores them in boxes of a warp's 16 columns.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
 #include "ptx.cuh"
 #include "tiled_layout.cuh"
 #include "tiled_store.cuh"
@@ -21,15 +21,15 @@ __device__ __forceinline__ float2 load_bias_of_rows(const void* bias, int first_
   return make_float2(at(column), at(column + 8));  // past the end nothing is stored
 }
 
-// Stores the warp's 16 columns (of each half of the tile, where it is not gated), leaving the accumulators undefined.
+// Stores the warp's 16 columns (16 of each half of the tile, where it is not gated). Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
                                                    uint32_t stores, int& buffer, int first_row, int first_column) {
   using Element = typename Gemm::Element;
   constexpr int kStepM = Gemm::kBoxRows;
-  constexpr int kCount = kStepM / 2;  // results of a thread and step
+  constexpr int kCount = kStepM / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kChunkM / 2;
-  constexpr int kChunks = Gemm::kMmaN / Gemm::kChunkM;  // of an output
+  constexpr int kChunks = Gemm::kMmaN / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
   constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
   const uint32_t thread_offset = store_offset<Gemm>();
 #pragma unroll 1
@@ -42,28 +42,27 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
 #pragma unroll
     for (int step = 0; step < Gemm::kChunkM / kStepM; ++step) {
       float value[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        value[i] = accumulator[0][step * kCount + i] + (i / 2 % 2 == 0 ? bias.x : bias.y);
-      activate<A, Element>(value);
-      if constexpr (Gemm::kGated) {
+      const auto sums = [&](Operand operand, auto&& take) {
+        const int part = operand == Operand::kGate ? 0 : 1;
+        const float2 added = operand == Operand::kGate ? bias : up_bias;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          value[i] *= accumulator[1][step * kCount + i] + (i / 2 % 2 == 0 ? up_bias.x : up_bias.y);
-      }
-      // The boxes of the step before are sent only now: the fence does not wait for their writing.
+          take(i, accumulator[part][step * kCount + i] + (i / 2 % 2 == 0 ? added.x : added.y));
+      };
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), sums);
+      // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
       if (step > 0) send_boxes<Gemm>(args, store, row + (step - 1) * kStepM, column);
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
       __syncwarp();
       store = stores + buffer * Gemm::kStoreBytes;
       buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
-      // Eight columns of the rows 0 to 7, of the rows 8 to 15; then the next eight columns.
+      // The four matrices: columns 0 to 7 of rows 0 to 7, then of rows 8 to 15; then columns 8 to 15 likewise.
       store_matrix_x4_transposed(store + thread_offset, round_pair<Element>(value[0], value[1]),
                                  round_pair<Element>(value[4], value[5]), round_pair<Element>(value[2], value[3]),
                                  round_pair<Element>(value[6], value[7]));
     }
     send_boxes<Gemm>(args, store, row + Gemm::kChunkM - kStepM, column);
-    // The next chunk's accumulators take the place of this one's.
+    // Shifts the next chunk's accumulators to the indices that the loop's body uses.
     if constexpr (Gemm::kGated) {
 #pragma unroll
       for (int part = 0; part < Gemm::kParts; ++part) {

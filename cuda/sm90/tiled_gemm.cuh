@@ -1,12 +1,13 @@
-// The GEMM for many rows: persistent CTAs of one producer warp, which keeps a ring of shared memory stages filled by
-// TMA, and two consumer warpgroups, which multiply by wgmma. They take a tile each in turn (ping-pong: one finishes its
-// tile while the other has the tensor cores), or share every tile (cooperative).
+// The GEMM for many rows. A CTA is persistent: its producer warp keeps a ring of shared memory stages filled by TMA,
+// and its two consumer warpgroups multiply by wgmma. The consumers take a tile each in turn (ping-pong: one runs its
+// epilogue while the other has the tensor cores), or share every tile (the other schedules).
 //
-// Tiles of 128 rows of A have these on the wgmma's M side. For other numbers of rows the operands swap places: the M
-// side, a multiple of 64, is weight rows, and the N side is as many rows of A as fill the chip best.
+// The wgmma's M side is a multiple of 64. Where a tile has 128 rows of a, they are the M side. For other numbers of
+// rows, as many as fill the chip best, the operands swap places: weight rows are the M side, and rows of a are the N
+// side.
 //
-// A gated problem is the plain one with a B tile filled from two tensors, gate rows in the first half, up rows in the
-// second: accumulators i and i + kBlockN / 4 of a thread are then gate and up of one output element, or, swapped,
+// A gated product is a plain one whose B tile comes from two tensors: gate rows are its first half, up rows its second.
+// Accumulators i and i + kBlockN / 4 of a thread then belong to gate and up of one output element; swapped, these are
 // accumulators i of its first and of its second wgmma.
 #pragma once
 
@@ -21,7 +22,8 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// A CTA that splits k with others gets the columns that it will finish first, then those of the next ranks in turn.
+// Loads a stage's weight rows. Where a cluster splits k, a CTA puts the rows of the columns that it finishes first, and
+// those of the following ranks behind them.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column,
                                              int first_row, int rank) {
@@ -36,22 +38,22 @@ __device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t
 
 template <typename Gemm>
 __device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args.tiles_m, args.tiles_n};
+  const TileOrder tiles{args};
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
-    const int2 first = origin<Gemm>(args, tiles[index]);
+    const Tile tile = tiles.tile<Gemm>(index);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(full, args.stage_bytes);
-      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, first.x);
-      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, first.y, rank);
+      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
+      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.column, rank);
     }
   }
 }
 
-// accumulator = the product over k_blocks blocks, from rows first_m and first_n of the wgmma's M and N side on.
+// accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on.
 // Calls on_last_block() once all the blocks have arrived.
 template <typename Gemm, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
@@ -67,8 +69,8 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
     for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
 #if __CUDACC_VER_MAJOR__ < 13
-  // The first wgmma does not read its accumulators, but that is known at run time only: unless they are defined here,
-  // ptxas takes what the epilogue left in them for a definition inside the pipeline, and has every wgmma wait (C7515).
+  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it takes what
+  // the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
 #pragma unroll
   for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
@@ -104,15 +106,15 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
   release(previous);
 }
 
-// Where a cluster splits k: every CTA gets the sums of the columns it finishes, added in a fixed order, through its
-// ring (free by now: a cluster computes one tile).
+// Adds the sums of a cluster that splits k. Every CTA finishes some of the columns: the others send it their sums of
+// these through its ring, which is free by now, as a cluster computes a single tile. The order is fixed.
 template <typename Gemm>
 __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared, int rank,
                                                       float (&accumulator)[Gemm::kAccumulators]) {
   constexpr int kPart = Gemm::kAccumulators / Gemm::kParts;
   constexpr int kShare = kPart / Gemm::kSplitK;
   constexpr int kThreads = Gemm::kConsumers * 128;
-  static_assert(kShare % 4 == 0);
+  static_assert(kShare % 4 == 0, "sums are sent four at a time");
   const auto offset = [&](int distance, int part, int i) {
     return ((((distance - 1) * Gemm::kParts + part) * kShare + i) / 4 * kThreads + threadIdx.x) * 16;
   };
@@ -150,32 +152,32 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
 
 template <typename Gemm>
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args.tiles_m, args.tiles_n};
   const int warp = warp_uniform(threadIdx.x / 32);
   const int consumer = warp / 4;
-  const int group = consumer / Gemm::kConsumersOfTile;  // of the threads that share a tile
+  const int group = consumer / Gemm::kConsumersOfTile;  // the warpgroups that share a tile have one number
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
+  const TileOrder tiles{args};
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kSplitK;
   const bool biased = !Gemm::kSwapped && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
-  int buffer = 0;  // the next store's
+  int buffer = 0;  // for the next store
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kSplitK;
   if (Gemm::kPingPong && consumer == 1) {
     at.skip(k_blocks);
     index += clusters;
   }
-  // In ping-pong a warpgroup waits until the other has seen its whole tile arrive: an mbarrier tells rounds apart only
-  // by their parity, so nobody may wait for a round before the one before it is complete.
+  // In ping-pong, a warpgroup waits until the other one's whole tile has arrived. An mbarrier tells rounds apart by
+  // their parity alone, so nobody may wait for a round while the one before it is incomplete.
   constexpr int kTileBarrier = 1;
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
-    const int2 first = origin<Gemm>(args, tiles[index]);
-    const int column = first.y + rank * Gemm::kShareN;
+    const Tile tile = tiles.tile<Gemm>(index);
+    const int column = tile.column + rank * Gemm::kShareN;
     TileBias<Gemm> bias;
     if (biased) bias.load(args, column);
     if (Gemm::kPingPong) {
@@ -183,7 +185,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     } else if (biased) {
       named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     }
-    if (biased) bias.store(shared.bias(group));  // all its threads have passed a barrier since they read the last ones
+    if (biased) bias.store(shared.bias(group));  // the threads have passed a barrier since they read the last biases
     multiply<Gemm>(shared, at, accumulator, k_blocks, first_m, first_n, [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
@@ -194,9 +196,10 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       if constexpr (Gemm::kSwapped) {
-        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, first.x + first_n, first.y + warp_m);
+        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
+                                    tile.column + warp_m);
       } else {
-        store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, first.x + warp_m,
+        store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, tile.row + warp_m,
                             column);
       }
     });
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
-      mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4);  // each warp
+      mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4);  // one arrival per warp
     }
     fence_mbarrier_init();
   }
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     shrink_registers<40>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
     __syncwarp();
-    if constexpr (Gemm::kSplitK > 1) {  // the consumers' two in reduce_across_cluster
+    if constexpr (Gemm::kSplitK > 1) {  // all threads take part in the two barriers of reduce_across_cluster
       cluster_sync();
       cluster_sync();
     }

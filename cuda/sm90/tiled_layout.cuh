@@ -1,8 +1,9 @@
-// How a tiled GEMM is laid out: its tiles over the chip and its parts of k over a cluster, its stages and buffers in
-// shared memory, its sums in registers.
+// The layout of a tiled GEMM: how its tiles lie over the output and k over a cluster, where its stages and buffers are
+// in shared memory, and which registers hold its sums.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
+#include "chip.h"
 #include "ptx.cuh"
 
 namespace fused_mlp::sm90 {
@@ -15,46 +16,52 @@ struct TiledGemmArgs {
   EpilogueArgs epilogue;
   int n;
   int k_blocks;
-  int last_row;     // that a tile may begin at
+  int last_row;     // at which a tile may begin
   int last_column;  // likewise
-  int stage_bytes;
+  int stage_bytes;  // that the TMA brings
   int tiles_m;
   int tiles_n;
 };
 
 __host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 
-template <typename Element_, bool kGated_, int kBlockM_, int kBlockN_, bool kPingPong_, int kSplitK_>
+template <typename Element_, Product kProduct_, int kBlockM_, int kBlockN_, Schedule kSchedule_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
-  static constexpr bool kGated = kGated_;
+  static constexpr Product kProduct = kProduct_;
+  static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kBlockK = 64;
-  static constexpr bool kPingPong = kPingPong_;
+  static constexpr int kBlockK = sm90::kBlockK;
+  static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kSplitK = kSplitK_;
-  static constexpr bool kSwapped = kBlockM != 128;  // the weights are the wgmma's M side, the rows of A its N side
-  // Swapped, a warpgroup has 64 weight rows of each part, or, where a tile has no more, all of them and half the rows.
-  static constexpr bool kHalvesRows = kSwapped && kGated && kBlockN == 128;
-  static_assert(!(kPingPong || kSwapped) || kSplitK == 1);
-  static_assert(!kSwapped || (!kPingPong && kBlockN % 128 == 0));
+  static constexpr bool kPingPong = kSchedule == Schedule::kPingPong;
+  static constexpr bool kHalvesRows = kSchedule == Schedule::kSwappedHalfRows;
+  static constexpr bool kSwapped = kSchedule == Schedule::kSwapped || kHalvesRows;
+  static_assert(kSwapped || kBlockM == 128, "unswapped, two wgmmas of 64 rows of a make a tile");
+  static_assert(!kSwapped || kBlockN % 128 == 0, "swapped, each of two warpgroups has a multiple of 64 weight rows");
+  static_assert(kHalvesRows == (kSwapped && kGated && kBlockN == 128),
+                "64 gate and 64 up rows do not divide among two warpgroups: they share the rows of a instead");
+  static_assert(kSplitK == 1 || kSchedule == Schedule::kCooperative,
+                "the sums of a cluster are added for warpgroups that share a tile, unswapped");
 
   static constexpr int kParts = kGated ? 2 : 1;     // gate and up
   static constexpr int kTileN = kBlockN / kParts;   // columns of the output
-  static constexpr int kShareN = kTileN / kSplitK;  // of which one CTA finishes these
+  static constexpr int kShareN = kTileN / kSplitK;  // those of them that one CTA finishes
   static constexpr int kBoxesB = kParts * kSplitK;
   static constexpr int kBoxRowsB = kBlockN / kBoxesB;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
-  // A warpgroup issues kMmas wgmmas of 64 x kMmaN side by side, kMmaStride rows of the M side from one to the next.
+  // A warpgroup issues kMmas wgmmas of 64 x kMmaN for each step of k. Their M sides begin kMmaStride rows apart.
   static constexpr int kMmas = kHalvesRows ? 2 : (kSwapped ? kBlockN : kBlockM) / 64 / kConsumersOfTile;
   static constexpr int kMmaStride = kSwapped ? kBlockN / 2 : 64;
   static constexpr int kMmaN = kHalvesRows ? kBlockM / 2 : kSwapped ? kBlockM : kBlockN;
-  static constexpr int kAccumulators = kMmaN / 2;  // of a thread and an mma
+  static constexpr int kAccumulators = kMmaN / 2;  // of a thread, for each wgmma
 
-  // The output leaves through shared memory, kStepN columns of a warp's 16 rows at a time, in TMA boxes of kBoxN
-  // columns. Every warp has buffers of its own: warps that waited for each other would be ready at the same time too.
+  // The results pass through shared memory, kStepN columns of a warp's 16 rows at a time, and the TMA stores them in
+  // boxes of kBoxN columns. Every warp has its own buffers: warps that share some wait for each other, and then all
+  // compete for the same units at the same time.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
   static constexpr int kStepN = kSwapped            ? 16
                                 : kCrowded          ? (kShareN % (kGated ? 32 : 64) == 0 ? 32 : 16)
@@ -62,15 +69,17 @@ struct TiledGemm {
                                                     : kShareN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
   static constexpr int kBoxRows = 16;
-  // The code for a chunk of the columns is reused for the others, and for the other rows: it must fit the innermost
-  // instruction cache (12 KB), or the epilogue waits for instructions more than it computes.
+  // The epilogue's code covers one chunk of the columns, and runs again for each of the others. It must fit the
+  // innermost instruction cache (12 KB on an H100), or it waits for instructions longer than it computes.
   static constexpr int kChunks = kGated || kShareN / kStepN < 4 ? 1 : kShareN / kStepN % 2 == 0 ? 2 : 3;
   static constexpr int kChunkN = kShareN / kChunks;
-  // Of a chunk. The last one begins earlier where it would pass the end, and does some columns again.
+  // Steps per chunk. Where the last one would pass the end of the chunk, it begins earlier and repeats some columns.
   static constexpr int kSteps = (kChunkN + kStepN - 1) / kStepN;
   __host__ __device__ static constexpr int step_column(int step) { return at_most(kChunkN - kStepN, step * kStepN); }
-  static_assert(kChunks * kChunkN == kShareN && kChunkN % 8 == 0 && kStepN % kBoxN == 0);
-  static constexpr int kChunkM = kMmaN % 80 == 0 ? 80 : kMmaN % 48 == 0 ? 48 : kMmaN;  // swapped, of rows
+  static_assert(kChunks * kChunkN == kShareN, "the chunks make up a CTA's columns");
+  static_assert(kChunkN % 8 == 0, "a chunk begins at an accumulator that starts a group of 8 columns");
+  static_assert(kStepN % kBoxN == 0, "a step is a whole number of boxes");
+  static constexpr int kChunkM = kMmaN % 80 == 0 ? 80 : kMmaN % 48 == 0 ? 48 : kMmaN;  // rows of a chunk, swapped
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
@@ -82,36 +91,53 @@ struct TiledGemm {
   static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kShareN * 4;
   static constexpr int kSharedBudget =
       227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
-  // Stages first; then as many buffers as have room, up to the stores of a tile.
+  // Stages come first; the rest is for buffers, at most as many as a tile has stores.
   static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * kMmaN / 16 : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
   static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
       at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
   static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
-  static_assert(kStageBytes % kAlignment == 0 && kBoxBytes % (8 * kBoxN * sizeof(Element)) == 0);
-};
-
-// Tiles in groups of kGroupM tile rows, so that the tiles in flight at any time share few rows of A and of B in L2. A
-// single row left over joins the group before: alone it would read all the weights again.
-struct TileOrder {
-  static constexpr int kGroupM = 8;
-  int tiles_m;
-  int tiles_n;
-
-  __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
-  __device__ __forceinline__ int2 operator[](int index) const {
-    const int last = max(tiles_m - 2, 0) / kGroupM;
-    const int group = min(index / (kGroupM * tiles_n), last);
-    const int rows = group == last ? tiles_m - last * kGroupM : kGroupM;
-    const int in_group = index - group * kGroupM * tiles_n;
-    return {group * kGroupM + in_group % rows, in_group / rows};
-  }
+  static_assert(kStageBytes % kAlignment == 0, "the swizzle repeats every 1024 bytes, at which every stage must begin");
+  static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Addresses in shared memory.
+// A tile of the output, by its first row and column: the first row of a, and the first row of each weight.
+struct Tile {
+  int row;
+  int column;
+};
+
+// The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
+// loop knows of a tile it has from here: rows grouped by weights take another order, with tiles that know their group.
+//
+// Tiles go in groups of kGroupM tile rows, so that those in flight at any time share few rows of a and of the weights
+// in L2. A single tile row left over joins the group before: alone it would read all the weights again.
+struct TileOrder {
+  static constexpr int kGroupM = 8;
+  const TiledGemmArgs& args;
+  int tiles_m = args.tiles_m;
+  int tiles_n = args.tiles_n;
+
+  __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+
+  // A tile that would pass an edge is moved inward, where the arguments say so: the TMA takes longer for rows outside
+  // of the matrix. It computes some of its neighbour's results again, which is right only because both have the same
+  // weights.
+  template <typename Gemm>
+  __device__ __forceinline__ Tile tile(int index) const {
+    const int last = max(tiles_m - 2, 0) / kGroupM;
+    const int group = min(index / (kGroupM * tiles_n), last);
+    const int rows = group == last ? tiles_m - last * kGroupM : kGroupM;
+    const int in_group = index - group * kGroupM * tiles_n;
+    const int2 at{group * kGroupM + in_group % rows, in_group / rows};
+    return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * Gemm::kTileN, args.last_column)};
+  }
+};
+
+// The addresses of what a CTA keeps in shared memory.
 template <typename Gemm>
 struct TiledGemmShared {
   uint32_t ring;
@@ -132,13 +158,7 @@ struct TiledGemmShared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
 };
 
-// First row and column of a tile, moved inwards where it must not pass the edge.
-template <typename Gemm>
-__device__ __forceinline__ int2 origin(const TiledGemmArgs& args, int2 tile) {
-  return {min(tile.x * Gemm::kBlockM, args.last_row), min(tile.y * Gemm::kTileN, args.last_column)};
-}
-
-// The k blocks, [x, y), of the CTA with this rank in its cluster, which shares a tile.
+// The k blocks, [x, y), that the CTA with this rank in its cluster multiplies.
 template <typename Gemm>
 __device__ __forceinline__ int2 k_range(int rank, int k_blocks) {
   return {rank * k_blocks / Gemm::kSplitK, (rank + 1) * k_blocks / Gemm::kSplitK};

@@ -1,8 +1,8 @@
-// The way of a tile's sums out of a tiled GEMM: biases, activation and gating in registers, then through shared memory
-// in TMA boxes.
+// Stores the tiles of a GEMM whose rows of a are the wgmma's M side: the epilogue works in registers, and the TMA
+// stores the results from shared memory.
 #pragma once
 
-#include "epilogue.cuh"
+#include "../gemm/epilogue.cuh"
 #include "ptx.cuh"
 #include "tiled_layout.cuh"
 
@@ -10,8 +10,8 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where in a TMA box this thread's first stmatrix row goes. Rows of a TMA box are kBoxN columns wide and swizzled
-// over their whole width; XOR with 2 c then leads c columns (a multiple of 16) to the right.
+// Where in a TMA box this thread's first stmatrix row goes. Rows of a box are kBoxN columns wide and swizzled over
+// their whole width. XOR with 2 c moves the offset c columns to the right, where c is a multiple of 16.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t store_offset() {
   const int lane = threadIdx.x % 32;
@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t store_offset() {
   return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// The biases of a tile's columns, on their way to shared memory: read early, written when the tile before is done.
+// Brings the biases of a tile's columns to shared memory. They are read from memory early, and written to shared memory
+// when the tile before is done with its own.
 template <typename Gemm>
 struct TileBias {
   static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
@@ -47,22 +48,21 @@ struct TileBias {
   }
 };
 
-// Calls combine(value, the accumulator plus its bias, if there are any in shared memory) for a thread's accumulators of
-// a step, from `first` on.
-template <typename Gemm, typename Combine>
-__device__ __forceinline__ void for_each_biased(float (&value)[Gemm::kStepN / 2],
-                                                const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
-                                                uint32_t shared, Combine&& combine) {
+// Calls take(i, accumulator plus bias) for a thread's accumulators of a step, from `first` on. The biases lie in shared
+// memory, if there are any.
+template <typename Gemm, typename Take>
+__device__ __forceinline__ void for_each_biased(const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
+                                                uint32_t shared, Take&& take) {
   if (biased) {
 #pragma unroll
     for (int i = 0; i < Gemm::kStepN / 2; i += 4) {
       const float2 pair = load_shared_float2(shared + (i * 2 + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
-      for (int j = i; j < i + 4; ++j) combine(value[j], accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
+      for (int j = i; j < i + 4; ++j) take(j, accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Gemm::kStepN / 2; ++i) combine(value[i], accumulator[first + i]);
+    for (int i = 0; i < Gemm::kStepN / 2; ++i) take(i, accumulator[first + i]);
   }
 }
 
@@ -93,12 +93,12 @@ __device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t s
   }
 }
 
-// Stores the warp's rows of the tile, 16 of every 64, leaving the accumulators undefined.
+// Stores the warp's rows of the tile, 16 of every 64. Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
                                            int first_column) {
-  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread and step
+  constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
   constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;
 #pragma unroll 1
@@ -113,14 +113,16 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       const int step_column = Gemm::step_column(step);
       const int first = step_column / 2;  // accumulator
       float value[kCount];
-      for_each_biased<Gemm>(value, accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4,
-                            [](float& result, float gate) { result = gate; });
-      activate<A, typename Gemm::Element>(value);
-      if constexpr (Gemm::kGated) {
-        for_each_biased<Gemm>(value, accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
-                              bias + (Gemm::kShareN + step_column) * 4, [](float& result, float up) { result *= up; });
-      }
-      // The boxes of the step before are sent only now: the fence does not wait for their writing.
+      const auto sums = [&](Operand operand, auto&& take) {
+        if (operand == Operand::kGate) {
+          for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
+        } else {
+          for_each_biased<Gemm>(accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
+                                bias + (Gemm::kShareN + step_column) * 4, take);
+        }
+      };
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
+      // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
       if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
       if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
       __syncwarp();
@@ -130,7 +132,7 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
     }
     send_boxes<Gemm>(args, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll
-    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators take the place of this one's
+    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
       const int next = i + kShift;
       accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
           accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];

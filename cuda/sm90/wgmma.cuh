@@ -1,5 +1,5 @@
-// wgmma: a warpgroup multiplies a 64 x 16 tile A by a (16 x N) tile B, both in shared memory, K-major, 128-byte
-// swizzled.
+// wgmma: a warpgroup multiplies a 64 x 16 tile A by a 16 x N tile B. Both are in shared memory, K-major, with a
+// 128-byte swizzle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,8 @@
 
 namespace fused_mlp::sm90 {
 
-// Describes a K-major tile of 128-byte rows in the TMA's 128-byte swizzle, groups of eight rows lying 1024 bytes apart,
-// by its address. A step of 16 elements along K is 32 bytes.
+// The descriptor of a K-major tile at an address: rows of 128 bytes in the TMA's 128-byte swizzle, with groups of eight
+// rows 1024 bytes apart. A step of 16 elements along K is 32 bytes.
 constexpr int kWgmmaK = 16;
 constexpr uint32_t kWgmmaStepBytes = kWgmmaK * 2;
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving uses of an accumulator across the asynchronous instructions that write it.
+// Keeps the compiler from moving uses of an accumulator across the asynchronous instructions that write to it.
 template <int kCount>
 __device__ __forceinline__ void fence_accumulator(float (&d)[kCount]) {
 #pragma unroll
@@ -81,7 +81,7 @@ struct Wgmma;
 #define WGMMA_OUT_104(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_8(d, i + 96)
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
 
-// R = N / 2 accumulators a thread; A, B and P number the operands that follow them.
+// A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these.
 #define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P)                                                            \
   template <>                                                                                                 \
   struct Wgmma<ELEMENT, N> {                                                                                  \

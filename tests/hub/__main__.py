@@ -1,6 +1,7 @@
 """`python tests/hub FOLDER`: serves the repositories in FOLDER until it is ended; its address is the first line."""
 
 import argparse
+import secrets
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from hub import Hub
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", type=Path)
-parser.add_argument("--token", required=True, help="who has it may write")
+parser.add_argument("--identity", required=True, help="who has it gets a token to write")
+parser.add_argument("--repository", required=True, metavar="ORG/NAME", help="made if there is none: no client may")
 parser.add_argument("--trusted", nargs="*", default=[], metavar="ORG", help="trusted publishers")
 arguments = parser.parse_args()
-with Hub(arguments.folder, arguments.token, trusted=arguments.trusted) as hub:
+with Hub(arguments.folder, secrets.token_hex(), trusted=arguments.trusted, identity=arguments.identity) as hub:
+    hub.repository(arguments.repository)
     print(hub.url, flush=True)
     sys.stdin.read()  # until who started this closes it, or ends

@@ -19,14 +19,17 @@ TEXT = (".py", ".md", ".json", ".toml")  # all else is a big file
 class Hub:
     """Serves on a free port of 127.0.0.1 while it is entered.
 
+    token: who has it may write to the repositories there are. It may not create one, as if it were for one alone.
+    identity: who proves to be this one gets the token, as a workflow does that publishes to a repository.
     trusted: the organisations that are trusted publishers of kernels; a test may change them.
     requests: the method and path of every request so far, and the range if it asks for one.
     cuts: of a path, after how many bytes to break off the next answer, once.
     """
 
-    def __init__(self, folder: Path, token: str, trusted: Iterable[str] = ()):
+    def __init__(self, folder: Path, token: str, trusted: Iterable[str] = (), identity: str = ""):
         self.folder = folder
         self.token = token
+        self.identity = identity
         self.trusted = set(trusted)
         self.requests: list[str] = []
         self.cuts: dict[str, int] = {}
@@ -126,14 +129,16 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("POST", "/api/repos/create")
     def create(self) -> None:
-        self.authorize()
+        raise Refused(403, "this token may not create repositories")
+
+    @route("POST", "/oauth/token")
+    def token(self) -> None:
         asked = self.body_json()
-        if asked["type"] != "kernel":
-            raise Refused(400, "this Hub holds kernels alone")
-        repo = f"{asked['organization']}/{asked['name']}"
-        status = HTTPStatus.CONFLICT if self.hub.exists(repo) else HTTPStatus.OK
-        self.hub.repository(repo)
-        self.json({"url": f"{self.hub.url}/kernels/{repo}"}, status)
+        if not self.hub.identity or asked["subject_token"] != self.hub.identity:
+            raise Refused(401, "no publisher of any repository")
+        if not self.hub.exists(asked["resource"].removeprefix("kernels/")):
+            raise Refused(404, f"no {asked['resource']}", "RepoNotFound")
+        self.json({"access_token": self.hub.token, "token_type": "bearer", "expires_in": 3600})
 
     @route("POST", "/api/validate-yaml")
     def validate_yaml(self) -> None:

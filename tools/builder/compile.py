@@ -34,7 +34,8 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     script, extension = cache / "build.ninja", cache / "extension.so"
     if nvcc is not None:
         _write(cache / "libtorch_cuda.cpp", _torch_cuda_stub(compiler.torch / "include"))
-    script.write_text(_script(compiler, cache, extension))
+    # Relative paths: what was compiled stays up to date where the tree is copied to another folder.
+    script.write_text(_script(compiler, Path(os.path.relpath(cache, project.ROOT)), extension.name))
     command = [os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(script), "-j", str(jobs)]
     if subprocess.run(command, cwd=project.ROOT).returncode != 0:
         raise BuildError(f"{variant.label} did not compile: the compiler's messages are above")
@@ -49,6 +50,17 @@ def check_syntax(variant: Variant, section: Section, source: str, includes: list
     result = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
+
+
+def cross_compile(variant: Variant, section: Section, source: str, cxx: str, out: Path) -> int:
+    """Compiles a C++ file with the compiler of another machine, whose torch is not there to link. Returns the bytes."""
+    compiler = _Compiler(variant, cxx, None, toolchain.torch(variant.stable_abi), 1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [*compiler.object(section, source), "-c", source, "-o", str(out)]
+    result = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
+    return out.stat().st_size
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class _Compiler:
         major, minor = (int(part) for part in self.variant.stable_abi.split("."))
         flags = [*FLAGS, f"-D{self.variant.backend.upper()}_KERNEL"]
         flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
-        flags += [f"-I{include}" for include in (Path(__file__).parent, *section.include)]
+        flags += [f"-I{include}" for include in (Path(__file__).parent.relative_to(project.ROOT), *section.include)]
         flags += ["-isystem", f"{self.torch}/include", "-isystem", str(toolchain.python_include())]
         if section.name == "torch":  # alone sees the id, so that a new id does not compile everything anew
             flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
@@ -102,7 +114,7 @@ class _Compiler:
         return [self.cxx, "-shared", "-fPIC", "-Xlinker", "-soname=libtorch_cuda.so", "-o", str(stub), str(source)]
 
 
-def _script(compiler: _Compiler, cache: Path, extension: Path) -> str:
+def _script(compiler: _Compiler, cache: Path, extension: str) -> str:
     script = ninja.Writer(io.StringIO(), width=math.inf)
 
     def build(output: Path, rule: str, inputs: list[str | Path], command: list[str]) -> Path:
@@ -124,7 +136,7 @@ def _script(compiler: _Compiler, cache: Path, extension: Path) -> str:
     if compiler.nvcc is not None:
         stub, source = cache / "libtorch_cuda.so", cache / "libtorch_cuda.cpp"
         stubs = [build(stub, "link", [source], compiler.link_stub(stub, source))]
-    build(extension, "link", objects + stubs, compiler.link(extension, objects, stubs))
+    build(cache / extension, "link", objects + stubs, compiler.link(cache / extension, objects, stubs))
     return script.output.getvalue()
 
 

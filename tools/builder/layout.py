@@ -25,26 +25,11 @@ def add_op_namespace_prefix(op_name: str):
     return f"{id}::{{op_name}}"
 '''
 
-# Versions of `kernels` from before the package stood at the top of the variant look for it in a folder of its name.
-COMPATIBILITY = """\
-import importlib.util
-import sys
-from pathlib import Path
-
-_name = "{id}_compatibility"
-_spec = importlib.util.spec_from_file_location(_name, Path(__file__).parent.parent / "__init__.py")
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_name] = _module
-_spec.loader.exec_module(_module)
-globals().update(vars(_module))
-"""
-
 
 def install(variant: Variant, extension: Path, folder: Path) -> None:
     """Makes `folder` the variant: what differs is replaced, what does not belong is removed."""
     files = {place: path.read_bytes() for place, path in package_files().items()}
     files["_ops.py"] = OPS.format(id=variant.id).encode()
-    files[f"{project.python_name()}/__init__.py"] = COMPATIBILITY.format(id=variant.id).encode()
     files[f"{variant.id}.abi3.so"] = extension.read_bytes()
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in files:

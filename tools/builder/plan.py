@@ -3,6 +3,7 @@
 import hashlib
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,8 +75,31 @@ def base(arch: str) -> str:
     return re.match(r"\d+\.\d+", arch)[0]
 
 
+def chosen(listed: list[str], known: Iterable[str]) -> list[str]:
+    """The capabilities of build.toml that kernel-builder compiles a section for, given those that the compiler knows.
+
+    Each capability known takes the newest one listed whose code runs there: machine code runs within its major version,
+    PTX on everything newer. Code for exactly one capability (9.0a) is taken where the compiler knows that capability.
+    """
+    exact = [arch for arch in listed if arch.endswith(("a", "f")) and base(arch) in known]
+    plain = sorted((arch for arch in listed if not arch.endswith(("a", "f"))), key=_number)
+    found = set(exact)
+    for target in set(known) - {base(arch) for arch in exact}:
+        fitting = [
+            arch
+            for arch in plain
+            if _number(arch) <= _number(target) and (arch.endswith("+PTX") or _number(arch)[0] == _number(target)[0])
+        ]
+        found.update(fitting[-1:])
+    return sorted(found, key=_rank)
+
+
+def _number(arch: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in base(arch).split("."))
+
+
 def _rank(arch: str) -> tuple:
-    return tuple(int(part) for part in base(arch).split(".")), arch
+    return _number(arch), arch
 
 
 def _section(name: str, table: dict, archs: tuple[str, ...]) -> Section:
@@ -87,12 +111,11 @@ def _section(name: str, table: dict, archs: tuple[str, ...]) -> Section:
 
 
 def _archs(name: str, table: dict, nvcc: Nvcc, only: frozenset[str]) -> tuple[str, ...]:
-    # As kernel-builder does: those listed that the compiler knows. A section that has none of `only` keeps them all,
-    # as its functions are called by the others.
-    known = [arch for arch in table["cuda-capabilities"] if base(arch) in nvcc.archs]
-    if not known:
+    # A section that has none of `only` keeps them all, as its functions are called by the others.
+    archs = chosen(table["cuda-capabilities"], nvcc.archs)
+    if not archs:
         raise BuildError(f"nvcc {nvcc.version} compiles for none of [kernel.{name}]'s cuda-capabilities")
-    return tuple([arch for arch in known if base(arch) in only] or known)
+    return tuple([arch for arch in archs if base(arch) in only] or archs)
 
 
 def _fingerprint(sections: list[Section]) -> str:

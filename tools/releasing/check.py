@@ -1,5 +1,6 @@
 """All checks of a build, in a table, with what each found below it."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +49,7 @@ def _report(found: dict[str, list[str]], console: Console) -> str | None:
 
 
 def load(build: Path) -> ModuleType:
+    sys.dont_write_bytecode = True  # what lies in the build is published
     return get_local_kernel(build, backend="cpu")
 
 

@@ -15,29 +15,30 @@ from rich.table import Column, Table
 import project
 from builder import abi
 
-from . import rebuild, variants
+from . import publish, rebuild, variants
 
 SMOKE = Path(__file__).with_name("smoke.py")
 
 
 def run(folder: Path, console: Console) -> str | None:
     """Runs the steps one by one and returns the error of the first that fails."""
-    console.rule("1 of 5: clone", align="left")
+    console.rule("1 of 7: clone", align="left")
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=project.ROOT).returncode != 0:
         console.print("[yellow]what is not committed is not in the release")
     clone = rebuild.clone(folder / project.name())
-    with _hub(clone, folder / "hub") as address:
+    with _hub(clone, folder / "hub") as (address, identity):
+        writer = address | {"HF_OIDC_ID_TOKEN": identity, "HF_HUB_DISABLE_XET": "1"}
+        release = ["tools/release.py"]
         steps = {
             "build": (["tools/build.py"], {}),
-            "check": (["tools/release.py", "check"], {}),
-            "publish": (["tools/release.py", "publish"], address | {"HF_HUB_DISABLE_XET": "1"}),
-            "load, fuse a model, compare": (
-                ["-I", str(SMOKE), project.repo_id(), str(project.version())],
-                {name: address[name] for name in ("HF_ENDPOINT", "HF_HOME")},
-            ),
+            "check": ([*release, "check"], {}),
+            "stage": ([*release, "stage"], writer),
+            "test what was staged": ([*release, "try", publish.STAGING], address),
+            "promote": ([*release, "promote", publish.STAGING], writer),
+            "load, fuse a model, compare": (["-I", str(SMOKE), project.repo_id(), str(project.version())], address),
         }
         for number, (name, (command, environment)) in enumerate(steps.items(), 2):
-            console.rule(f"{number} of 5: {name}", align="left")
+            console.rule(f"{number} of 7: {name}", align="left")
             if subprocess.run([sys.executable, *command], cwd=clone, env=_environment(**environment)).returncode != 0:
                 return f"error: the rehearsal failed at step {number}: {name}"
     console.print(_table(clone / "build"))
@@ -53,14 +54,14 @@ def smoke() -> int:
 
 @contextmanager
 def _hub(clone: Path, folder: Path):
-    """A Hub in a process of its own: its address, a token to write, and a home without a cache."""
-    token = secrets.token_hex()
-    command = [sys.executable, clone / "tests/hub", folder / "repositories", "--token", token]
-    command += ["--trusted", project.repo_id().split("/")[0]]
+    """A Hub in a process of its own: its address with a home without a cache, and who may publish there."""
+    identity = secrets.token_hex()
+    command = [sys.executable, clone / "tests/hub", folder / "repositories", "--identity", identity]
+    command += ["--repository", project.repo_id(), "--trusted", project.repo_id().split("/")[0]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # it ends when its input does
     with subprocess.Popen(command, text=True, **pipes) as process:
         address = process.stdout.readline().strip()
-        yield {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HOME": str(folder / "home")}
+        yield {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home")}, identity
 
 
 def _environment(**more: str) -> dict[str, str]:

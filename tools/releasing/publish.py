@@ -1,16 +1,25 @@
-"""Publishes a build as `kernel-builder upload` does, through the Hub's own client: the card on `main`, the variants and
-the benchmarks on the branch of the version."""
+"""Publishes a build through the Hub's own client in two steps: to a branch where it is tried as users would get it, and
+from there to the branch of the version, with its card on `main`. The files lie as `kernel-builder upload` lays them.
+That is not used as it always asks for the repository to be created: a token for one repository may not do that."""
 
 import ast
 from pathlib import Path
 
 import jinja2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.hf_api import RepoFile
 
 import project
 
 from . import api
-from .variants import files, variants
+from .variants import bytecode, files, variants
+
+REPO = {"repo_id": project.repo_id(), "repo_type": "kernel"}
+STAGING = "staging"
+
+
+class PublishError(Exception):
+    """What one line says."""
 
 
 def branch() -> str:
@@ -19,7 +28,7 @@ def branch() -> str:
 
 def published_variants(hub: HfApi) -> set[str]:
     """The variants on the version's branch; none where there is no such branch yet."""
-    return {path.split("/")[1] for path in _published_files(hub) if path.startswith("build/")}
+    return {path.split("/")[1] for path in _published_files(hub, branch()) if path.startswith("build/")}
 
 
 def dropped_variants(build: Path, published: set[str]) -> list[str]:
@@ -30,24 +39,45 @@ def dropped_variants(build: Path, published: set[str]) -> list[str]:
     ]
 
 
-def publish(build: Path, hub: HfApi) -> str:
-    """Uploads all variants of the build and returns the commit. Variants published before are replaced file by file."""
-    repo = {"repo_id": project.repo_id(), "repo_type": "kernel"}
-    hub.create_repo(**repo, exist_ok=True)
-    if branch() not in _branches(hub):
-        hub.create_branch(**repo, branch=branch())
-    card = CommitOperationAdd("README.md", render_card().encode())
-    hub.create_commit(**repo, operations=[card], commit_message=f"Card of {branch()}")
+def publish(build: Path, hub: HfApi, to: str) -> str:
+    """Makes a branch hold the variants of the build and the benchmarks, and nothing else, and returns the commit.
+
+    The repository must be there: what may write to one repository alone may not ask for a new one.
+    """
+    if found := [f"{folder.name} {fault}" for folder in variants(build) for fault in bytecode(folder)]:
+        raise PublishError("; ".join(found))
+    if not hub.repo_exists(**REPO):
+        raise PublishError(f"the Hub has no kernel repository {project.repo_id()}: have it approved and created")
+    if to not in _branches(hub):
+        hub.create_branch(**REPO, branch=to)
     added = {f"build/{folder.name}/{place}": path for folder in variants(build) for place, path in files(folder)}
     benchmarks = (project.ROOT / "benchmarks").glob("benchmark*.py")
     added.update({f"benchmarks/{path.name}": path for path in benchmarks})
-    replaced = tuple(f"build/{folder.name}/" for folder in variants(build))
-    gone = [path for path in _published_files(hub) if path not in added and path.startswith(replaced)]
+    published = _published_files(hub, to)
+    gone = [path for path in published if path not in added and path.startswith(("build/", "benchmarks/"))]
     operations = [CommitOperationDelete(path) for path in gone]
     operations += [CommitOperationAdd(place, path) for place, path in sorted(added.items())]
     return hub.create_commit(
-        **repo, operations=operations, commit_message=f"{project.name()} {branch()}", revision=branch()
+        **REPO, operations=operations, commit_message=f"{project.name()} {branch()}", revision=to
     ).oid
+
+
+def fetch(revision: str, hub: HfApi, folder: Path) -> None:
+    """Puts the variants of a revision into the folder's build/, as they were uploaded."""
+    hub.snapshot_download(**REPO, revision=revision, local_dir=folder, allow_patterns="build/*")
+
+
+def promote(staged: str, hub: HfApi, folder: Path) -> str:
+    """Publishes on the version's branch what was staged as a commit, and returns the commit. `folder` is to work in."""
+    fetch(staged, hub, folder)
+    if dropped := dropped_variants(folder / "build", published_variants(hub)):
+        raise PublishError("; ".join(dropped))
+    commit = publish(folder / "build", hub, branch())
+    if (tried := _contents(hub, staged)) != (published := _contents(hub, commit)):
+        raise PublishError(f"{branch()} holds other files than were staged: {sorted(tried ^ published)}")
+    card = CommitOperationAdd("README.md", render_card().encode())
+    hub.create_commit(**REPO, operations=[card], commit_message=f"Card of {branch()}")
+    return commit
 
 
 def render_card() -> str:
@@ -65,10 +95,17 @@ def render_card() -> str:
 
 
 def _branches(hub: HfApi) -> list[str]:
-    return [reference.name for reference in hub.list_repo_refs(project.repo_id(), repo_type="kernel").branches]
+    return [reference.name for reference in hub.list_repo_refs(**REPO).branches]
 
 
-def _published_files(hub: HfApi) -> list[str]:
-    if not hub.repo_exists(project.repo_id(), repo_type="kernel") or branch() not in _branches(hub):
+def _published_files(hub: HfApi, on: str) -> list[str]:
+    if not hub.repo_exists(**REPO) or on not in _branches(hub):
         return []
-    return hub.list_repo_files(project.repo_id(), repo_type="kernel", revision=branch())
+    return hub.list_repo_files(**REPO, revision=on)
+
+
+def _contents(hub: HfApi, revision: str) -> set[tuple[str, str]]:
+    """The files of a revision that users load, with the hash of each."""
+    entries = hub.list_repo_tree(**REPO, revision=revision, path_in_repo="build", recursive=True)
+    found = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return {(file.path, file.lfs.sha256 if file.lfs else file.blob_id) for file in found}

@@ -13,10 +13,10 @@ REPO_ID, VERSION = sys.argv[1], int(sys.argv[2])
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
-fused_mlp = get_kernel(REPO_ID, version=VERSION, trust_remote_code=[REPO_ID])  # it is our own
+device = "cuda" if torch.cuda.is_available() else "cpu"
+fused_mlp = get_kernel(REPO_ID, version=VERSION, backend=device, trust_remote_code=[REPO_ID])  # it is our own
 (loaded,) = get_loaded_kernels()
 print(f"loaded {REPO_ID} version {loaded.metadata.version}, commit {loaded.repo_info.revision}")
-device = "cuda" if torch.cuda.is_available() else "cpu"
 for name in ("Llama", "Gemma"):
     config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(device)
@@ -24,8 +24,13 @@ for name in ("Llama", "Gemma"):
     with torch.no_grad():
         expected = model(ids).logits
         report = fused_mlp.fuse_mlps(model)
-        logits = model(ids).logits
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            logits = model(ids).logits
     torch.testing.assert_close(logits, expected)
     if len(report.fused) != SIZES["num_hidden_layers"]:
         sys.exit(f"error: of {name}'s MLPs not all were fused:\n{report}")
-    print(f"{name}: {len(report.fused)} MLPs fused, largest difference {(logits - expected).abs().max():.1e}")
+    ran = sum(event.name.startswith(f"{fused_mlp.__name__}::") for event in profiled.events())
+    if ran < SIZES["num_hidden_layers"]:  # what falls back to PyTorch differs from PyTorch in nothing
+        sys.exit(f"error: the compiled ops of the build have run {ran} times in {name}:\n{report}")
+    difference = (logits - expected).abs().max()
+    print(f"{name}: {len(report.fused)} MLPs fused, {ran} compiled ops, largest difference {difference:.1e}")

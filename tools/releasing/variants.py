@@ -16,10 +16,16 @@ def variants(build: Path) -> list[Path]:
 
 
 def files(variant: Path) -> Iterator[tuple[str, Path]]:
-    """What belongs to a variant, by its place there: all but the bytecode that running it leaves behind."""
+    """All files of a variant, by their place there."""
     for path in sorted(variant.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+        if path.is_file():
             yield path.relative_to(variant).as_posix(), path
+
+
+def bytecode(variant: Path) -> list[str]:
+    """What importing a variant has left in it. No digest covers it, and Python may run it in place of the source."""
+    found = [place for place, _ in files(variant) if place.endswith(".pyc")]
+    return [f"holds bytecode, which is not to be published: {place}" for place in found]
 
 
 def faults(folder: Path) -> list[str]:
@@ -29,7 +35,8 @@ def faults(folder: Path) -> list[str]:
         metadata = Metadata.read_from_file(folder / "metadata.json")
     except ValueError as error:
         return [str(error)]
-    return [*_identity(metadata), *_source(metadata), *_digest(metadata, folder), *_symbols(folder)]
+    found = [*_identity(metadata), *_source(metadata), *_digest(metadata, folder)]
+    return [*found, *_symbols(folder), *bytecode(folder)]
 
 
 def _identity(metadata: Metadata) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""The parts of tools/tune.py: kernels (what there is to choose), bench (times them), fit (models the times), header."""
+"""The parts of tools/tune.py: kernels, model (the package's own choice and estimates), bench (times), fit, header."""

@@ -2,16 +2,18 @@
 
 import ctypes
 import os
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
+import measure as timing
 import project
 from builder import toolchain
-from tuning.kernels import GELU_TANH, LINEAR, Kernel, Point, candidates
+from tuning.kernels import Kernel, Point
+from tuning.model import KERNEL, Model
 
 ROUNDS = 4
 BUDGET_US = 1000.0  # of one candidate's turn
@@ -51,14 +53,6 @@ class TuneError(Exception):
     pass
 
 
-class Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "k", "activation", "multiprocessors")]
-
-
-class PlainKernel(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in Kernel._fields]
-
-
 def check_gpu() -> str:
     """The name of the GPU."""
     if not torch.cuda.is_available():
@@ -96,13 +90,13 @@ def grid(quick: bool) -> list[tuple[str, int, int, int]]:
     return layers
 
 
-def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
+def measure(library: ctypes.CDLL, model: Model, kind: str, m: int, n: int, k: int) -> Point:
     """On the current stream, which must not be the default one: that captures no graphs."""
     gated = kind == "gated"
     x, gate, up = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for rows in (m, n, n))
     out, up_out = (torch.empty(m, n, dtype=x.dtype, device="cuda") for _ in range(2))
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = Shape(m, n, k, LINEAR if kind == "plain" else GELU_TANH, multiprocessors)
+    shape = model.shape(kind, m, n, k)
+    shape_pointer = ctypes.c_void_p(shape.ctypes.data)
     up_weight = ctypes.c_void_p(up.data_ptr() if gated else None)
 
     def check(error: int, what: object) -> None:
@@ -110,13 +104,14 @@ def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
             raise TuneError(f"CUDA error {error} at m {m}, n {n}, k {k}, {kind}: {what}")
 
     def ours(kernel: Kernel) -> Callable[[], None]:
-        plain = PlainKernel(*kernel)
+        chosen = np.array(tuple(kernel), KERNEL)
         operands = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, gate, out)]
 
         def run() -> None:
             a, weight, result = operands
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            error = library.tune_gemm(ctypes.byref(shape), ctypes.byref(plain), a, weight, up_weight, result, stream)
+            kernel_pointer = ctypes.c_void_p(chosen.ctypes.data)
+            error = library.tune_gemm(shape_pointer, kernel_pointer, a, weight, up_weight, result, stream)
             check(error, kernel)
 
         return run
@@ -129,15 +124,11 @@ def measure(library: ctypes.CDLL, kind: str, m: int, n: int, k: int) -> Point:
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             second = ctypes.c_void_p(up_out.data_ptr() if gated else None)
             pointer = ctypes.c_void_p(out.data_ptr())
-            check(library.tune_act_and_mul(ctypes.byref(shape), pointer, second, stream), "act_and_mul")
+            check(library.tune_act_and_mul(shape_pointer, pointer, second, stream), "act_and_mul")
 
-    chosen = PlainKernel()
-    library.tune_plan(ctypes.byref(shape), up_weight, ctypes.byref(chosen))
-    present = Kernel(*(getattr(chosen, name) for name in Kernel._fields))
-
-    kernels = candidates(kind, m, k)
+    kernels = model.candidates(kind, m, n, k)
     torch_us, *times = medians([torchs, *(ours(kernel) for kernel in kernels)], least_microseconds(kind, m, n, k))
-    return Point(kind, m, n, k, dict(zip(kernels, times)), torch_us, present)
+    return Point(kind, m, n, k, dict(zip(kernels, times)), torch_us, model.choice(kind, m, n, k))
 
 
 def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
@@ -149,25 +140,7 @@ def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
 def medians(ways: list[Callable[[], None]], least_us: float) -> list[float]:
     """Microseconds of one call of each."""
     calls = max(2, min(60, int(BUDGET_US / least_us)))
-    graphs = [capture(way, calls) for way in ways]
-    times = [[] for _ in ways]
-    for _ in range(ROUNDS + 1):
-        for graph, samples in zip(graphs, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e3 / calls)
-    return [statistics.median(samples[1:]) for samples in times]  # the first turn warms up
-
-
-def capture(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
-    run()  # what happens once, like loading the kernel, must not be captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    for _ in range(calls):
-        run()
-    graph.capture_end()
-    return graph
+    graphs = [timing.captured(way, calls) for way in ways]
+    turns = {i: lambda graph=graph: {"us": timing.replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}
+    timing.in_turns(turns, 1)  # warms up
+    return [figures["us"] for figures in timing.in_turns(turns, ROUNDS).values()]

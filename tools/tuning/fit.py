@@ -1,44 +1,40 @@
-"""Models of the kernels' times, as cuda/sm90/gemm.cpp evaluates them, with constants fitted to what was measured."""
+"""Fits the constants of the model of the kernels' times (cuda/sm90/time_model.h) to times that were measured.
+
+The formulas are the package's own, called through `Model`: none of them stands here.
+"""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
-from tqdm import trange
+import scipy.optimize
+from tqdm import tqdm
 
-from tuning.kernels import STREAMED_ROWS, TILED_GATED, TILED_PLAIN, TILED_ROWS, Kernel, Point, ceil_div
+from tuning.kernels import KINDS, Kernel, Point
+from tuning.model import KERNEL, SHAPE, Model
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
-TIE = 0.1  # as kTie of cuda/sm90/gemm.cpp
-KINDS = ("gated", "activated", "plain")
+MANY_ROWS = 33  # from here on the bandwidth is that of a product which is bound by memory, not by its start
 NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
 COST_OF_OURS = 1.5  # the weight of what a plain product of ours takes longer than torch's
-STARTS, STEPS = 8, 4000  # of the searches for constants
+STARTS, EVALUATIONS = 8, 8000  # of the searches for constants, and of the loss in each
 
 
 @dataclass
 class TiledTime:
-    """Microseconds: start, and for each round of tiles round + k_block * blocks of k + activation, bounded by the
-    round's part of bytes / bandwidth."""
+    """As in cuda/sm90/time_model.h, which says what the constants mean."""
 
-    start: float
-    round: float
-    k_block: float
-    activation: float
+    start: float = 0.0
+    round: float = 0.0
+    k_block: float = 0.0
+    activation: float = 0.0
 
 
 @dataclass
 class StreamedTime:
-    """Microseconds: start + split of k * load + blocks of k a CTA * block, bounded by bytes / bandwidth * (1 + tail *
-    the part of the chip that is idle in the last round of as many CTAs as it holds), where the split is split_2, with
-    split_4 added from 4 parts on, and split_8 from 8, and a block takes
-
-    (k_block + k_row * rows of a tile) * load + (round_k_block + round_k_row * rows of a tile) * rounds
-
-    with the load that CTAs / (saturating * multiprocessors) is, at least 1, and rounds of one CTA a multiprocessor.
-    """
+    """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
     start: float = 2.3
     split_2: float = 1.3
@@ -62,51 +58,63 @@ class Rows:
 
 @dataclass
 class Constants:
-    tiled: dict[str, dict[Kernel, TiledTime]]  # by kind, where activated and plain have the same
+    tiled: dict[bool, dict[Kernel, TiledTime]]  # of gated products, and of the others
     streamed: dict[str, StreamedTime]  # by kind
     bytes_per_microsecond: float
     flops_per_microsecond: float
     torch: dict[str, Rows | None]  # activated and plain
     near_floor: float = 1.0  # a plain product estimated at up to so many times the floor is ours where torch's rows are
 
-    def choose(self, point: Point, multiprocessors: int) -> Kernel:
-        return min(point.times, key=lambda kernel: self.microseconds(point, kernel, multiprocessors))
+    def estimates(self, model: Model, point: Point) -> dict[Kernel, float]:
+        """Microseconds that each kernel timed at the point is expected to take."""
+        found = {}
+        for kernel in point.times:
+            time = self.tiled[point.gated][kernel] if kernel.tiled else self.streamed[point.kind]
+            pairs = Pairs(model, [(point, kernel)], self.bytes_per_microsecond)
+            found[kernel] = float(pairs.estimates(np.array(astuple(time)))[0])
+        return found
 
-    def over_floor(self, point: Point, multiprocessors: int) -> float:
+    def choose(self, model: Model, point: Point) -> Kernel:
+        estimates = self.estimates(model, point)
+        return min(estimates, key=estimates.get)
+
+    def over_floor(self, model: Model, point: Point) -> float:
         """The estimate for the chosen kernel over the time that the bytes and the arithmetic take at least."""
         floor = max(point.bytes / self.bytes_per_microsecond, point.flops / self.flops_per_microsecond)
-        return self.microseconds(point, self.choose(point, multiprocessors), multiprocessors) / floor
-
-    def microseconds(self, point: Point, kernel: Kernel, multiprocessors: int) -> float:
-        """What is expected of a kernel."""
-        floor = point.bytes / self.bytes_per_microsecond
-        if not kernel.streamed:
-            time = np.array([astuple(self.tiled[point.kind][kernel])])
-            return tiled_times(time, np.array([tiled_terms(point, kernel, floor, multiprocessors)]))[0]
-        terms = np.array([streamed_terms(point, kernel)])
-        return streamed_times(self.streamed[point.kind], terms, np.array([floor]), multiprocessors)[0]
+        return min(self.estimates(model, point).values()) / floor
 
 
-def fit(points: list[Point], multiprocessors: int) -> Constants:
-    large = [point for point in points if point.bytes > LARGE_BYTES and point.m >= TILED_ROWS] or points
+class Pairs:
+    """Points and kernels to estimate together."""
+
+    def __init__(self, model: Model, pairs: list[tuple[Point, Kernel]], bytes_per_microsecond: float):
+        self._model, self._bandwidth = model, bytes_per_microsecond
+        self._shapes = np.array([model.shape(p.kind, p.m, p.n, p.k) for p, _ in pairs], SHAPE)
+        self._kernels = np.array([tuple(kernel) for _, kernel in pairs], KERNEL)
+
+    def estimates(self, constants: np.ndarray) -> np.ndarray:
+        """With one row of constants for each pair, or one for all."""
+        return self._model.estimates(self._shapes, self._kernels, constants, self._bandwidth)
+
+
+def fit(points: list[Point], model: Model) -> Constants:
+    large = [point for point in points if point.bytes > LARGE_BYTES and point.m >= MANY_ROWS] or points
     bandwidth = round(max(point.bytes / point.best for point in large), -5)
-    many = [point for point in points if point.m >= TILED_ROWS]
-    tiled = {}
-    for kinds, kernels in ((("gated",), TILED_GATED), (("activated", "plain"), TILED_PLAIN)):
-        timed = [point for point in many if point.kind in kinds]
-        tiled.update(dict.fromkeys(kinds, fit_tiled(kernels, timed, bandwidth, multiprocessors)))
     arithmetic = round(max(point.flops / min(point.best, point.torch) for point in points), -7)
+    tiled = {
+        gated: fit_tiled([point for point in points if point.gated == gated], bandwidth, model)
+        for gated in (True, False)
+    }
     constants = Constants(tiled, {}, bandwidth, arithmetic, {})
     for kind in KINDS:
-        few = [point for point in points if point.kind == kind and point.m <= STREAMED_ROWS]
-        constants.streamed[kind] = fit_streamed(kind, few, constants, multiprocessors)
+        constants.streamed[kind] = fit_streamed(kind, [p for p in points if p.kind == kind], constants, model)
 
     def choose(point: Point) -> Kernel:
-        return constants.choose(point, multiprocessors)
+        return constants.choose(model, point)
 
     constants.torch["activated"] = torch_rows([point for point in points if point.kind == "activated"], choose)
     plain = [
-        (point.m, constants.over_floor(point, multiprocessors), saved_by_torch(point, choose))
+        (point.m, constants.over_floor(model, point), saved_by_torch(point, choose))
         for point in points
         if point.kind == "plain"
     ]
@@ -114,120 +122,61 @@ def fit(points: list[Point], multiprocessors: int) -> Constants:
     return constants
 
 
-def tiles_and_resident(p: Point, kernel: Kernel, multiprocessors: int) -> tuple[int, int]:
-    """Tiles, each of a cluster, and how many of them the chip holds at once."""
-    resident = int(usable(multiprocessors, kernel.split_k)) // kernel.split_k
-    columns = kernel.block_n // 2 if p.gated else kernel.block_n
-    return ceil_div(p.m, kernel.block_m) * ceil_div(p.n, columns), max(resident, 1)
-
-
-def usable(multiprocessors: int, cluster: np.ndarray | int) -> np.ndarray:
-    """Groups of multiprocessors do not divide evenly into larger clusters."""
-    return np.where(np.asarray(cluster) <= 2, multiprocessors, multiprocessors * 10 // 11)
-
-
-def tiled_terms(p: Point, kernel: Kernel, floor: float, multiprocessors: int) -> list[float]:
-    """What the time of a tiled kernel depends on: rounds, blocks of k in each, whether there is an activation without a
-    gate; and how long the bytes take at least, all of them and those of a full round."""
-    tiles, resident = tiles_and_resident(p, kernel, multiprocessors)
-    blocks = ceil_div(ceil_div(p.k, 64), kernel.split_k)
-    return [ceil_div(tiles, resident), blocks, p.kind == "activated", floor, floor * resident / tiles]
-
-
-def tiled_times(constants: np.ndarray, terms: np.ndarray) -> np.ndarray:
-    """Of rows of constants, as TiledTime has them, and of terms."""
-    start, round_, k_block, activation = constants.T
-    rounds, blocks, activated, floor, full = terms.T
-    one = round_ + k_block * blocks + activation * activated
-    return (rounds - 1) * bounded(one, full) + bounded(start + one, floor - (rounds - 1) * full)
-
-
-def bounded(times: np.ndarray, floors: np.ndarray) -> np.ndarray:
-    """What the bytes take at least, and a little of the rest, which tells kernels apart where that decides."""
-    return np.maximum(times, floors) + TIE * np.minimum(times, np.maximum(floors, 0))
-
-
-def fit_tiled(
-    kernels: list[Kernel], points: list[Point], bandwidth: float, multiprocessors: int
-) -> dict[Kernel, TiledTime]:
-    """By least squares, then by a random walk from there (see `searched`): what counts is the choice."""
-    timed = [
-        (index, point, kernel) for index, point in enumerate(points) for kernel in kernels if kernel in point.times
-    ]
-    terms = np.array([tiled_terms(p, kernel, p.bytes / bandwidth, multiprocessors) for _, p, kernel in timed])
+def fit_tiled(points: list[Point], bandwidth: float, model: Model) -> dict[Kernel, TiledTime]:
+    """By least squares, then by a search from there: what counts is the choice."""
+    timed = [(i, point, kernel) for i, point in enumerate(points) for kernel in point.times if kernel.tiled]
+    kernels = list(dict.fromkeys(kernel for _, _, kernel in timed))
     times = np.array([point.times[kernel] for _, point, kernel in timed])
     nearness = np.array([point.best for _, point, _ in timed]) / times
     of_kernel = np.array([kernels.index(kernel) for _, _, kernel in timed])
-    loss_of = choice_loss(np.array([index for index, _, _ in timed]), times)
+    pairs = [(point, kernel) for _, point, kernel in timed]
+    # Where bytes take no time, the estimate is linear in the constants: those of one at a time give the columns.
+    unbound = Pairs(model, pairs, np.inf)
+    terms = np.stack([unbound.estimates(unit) for unit in np.eye(len(fields(TiledTime)))], axis=1)
     first = np.array(
         [least_squares(*(each[of_kernel == i] for each in (terms, times, nearness))) for i in range(len(kernels))]
     )
+    bound, loss_of = Pairs(model, pairs, bandwidth), choice_loss(np.array([i for i, _, _ in timed]), times)
 
     def loss(values: np.ndarray) -> float:
-        return loss_of(tiled_times(values.reshape(first.shape)[of_kernel], terms))
+        return loss_of(bound.estimates(values.reshape(first.shape)[of_kernel]))
 
-    found = searched(first.ravel(), loss, spread=0.03)[1].reshape(first.shape)
+    found = searched(first.ravel(), loss)[1].reshape(first.shape)
     return {kernel: TiledTime(*(round(float(value), 3) for value in row)) for kernel, row in zip(kernels, found)}
 
 
 def least_squares(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) -> np.ndarray:
     """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
-    rounds, blocks, activated, _, _ = terms.T
-    linear = np.stack([np.ones_like(rounds), rounds, rounds * blocks, rounds * activated], axis=1)
-    return non_negative_least_squares(linear * (nearness / times)[:, None], nearness)
+    return scipy.optimize.nnls(terms * (nearness / times)[:, None], nearness)[0]
 
 
-def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |a x - b|, by trying every set of columns: there are few."""
-    columns = range(a.shape[1])
-    best, best_error = np.zeros(a.shape[1]), np.inf
-    for chosen in itertools.chain.from_iterable(itertools.combinations(columns, count + 1) for count in columns):
-        x = np.zeros(a.shape[1])
-        x[list(chosen)] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
-        error = np.linalg.norm(a @ x - b)
-        if (x >= 0).all() and error < best_error:
-            best, best_error = x, error
-    return best
+def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Model) -> StreamedTime:
+    """By searches from several starts, with the tiled kernels, as fitted, to choose from too."""
+    points = [point for point in points if not all(kernel.tiled for kernel in point.times)]
+    timed = [(i, point, kernel) for i, point in enumerate(points) for kernel in point.times]
+    times = np.array([point.times[kernel] for _, point, kernel in timed])
+    loss_of = choice_loss(np.array([i for i, _, _ in timed]), times)
+    is_tiled = np.array([kernel.tiled for _, _, kernel in timed])
 
+    def pairs(tiled: bool) -> Pairs:
+        chosen = [(point, kernel) for _, point, kernel in timed if kernel.tiled == tiled]
+        return Pairs(model, chosen, constants.bytes_per_microsecond)
 
-def streamed_terms(p: Point, kernel: Kernel) -> list[float]:
-    """What the time of a streamed kernel depends on: rows of a tile, parts of k, CTAs, blocks of k a CTA."""
-    ctas = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.block_n) * kernel.split_k
-    return [kernel.block_m, kernel.split_k, ctas, ceil_div(ceil_div(p.k, 64), kernel.split_k)]
-
-
-def streamed_times(time: StreamedTime, terms: np.ndarray, floors: np.ndarray, multiprocessors: int) -> np.ndarray:
-    rows, parts, ctas, blocks = terms.T
-    load = np.maximum(1, ctas / (time.saturating * multiprocessors))
-    rounds = np.ceil(ctas / usable(multiprocessors, parts))
-    block = (time.k_block + time.k_row * rows) * load + (time.round_k_block + time.round_k_row * rows) * rounds
-    split = time.split_2 * (parts >= 2) + time.split_4 * (parts >= 4) + time.split_8 * (parts >= 8)
-    capacity = usable(multiprocessors, parts) * np.where(rows < 32, 3, 2)  # streamed_ctas() of cuda/sm90/gemm.h
-    idle = np.where(ctas > capacity, np.ceil(ctas / capacity) * capacity / ctas - 1, 0)
-    return bounded(time.start + split * load + blocks * block, floors * (1 + time.tail * idle))
-
-
-def fit_streamed(kind: str, points: list[Point], constants: Constants, multiprocessors: int) -> StreamedTime:
-    """By random walks from several starts (see `searched`), with the tiled kernels, as fitted, to choose from too."""
-    of_point, terms, fixed, floors, times = [], [], [], [], []
-    for index, point in enumerate(points):
-        for kernel, measured in point.times.items():
-            of_point.append(index)
-            times.append(measured)
-            floors.append(point.bytes / constants.bytes_per_microsecond)
-            terms.append(streamed_terms(point, kernel))
-            fixed.append(np.nan if kernel.streamed else constants.microseconds(point, kernel, multiprocessors))
-    terms, fixed, floors = map(np.array, (terms, fixed, floors))
-    loss_of = choice_loss(np.array(of_point), np.array(times))
+    of_tiled = constants.tiled[kind == "gated"]
+    rows = np.array([astuple(of_tiled[kernel]) for _, _, kernel in timed if kernel.tiled])
+    estimates = np.empty(len(timed))
+    if is_tiled.any():
+        estimates[is_tiled] = pairs(True).estimates(rows)
+    streamed = pairs(False)
 
     def loss(values: np.ndarray) -> float:
-        streamed = streamed_times(StreamedTime(*values), terms, floors, multiprocessors)
-        return loss_of(np.where(np.isnan(fixed), streamed, fixed))
+        estimates[~is_tiled] = streamed.estimates(values)
+        return loss_of(estimates)
 
     random = np.random.default_rng(0)
     first = np.array(astuple(StreamedTime()))
     starts = [first, *(first * np.exp(random.normal(0, 0.3, len(first))) for _ in range(STARTS - 1))]
-    found = [searched(start, loss, spread=0.3, what=f"streamed, {kind}") for start in starts]
+    found = [searched(start, loss) for start in tqdm(starts, desc=f"streamed, {kind}", leave=False)]
     return StreamedTime(*(round(float(value), 5) for value in min(found, key=lambda each: each[0])[1]))
 
 
@@ -250,18 +199,13 @@ def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray
     return loss
 
 
-def searched(
-    values: np.ndarray, loss: Callable[[np.ndarray], float], spread: float, what: str = "tiled"
-) -> tuple[float, np.ndarray]:
-    """The least loss on a random walk, and where: the choice of kernels has no gradient. The same at each run."""
-    random = np.random.default_rng(0)
-    least = loss(values)
-    for step in trange(STEPS, desc=what, leave=False):
-        steps = random.normal(0, spread * 0.7 ** (step // 1000), len(values))
-        moved = values * np.exp(steps * (random.random(len(values)) < 0.3))
-        if (moved_loss := loss(moved)) < least:
-            values, least = moved, moved_loss
-    return least, values
+def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> tuple[float, np.ndarray]:
+    """The least loss near these values, each times a factor, and where. The choice of kernels has no gradient."""
+    options = {"maxfev": EVALUATIONS, "ftol": 1e-5}
+    found = scipy.optimize.minimize(
+        lambda logs: loss(values * np.exp(logs)), np.zeros(len(values)), method="Powell", options=options
+    )
+    return float(found.fun), values * np.exp(found.x)
 
 
 def saved_by_torch(point: Point, choose: Callable[[Point], Kernel]) -> float:

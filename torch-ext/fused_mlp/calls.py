@@ -20,6 +20,12 @@ from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
 
+# Bound once: a small call is a matter of microseconds, of which looking these up is a part.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_tracing_state = torch._C._get_tracing_state
+
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     result = _short_way("act_and_mul", (gate, up), activation.code)
@@ -119,7 +125,7 @@ def _ambient_reason() -> Optional[str]:
         return "forward-mode autograd follows the parts"
     # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
     # The flag, not torch.compiler.is_exporting(), which is true in all that torch 2.11 compiles.
-    if torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag:
+    if _tracing_state() is not None or torch.compiler._is_exporting_flag:
         return "torch.export and torch.jit.trace record the parts"
     return None
 
@@ -134,13 +140,13 @@ def _short_way(op: str, given: Tuple[Optional[Tensor], ...], activation: int) ->
     None for any other, also for operands that the op refuses: it checks them in less time than Python does, but says
     less. What is asked here is in ``composition_reason`` too; asked in one place, it costs a third.
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if _is_compiling() or _any_autocast():
         return None
-    grad = torch.is_grad_enabled()
+    grad = _is_grad_enabled()
     for tensor in given:
         if tensor is not None and (type(tensor) not in _PLAIN_TYPES or (grad and tensor.requires_grad)):
             return None
-    if _ambient_reason() is not None or given[0] is None or dispatch.select(op, given[0]) is not native:
+    if given[0] is None or _ambient_reason() is not None or dispatch.select(op, given[0]) is not native:
         return None
     try:
         return _COMPILED_OPS[op](*given, activation)

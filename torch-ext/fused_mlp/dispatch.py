@@ -15,6 +15,7 @@ _NAMES = ("cuda", "triton", "cpu", "torch")
 
 # Measured order: the compiled ops win wherever they exist, the Triton kernels where a build has no code for the GPU.
 _AUTO = ("cuda", "triton") if native.DEVICE_TYPE == "cuda" else ("cpu",)
+_AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 
 
 class _Block:
@@ -58,9 +59,9 @@ def select(op: str, x: Tensor) -> ModuleType:
         if reason is not None:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
-    for name in _AUTO:
-        if _BACKENDS[name].refusal(op, x) is None:
-            return _BACKENDS[name]
+    for implementation in _AUTO_BACKENDS:
+        if implementation.refusal(op, x) is None:
+            return implementation
     return reference
 
 

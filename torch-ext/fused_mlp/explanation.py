@@ -6,13 +6,13 @@ import inspect
 from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Dict, Iterator, Tuple, Union
+from typing import Any, Callable, Iterator, Tuple, Union
 
 from torch import Tensor, nn
 
 from . import dispatch, functional, layers, operands
 from .activations import get_activation
-from .backends import native
+from .backends import native, plans
 from .models import outcome, patching, report
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -23,7 +23,8 @@ class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
     or "original"; ``reason`` says why, in words.
 
-    ``parts`` is the same as data, for a module: what became of each MLP in it, as :func:`fuse_mlps` reports it.
+    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed. For a
+    module: what became of each MLP in it, as :func:`fuse_mlps` reports it.
     """
 
     operation: str
@@ -82,29 +83,24 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     if composed is not None:
         return Explanation(function.__name__, "torch", composed)
     name, reason = dispatch.reasoned(op, given[0])
-    if name == native.DEVICE_TYPE and op != "act_and_mul":
-        reason = f"{reason}; {_gemm_plans(op, call.arguments)}"
-    return Explanation(function.__name__, name, reason)
+    if name != native.DEVICE_TYPE or op == "act_and_mul":
+        return Explanation(function.__name__, name, reason)
+    layers, names = _GEMMS[op]
+    given = [call.arguments[name] if name else None for name in names]
+    parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
+    return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
 
 
-def _gemm_plans(op: str, given: Dict[str, Any]) -> str:
-    """What the compiled ops say of each GEMM of a call."""
-    x, code = given["x"], get_activation(given["activation"]).code
-    if op == "linear":
-        return native.plan(x, given["weight"], None, given["bias"], None, code, False)
-    if op == "mlp":
-        first = native.plan(x, given["fc1_weight"], None, given["fc1_bias"], None, code, False)
-        second, weight, bias = "fc2", given["fc2_weight"], given["fc2_bias"]
-    else:
-        gate, up = (given["gate_weight"], given["gate_bias"]), (given["up_weight"], given["up_bias"])
-        first = native.plan(x, gate[0], up[0], gate[1], up[1], code, False)
-        if op == "gated_linear":
-            return first
-        second, weight, bias = "down", given["down_weight"], given["down_bias"]
-    hidden = x.new_empty((*x.shape[:-1], weight.shape[1]))
-    linear = get_activation(None).code
-    follows_gemm = first.startswith("fused")
-    return f"{first}; {second}: {native.plan(hidden, weight, None, bias, None, linear, follows_gemm)}"
+# The layers of each function, and its arguments in the order of the compiled op `plan`.
+_GEMMS = {
+    "linear": (("linear",), ("x", "weight", None, None, "bias", None, None)),
+    "gated_linear": (("gate and up",), ("x", "gate_weight", "up_weight", None, "gate_bias", "up_bias", None)),
+    "mlp": (("fc1", "fc2"), ("x", "fc1_weight", None, "fc2_weight", "fc1_bias", None, "fc2_bias")),
+    "gated_mlp": (
+        ("gate and up", "down"),
+        ("x", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    ),
+}
 
 
 _LAYER_FORWARDS = {getattr(layers, name).forward for name in layers.__all__}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import operands, strides
 from .._ops import add_op_namespace_prefix, ops
+from . import plans
 
 # The builder's own record of what this build holds.
 _BACKEND = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
@@ -28,7 +29,6 @@ act_and_mul_backward = ops.act_and_mul_backward.default
 linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
-plan = ops.plan.default
 mlp = ops.mlp.default
 
 
@@ -60,6 +60,11 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
 
 
 _cached_gpu_refusal = functools.cache(_gpu_refusal)
+
+
+def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
+    """How the compiled ops would compute a call, by its named layers; the arguments are those of the op ``plan``."""
+    return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:

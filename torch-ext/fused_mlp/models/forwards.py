@@ -123,8 +123,8 @@ _instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, 
 
 # The forwards of what hands on what comes in, or None where somebody has patched them.
 _PASSING = {
-    nn.Dropout: obstacles.original(nn.Dropout, "forward", nn.modules.dropout),
-    nn.Identity: obstacles.original(nn.Identity, "forward", nn.modules.linear),
+    nn.Dropout: obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout),
+    nn.Identity: obstacles.unpatched(nn.Identity, "forward", nn.modules.linear),
 }
 
 
@@ -140,7 +140,7 @@ def alteration(part: Union[nn.Module, float]) -> Optional[str]:
     kind = type(part)
     if kind not in _PASSING:
         return f"a {kind.__name__}"
-    if kind.forward is not _PASSING[kind]:
+    if kind.forward is not _PASSING[kind] or kind.__call__ is not nn.Linear.__call__:
         return f"a patched {kind.__name__}"
     return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
 

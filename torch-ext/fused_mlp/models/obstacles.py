@@ -21,7 +21,7 @@ from .. import functional
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, weight [in, out]
 
 
-def original(owner: Any, name: str, home: Any) -> Any:
+def unpatched(owner: Any, name: str, home: Any) -> Any:
     """What ``owner`` has under a name, if it was written in the module ``home``; None if somebody put it there."""
     function = getattr(owner, name)
     if isinstance(function, FunctionType):
@@ -37,7 +37,7 @@ _PATCHABLE = (
     *((F, name, F) for name in ("linear", "dropout", "gelu", "relu", "silu")),
     *((torch, name, torch) for name in ("addmm", "pow", "sigmoid", "square", "tanh")),
 )
-_ORIGINALS = tuple((owner, name, original(owner, name, home)) for owner, name, home in _PATCHABLE)
+_ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
 
 
 def linear_forward(self: nn.Module, input: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ ALTERED_ACTIVATION = "altered activation"
 NOT_FUSED = "not fused"
 OWN_METHOD = "own method"
 SCRIPTED = "scripted"
+GRAPH = "graph"
 NO_FUNCTION = "no function"
 NO_SOURCE = "no source"
 UNKNOWN_FORM = "unknown form"
@@ -47,6 +48,7 @@ _REASON_WORDS = {
     NOT_FUSED: "not fused",
     OWN_METHOD: "has a {part} of its own",
     SCRIPTED: "compiled by TorchScript",
+    GRAPH: "a graph of torch.fx, which writes its methods itself",
     NO_FUNCTION: "its forward is a {detail}, not a function",
     NO_SOURCE: "source of its code not found",
     UNKNOWN_FORM: "code in a form that is not known",

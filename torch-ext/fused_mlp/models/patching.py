@@ -119,6 +119,8 @@ def _plan_of(
         return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
     if not methods:
         return {}, outcome.of_nothing(module)
+    if isinstance(module, torch.fx.GraphModule):
+        return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
         own = vars(module).get(name)
         own = getattr(own, "__func__", own)

@@ -46,6 +46,8 @@ _FUNCTIONS: Dict[Callable, str] = {
 # What was read: functions, and the forwards of classes, that are a row of the table written out.
 _WRITTEN_OUT: Dict[FunctionType, str] = {}
 
+_classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
+
 _NOT_ELEMENTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
 _OTHER_FUNCTIONS = {
     *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish, F.relu6, F.selu),
@@ -105,7 +107,8 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
     """The Python function that calling something runs; None if there is none, or it is not alone."""
     if isinstance(function, torch.nn.Module):
         kind = type(function)
-        function = kind.forward if kind.__call__ is torch.nn.Module.__call__ else None
+        runs_forward = kind.__call__ is torch.nn.Module.__call__ and not issubclass(kind, torch.jit.ScriptModule)
+        function = kind.forward if runs_forward else None
     return function if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
 
 
@@ -120,12 +123,22 @@ def _row_of_class(module: torch.nn.Module) -> Optional[str]:
     kind = type(module)
     if kind is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
-    return _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}") or _WRITTEN_OUT.get(kind.forward)
+    if kind in _classes:
+        return _classes[kind]
+    name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if name is not None and not torch.compiler.is_compiling():
+        _classes[kind] = name
+    if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
+        return name
+    return _WRITTEN_OUT.get(kind.forward) if isinstance(kind.forward, FunctionType) else None
 
 
 def _alteration(module: torch.nn.Module) -> Optional[str]:
-    forward = type(module).forward
-    if forward not in _WRITTEN_OUT and forward.__module__ != type(module).__module__:
+    kind = type(module)
+    forward = kind.forward
+    if kind.__call__ is not torch.nn.Linear.__call__ or hasattr(forward, "__wrapped__"):
+        return "a patched class"
+    if forward.__module__ != kind.__module__ and forward not in _WRITTEN_OUT:
         return "a patched class"
     return obstacles.of_call(module, kernelizable=True)
 

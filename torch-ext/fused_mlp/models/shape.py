@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from types import FunctionType
 from typing import Dict, Iterator, Optional, Set
 
+import torch.nn.functional as F
 from torch import nn
 
 from . import rewriting, sites
@@ -15,14 +17,18 @@ _ACTIVATIONS = {sites.ACTIVATION, sites.RELU, sites.UNKNOWN}  # a sigmoid is mor
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
-    """Whether a module holds a projection and an activation itself."""
+    """Whether a module holds a projection, and an activation, or a forward that names a function of torch's."""
     roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
+    forward = inspect.getattr_static(type(module), "forward")
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
+    roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
     return sites.PROJECTION in roles and not _ACTIVATIONS.isdisjoint(roles)
 
 
 def applies_activation_to_projection(module: nn.Module) -> bool:
     """Whether a method of a module hands what comes out of a projection to an activation."""
-    return any(_Flow(function, module).reaches_activation() for function in _methods(type(module)))
+    functions = map(inspect.unwrap, _methods(type(module)))  # a decorator calls what it stands around
+    return any(_Flow(function, module).reaches_activation() for function in functions)
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:

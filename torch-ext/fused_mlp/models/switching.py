@@ -62,12 +62,12 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
 
     Raises TypeError for a module whose class cannot be changed.
     """
+    if isinstance(module, _Fused):  # restored under somebody's class
+        del vars(module)[FUSED]
+    else:
+        object.__setattr__(module, "__class__", _subclass(type(module), methods))
     for name in methods:
         vars(module).pop(name, None)  # a bound method of the class, as a wrapper leaves it behind
-    if isinstance(module, _Fused):
-        del vars(module)[FUSED]
-        return
-    object.__setattr__(module, "__class__", _subclass(type(module), methods))
 
 
 def switch_back(module: nn.Module) -> None:

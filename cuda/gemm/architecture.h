@@ -1,0 +1,37 @@
+// The GPU architectures that have GEMMs of their own. A new one is a folder beside sm90 and a row in choice.cpp.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../torch-ext/plan.h"
+#include "problem.h"
+
+namespace fused_mlp {
+
+struct Gpu {
+  int major, minor, multiprocessors;
+};
+
+struct Architecture {
+  const char* name;
+  bool (*runs_on)(const Gpu& gpu);
+  // Whether launch() takes the operands, and if not, why.
+  Refusal (*refusal)(const GemmProblem& problem);
+  // The kernel that is estimated to take the least time. The problem is one that refusal() does not refuse.
+  GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
+  // Launches on the current device.
+  cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
+  TorchComparison torch;
+};
+
+namespace sm90 {
+extern const Architecture kArchitecture;
+}
+
+// The architecture whose kernels run on a GPU, or null.
+const Architecture* architecture_of(const Gpu& gpu);
+
+// kNone, with the plan in *plan, where a kernel of the architecture is to compute the product; else why torch is to.
+Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
+
+}  // namespace fused_mlp

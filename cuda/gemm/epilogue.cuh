@@ -1,0 +1,82 @@
+// The epilogue of every GEMM: what becomes of the sums before they are rounded and stored. A main loop only has to hand
+// over its sums; how it holds them, and where it finds their biases, stays its own affair.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../activations.cuh"
+#include "problem.h"
+
+namespace fused_mlp {
+
+__device__ __forceinline__ float2 to_float2(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+__device__ __forceinline__ float2 to_float2(__half2 v) { return __half22float2(v); }
+
+template <typename Element>
+struct ElementTraits;
+template <>
+struct ElementTraits<__nv_bfloat16> {
+  static constexpr Precision kPrecision = Precision::kBFloat16;
+  using Pair = __nv_bfloat162;
+  static __device__ __forceinline__ Pair round(float low, float high) { return __floats2bfloat162_rn(low, high); }
+};
+template <>
+struct ElementTraits<__half> {
+  static constexpr Precision kPrecision = Precision::kFloat16;
+  using Pair = __half2;
+  static __device__ __forceinline__ Pair round(float low, float high) { return __floats2half2_rn(low, high); }
+};
+
+template <typename Element>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  const auto pair = ElementTraits<Element>::round(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Elements `column` and `column + 1` of a bias of n elements, both even. Past the end it returns the last two: such
+// columns are never stored.
+template <typename Element>
+__device__ __forceinline__ typename ElementTraits<Element>::Pair load_bias_pair(const void* bias, int column, int n) {
+  using Pair = typename ElementTraits<Element>::Pair;
+  return __ldg(reinterpret_cast<const Pair*>(static_cast<const Element*>(bias) + min(column, n - 2)));
+}
+
+// An activation for arrays of values, which the compiler knows,
+template <Activation A, typename Element>
+struct FixedActivation {
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&values)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = ActivationFn<A, ElementTraits<Element>::kPrecision>::value(values[i]);
+  }
+};
+
+// or which is looked up by its code each time. That is smaller code, for an epilogue whose time does not matter.
+template <typename Element>
+struct CodedActivation {
+  int64_t code;
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&values)[kCount]) const {
+    visit_activation(code, [&]<Activation A>() { FixedActivation<A, Element>()(values); });
+  }
+};
+
+// The operands that an epilogue takes sums of.
+enum class Operand { kGate, kUp };
+
+// act(gate), times up where the product is gated.
+template <Product kProduct>
+struct GluEpilogue {
+  // Leaves a thread's results in `value`. sums(operand, take) calls take(i, sum plus bias) for each i of `value`.
+  template <int kCount, typename Act, typename Sums>
+  static __device__ __forceinline__ void apply(float (&value)[kCount], const Act& activate, Sums&& sums) {
+    sums(Operand::kGate, [&](int i, float gate) { value[i] = gate; });
+    activate(value);
+    if constexpr (kProduct == Product::kGated) sums(Operand::kUp, [&](int i, float up) { value[i] *= up; });
+  }
+};
+
+}  // namespace fused_mlp

@@ -1,0 +1,103 @@
+// A product of matrices with an epilogue, and the kernels that may compute it. This is included in device code, and in
+// the choice of a kernel, which is plain C++: it includes no CUDA header, and of the standard library <cstdint> alone.
+#pragma once
+
+#include <cstdint>
+
+#include "../../torch-ext/activation.h"
+#include "../../torch-ext/matrix.h"
+
+namespace fused_mlp {
+
+// Which products a kernel accumulates for an output element.
+enum class Product {
+  kPlain,  // a weight^T
+  kGated,  // a weight^T and a up_weight^T, side by side
+};
+
+// What a GEMM does with its sums before it rounds and stores them: epilogue.cuh.
+struct EpilogueArgs {
+  const void* bias;     // [n], added to a weight^T, or null
+  const void* up_bias;  // [n], added to a up_weight^T, or null
+  int64_t activation;   // a code of activation.h
+};
+
+// out = act(a weight^T + bias), or, where up_weight.data is not null,
+// out = act(a weight^T + bias) * (a up_weight^T + up_bias).
+// a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once.
+struct GemmProblem {
+  Matrix a;
+  Matrix weight;
+  Matrix up_weight;
+  Matrix out;
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  DType dtype;
+  EpilogueArgs epilogue;
+  // The launch before this one in the stream is a GEMM of ours that did not write the weights: this one may start, and
+  // read its weights, while that one drains.
+  bool follows_gemm;
+
+  Product product() const { return up_weight.data == nullptr ? Product::kPlain : Product::kGated; }
+  bool gated() const { return product() == Product::kGated; }
+  bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
+};
+
+enum class MainLoop {
+  kTiled,     // for many rows: persistent CTAs, each computing large tiles of the output
+  kStreamed,  // for few rows: bound by the reading of the weights, which pass through small tiles
+};
+
+// How the warpgroups of a CTA share its tiles, and which operand is the M side of the tensor cores' instructions.
+enum class Schedule {
+  kPingPong,         // M side: rows of a. The warpgroups take a tile each in turn.
+  kCooperative,      // M side: rows of a. Each warpgroup computes half the rows of every tile.
+  kSwapped,          // M side: weight rows. Each warpgroup computes half the columns of every tile.
+  kSwappedHalfRows,  // M side: weight rows. Each warpgroup computes all the columns for half the rows of a.
+};
+
+constexpr const char* name(MainLoop loop) { return loop == MainLoop::kTiled ? "tiled" : "streamed"; }
+
+constexpr const char* name(Schedule schedule) {
+  constexpr const char* kNames[] = {"ping_pong", "cooperative", "swapped", "swapped_half_rows"};
+  return kNames[static_cast<int>(schedule)];
+}
+
+struct GemmKernel {
+  MainLoop loop;
+  Product product;
+  int block_m;  // rows of a in a tile
+  int block_n;  // weight rows in a tile: of a gated product, half are the gate's and half are up's
+  Schedule schedule;
+  int split_k;  // CTAs of a cluster that share one output tile, each with a part of k
+
+  // Columns of the output in a tile.
+  constexpr int columns() const { return product == Product::kGated ? block_n / 2 : block_n; }
+  bool operator==(const GemmKernel&) const = default;
+};
+
+struct GemmPlan {
+  GemmKernel kernel;
+  double microseconds;  // estimated
+};
+
+// The numbers of rows, from first to last, at which torch's GEMM was measured to be faster. None where last < first.
+struct TorchRows {
+  int64_t first, last;
+
+  constexpr bool contain(int64_t rows) const { return first <= rows && rows <= last; }
+};
+
+// What decides between a kernel of ours and torch's GEMM, as measured on one GPU of the architecture.
+struct TorchComparison {
+  TorchRows plain;      // without an activation
+  TorchRows activated;  // with an activation, which torch applies in a kernel of its own; not for gated products
+  // Within torch's rows, up to this many, a plain product is still ours where its estimate is at most near_floor times
+  // the time that its bytes or its arithmetic take at the GPU's peak: torch's GEMM has no room to be faster.
+  int64_t near_floor_rows;
+  double near_floor;
+  double bytes_per_microsecond, flops_per_microsecond;
+};
+
+}  // namespace fused_mlp

@@ -1,0 +1,36 @@
+// How long a kernel takes, estimated. tools/tuning fits the constants to measured times by these same functions.
+#pragma once
+
+#include "../gemm/problem.h"
+
+namespace fused_mlp::sm90 {
+
+// A tiled kernel works in rounds of as many tiles as the chip holds at once. Microseconds:
+// start + rounds * (round + k_block * (blocks of 64 elements of k) + activation), where the last term is for an
+// activation without a gate.
+struct TiledTime {
+  double start, round, k_block, activation;
+};
+
+// A streamed kernel. Microseconds: start + split * load + (blocks of 64 elements of k per CTA) * block, where
+// block = (k_block + k_row * rows) * load + (round_k_block + round_k_row * rows) * rounds,
+// rows is that of a tile; load is the number of CTAs over saturating * multiprocessors, but at least 1; rounds counts
+// rounds of one CTA per multiprocessor; split is split_2 where k has at least 2 parts, plus split_4 and split_8
+// likewise. The time that the bytes take at least is longer by tail * (the part of the chip that is idle in the last
+// round of as many CTAs as it holds).
+struct StreamedTime {
+  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
+};
+
+// A tiled kernel and its constants. All streamed kernels of a product have the same.
+struct TunedKernel {
+  GemmKernel kernel;
+  TiledTime time;
+};
+
+double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const TiledTime& constants,
+                              double bytes_per_microsecond, int multiprocessors);
+double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const StreamedTime& constants,
+                              double bytes_per_microsecond, int multiprocessors);
+
+}  // namespace fused_mlp::sm90

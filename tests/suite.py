@@ -1,0 +1,51 @@
+"""Loads the kernel as a user does, from the local build, and says on which device the tests run."""
+
+import os
+import random
+import zlib
+
+import pytest
+import torch
+
+import machine
+import project
+
+# The seed of all random inputs: a new one in every run, unless FUSED_MLP_TEST_SEED repeats an old one.
+SEED = int(os.environ.get("FUSED_MLP_TEST_SEED", random.randrange(2**32)))
+
+
+def pytest_report_header() -> list[str]:
+    gpu = torch.cuda.get_device_name() if machine.device_type() == "cuda" else "no GPU: the tests in test_gpu.py skip"
+    return [
+        f"{project.repo_id()}: {', '.join(path.name for path in machine.variants()) or 'no build'}",
+        f"tested: the {machine.device_type()} variant ({gpu}), torch {torch.__version__}",
+        f"random inputs: FUSED_MLP_TEST_SEED={SEED}",
+    ]
+
+
+def pytest_collection_modifyitems(items) -> None:
+    if not machine.variants() and any("fused_mlp" in item.fixturenames for item in items):
+        raise pytest.UsageError(f"no kernel in {machine.build_folder()}: run `make build`")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    if "implementation" in metafunc.fixturenames:
+        metafunc.parametrize("implementation", machine.implementations())
+
+
+@pytest.fixture(scope="session")
+def fused_mlp():
+    from kernels import get_kernel  # reads the environment that `machine` sets when it is imported
+
+    return get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device(machine.device_type())
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs(request) -> None:
+    """Every test has random inputs of its own, whichever other tests run."""
+    torch.manual_seed(SEED + zlib.crc32(request.node.nodeid.encode()))

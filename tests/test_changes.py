@@ -1,0 +1,220 @@
+"""A fused module is changed between two calls, in every way there is: the next call sees it, as unfused ones do."""
+
+import copy
+from collections import OrderedDict
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, ScaledLinear
+from safety import assert_close, fuse, kinds, ways, x_of
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return torch.sin(x)
+
+
+def doubled(self, *args):
+    return 2 * type(self).forward(self, *args)
+
+
+def hook(register, result):
+    return lambda part: getattr(part, register)(result)
+
+
+def replaced_hooks(part):
+    """The dictionary itself is another one."""
+    part._forward_hooks = OrderedDict({0: lambda module, args, output: 3 * output})
+
+
+def new_data(part):
+    part.weight.data = part.weight.data.flip(0) + 1
+
+
+def other_strides(part):
+    part.weight.data = (2 * part.weight.data).t().contiguous().t()
+
+
+def assigned(part):
+    part.load_state_dict({name: 2 * value for name, value in part.state_dict().items()}, assign=True)
+
+
+def as_plain_tensor(part):
+    weight = 2 * part.weight.detach()
+    del part.weight
+    part.weight = weight
+
+
+def of_other_class(part):
+    part.__class__ = ScaledLinear
+
+
+def in_place(part):
+    with torch.no_grad():
+        part.weight.mul_(2)
+
+
+def set_in_parameters(part):
+    part._parameters["weight"] = nn.Parameter(part.weight.detach() + 1)
+
+
+def of_a_subclass(part):
+    part.weight = nn.Parameter((2 * part.weight.detach()).as_subclass(CountingTensor))
+
+
+def without_bias(part):
+    part.bias = None
+
+
+def with_hooked_weight(part):
+    part.weight = nn.Parameter(part.weight.detach() * 2)
+    part.weight.register_hook(lambda grad: 3 * grad)
+
+
+# What may happen to a projection.
+OF_PROJECTIONS = {
+    "forward hook": hook("register_forward_hook", lambda module, args, output: 2 * output),
+    "forward pre-hook": hook("register_forward_pre_hook", lambda module, args: (2 * args[0],)),
+    "backward hook": hook("register_full_backward_hook", lambda module, into, out: (3 * into[0],)),
+    "backward pre-hook": hook("register_full_backward_pre_hook", lambda module, out: (3 * out[0],)),
+    "other dictionary of hooks": replaced_hooks,
+    "forward of its own": lambda part: setattr(part, "forward", MethodType(doubled, part)),
+    "other class": of_other_class,
+    "new data": new_data,
+    "other strides": other_strides,
+    "assigned state": assigned,
+    "changed in place": in_place,
+    "set behind its back": set_in_parameters,
+    "plain tensor": as_plain_tensor,
+    "tensor subclass": of_a_subclass,
+    "no bias": without_bias,
+    "hook of the weight": with_hooked_weight,
+    "frozen": lambda part: part.requires_grad_(False),
+    "parametrized": lambda part: parametrize.register_parametrization(part, "weight", Halved()),
+    "pruned": lambda part: prune.l1_unstructured(part, "weight", 0.5),
+}
+
+# What may happen to the module itself; the last projection and the activation by name.
+OF_MODULES = {
+    **{
+        name: lambda module, last, act, wrap=wrap: setattr(module, last, wrap(getattr(module, last)))
+        for name, wrap in WRAPPERS.items()
+    },
+    "new projection": lambda module, last, act: setattr(module, last, Halved()),
+    "projection behind its back": lambda module, last, act: module._modules.update({last: Halved()}),
+    "projection as an attribute": lambda module, last, act: vars(module).update({last: Halved()}),
+    "other activation": lambda module, last, act: setattr(module, act, nn.ReLU()),
+    "unknown activation": lambda module, last, act: setattr(module, act, Sine()),
+    "activation with a hook": lambda module, last, act: getattr(module, act).register_forward_hook(
+        lambda part, args, output: 2 * output
+    ),
+    "activation with a forward of its own": lambda module, last, act: setattr(
+        getattr(module, act), "forward", MethodType(doubled, getattr(module, act))
+    ),
+    "activation of other class": lambda module, last, act: setattr(getattr(module, act), "__class__", Sine),
+    "hook": lambda module, last, act: module.register_forward_hook(lambda part, args, output: 2 * output),
+    "bfloat16": lambda module, last, act: module.bfloat16(),
+    "float64": lambda module, last, act: module.double(),
+    "one part in float64": lambda module, last, act: getattr(module, last).double(),
+}
+
+
+def outcomes(module, x):
+    """Result and gradients, and the result without autograd; an error's type where there is one."""
+    try:
+        with torch.no_grad():
+            without = module(x)
+        given = x.clone().requires_grad_()
+        result = module(given)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(result.float().square().sum(), [given, *parameters], allow_unused=True)
+    except (RuntimeError, TypeError) as error:
+        return isinstance(error, RuntimeError)
+    return [plain(part) for part in (without, result.detach(), *gradients)]
+
+
+def plain(tensor):
+    return None if tensor is None else tensor.as_subclass(torch.Tensor)
+
+
+def changed_alike(fused_mlp, way, kind, device, change):
+    """A module and a fused one, both run before and after the same change."""
+    model = kind(bias=True).to(device)
+    fused = fuse(fused_mlp, way, copy.deepcopy(model))
+    x = x_of(device)
+    before = outcomes(model, x)
+    assert_close(outcomes(fused, x), before)
+    for module in (model, fused):
+        torch.manual_seed(0)
+        change(module)
+        module.to(device)
+    dtype = next(model.parameters(), x).dtype
+    x, tolerance = x.to(dtype), 3e-2 if dtype is torch.bfloat16 else 1e-4
+    got, expected = outcomes(fused, x), outcomes(model, x)
+    if isinstance(expected, bool) or isinstance(got, bool):
+        assert got == expected
+    else:
+        assert_close(got, expected, tolerance)
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("change", OF_PROJECTIONS)
+@pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_changes_of_a_projection(fused_mlp, device, way, kind, change, index):
+    name = PROJECTIONS[kind][index]
+    changed_alike(fused_mlp, way, kind, device, lambda module: OF_PROJECTIONS[change](getattr(module, name)))
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("change", OF_MODULES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_changes_of_a_module(fused_mlp, device, way, kind, change):
+    last = PROJECTIONS[kind][-1]
+    changed_alike(fused_mlp, way, kind, device, lambda module: OF_MODULES[change](module, last, act_of(module)))
+
+
+def act_of(module):
+    return next(name for name, part in module.named_children() if isinstance(part, (nn.SiLU, nn.GELU)))
+
+
+def test_an_option_of_the_activation(fused_mlp, device):
+    """GELU's form is an attribute."""
+
+    def other_form(module):
+        module.act_fn.approximate = "tanh"
+
+    changed_alike(fused_mlp, "fuse_mlps", lambda bias: Gated(nn.GELU, bias), device, other_form)
+
+
+SURROUNDINGS = {
+    "autocast": lambda device: torch.autocast(device.type, torch.bfloat16),
+    "inference mode": lambda device: torch.inference_mode(),
+    "no grad": lambda device: torch.no_grad(),
+    "default device": lambda device: torch.device("meta"),
+}
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_surroundings_that_change(fused_mlp, device, way, kind, surroundings):
+    model = kind(bias=True).to(device)
+    fused = fuse(fused_mlp, way, copy.deepcopy(model))
+    x = x_of(device)
+    for around in (SURROUNDINGS[surroundings], SURROUNDINGS["no grad"], SURROUNDINGS[surroundings]):
+        with around(device):
+            got, expected = fused(x), model(x)
+        assert (got.requires_grad, got.is_inference()) == (expected.requires_grad, expected.is_inference())
+        assert_close(got.detach(), expected.detach(), 3e-2)

@@ -1,0 +1,58 @@
+// The choice of a kernel and the model of its time, for ctypes. Includes no CUDA header and calls no CUDA function.
+#include <cstring>
+
+#include "../../cuda/sm90/plan.h"
+#include "../../cuda/sm90/time_model.h"
+#include "shape.h"
+
+using namespace fused_mlp;
+
+namespace {
+
+GemmKernel kernel_of(const GemmProblem& p, const tuning::Kernel& k) {
+  return {static_cast<MainLoop>(k.loop),     p.product(), k.block_m, k.block_n,
+          static_cast<Schedule>(k.schedule), k.split_k};
+}
+
+tuning::Kernel plain(const GemmKernel& kernel) {
+  return {static_cast<int>(kernel.loop), kernel.block_m, kernel.block_n, static_cast<int>(kernel.schedule),
+          kernel.split_k};
+}
+
+// The constants are a struct of doubles, in the order of its members.
+template <typename Time>
+double estimated(const GemmProblem& p, const GemmKernel& kernel, const double* constants, double bytes_per_microsecond,
+                 int multiprocessors) {
+  Time time;
+  std::memcpy(&time, constants, sizeof(time));
+  return sm90::estimated_microseconds(p, kernel, time, bytes_per_microsecond, multiprocessors);
+}
+
+}  // namespace
+
+// Writes every kernel that can compute the shape to `kernels`, if it is not null, and returns how many there are.
+extern "C" int tune_candidates(const tuning::Shape* shape, tuning::Kernel* kernels) {
+  int count = 0;
+  sm90::for_each_candidate(problem_of(*shape), [&](size_t, const GemmKernel& kernel) {
+    if (kernels != nullptr) kernels[count] = plain(kernel);
+    ++count;
+  });
+  return count;
+}
+
+// The kernel that the constants of tuning.h choose.
+extern "C" void tune_choose(const tuning::Shape* shape, tuning::Kernel* kernel) {
+  *kernel = plain(sm90::choose(problem_of(*shape), static_cast<int>(shape->multiprocessors)).kernel);
+}
+
+// The estimates for `count` pairs of a shape and a kernel, each with constants of its own, `stride` doubles apart.
+extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel* kernels, const double* constants,
+                              int64_t stride, int64_t count, double bytes_per_microsecond, double* microseconds) {
+  for (int64_t i = 0; i < count; ++i) {
+    const GemmProblem p = problem_of(shapes[i]);
+    const GemmKernel kernel = kernel_of(p, kernels[i]);
+    const auto estimate = kernel.loop == MainLoop::kTiled ? estimated<sm90::TiledTime> : estimated<sm90::StreamedTime>;
+    microseconds[i] =
+        estimate(p, kernel, constants + i * stride, bytes_per_microsecond, static_cast<int>(shapes[i].multiprocessors));
+  }
+}

@@ -1,0 +1,83 @@
+"""The compiled ops' record of how they would compute a call, and the words for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Dict, Optional, Sequence, Tuple
+
+# By the codes of plan.h: why a layer is left to torch's GEMM.
+REFUSALS: Dict[str, str] = {
+    "gpu": "no fused GEMM for this GPU",
+    "instruction_set": "this CPU has no AMX, or FUSED_MLP_CPU_ISA caps it",
+    "float32": "no fused GEMM for float32",
+    "empty": "an empty operand",
+    "too_large": "a dimension of 2^31 or more",
+    "odd_features": "features not a multiple of 8",
+    "unaligned_rows": "rows that overlap or are not aligned to 16 bytes",
+    "column_major_weight": "a weight that is not row-major",
+    "strided_bias": "a strided bias",
+    "unaligned_bias": "a bias not aligned to 4 bytes",
+    "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
+}
+
+_SCHEDULES = {
+    "ping_pong": "each warpgroup's epilogue runs during the other's products",
+    "cooperative": "the warpgroups share each tile",
+    "swapped": "tiles of a height that fills the chip",
+    "swapped_half_rows": "tiles of a height that fills the chip",
+}
+_TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in its epilogue"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one layer of a call is computed.
+
+    ``implementation`` is "sm90" or "amx", where one kernel does the GEMM and all that follows it, or "torch", where
+    torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says
+    where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction
+    set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does.
+    """
+
+    layer: str
+    implementation: str
+    refusal: Optional[str] = None
+    pointwise: Optional[str] = None
+    kernel: Optional[str] = None
+    block_m: Optional[int] = None
+    block_n: Optional[int] = None
+    schedule: Optional[str] = None
+    split_k: Optional[int] = None
+
+    @property
+    def fused(self) -> bool:
+        return self.implementation != "torch"
+
+    def __str__(self) -> str:
+        if self.implementation == "torch":
+            return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
+        if self.implementation == "amx":
+            return "fused GEMM on AMX tiles"
+        split = f", k split in {self.split_k}" if self.split_k > 1 else ""
+        if self.kernel == "streamed":
+            return f"fused {self.implementation} GEMM: few rows, the weights stream past tiles of {self.block_m}{split}"
+        tiles = f"tiles of {self.block_m} x {self.block_n}{split}"
+        return f"fused {self.implementation} GEMM: {tiles}, {_SCHEDULES[self.schedule]}"
+
+    def _torch_way(self) -> str:
+        if self.pointwise in _TORCH:
+            return _TORCH[self.pointwise]
+        if self.pointwise == "cuda":
+            return "torch's GEMM and a pointwise kernel"
+        return f"torch's GEMM on blocks of rows and {self.pointwise} pointwise kernels"
+
+
+def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:
+    """The parts of a call, named in the order of its layers."""
+    return tuple(Part(layer, **values) for layer, values in zip(layers, json.loads(record)))
+
+
+def in_words(parts: Sequence[Part]) -> str:
+    first, *others = parts
+    return "; ".join([str(first), *(f"{part.layer}: {part}" for part in others)])

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <string>
+
+// How a call would be computed, as a record: `explain` is made from it. backends/native.py reads the record and has the
+// words for it.
+namespace fused_mlp {
+
+// Why a layer is not computed by a kernel that applies its whole epilogue, but by torch's GEMM.
+enum class Refusal {
+  kNone,
+  kGpu,
+  kInstructionSet,
+  kFloat32,
+  kEmpty,
+  kTooLarge,
+  kOddFeatures,
+  kUnalignedRows,
+  kColumnMajorWeight,
+  kStridedBias,
+  kUnalignedBias,
+  kTorchIsFaster,
+};
+
+constexpr const char* kRefusalCodes[] = {
+    "none",
+    "gpu",
+    "instruction_set",
+    "float32",
+    "empty",
+    "too_large",
+    "odd_features",
+    "unaligned_rows",
+    "column_major_weight",
+    "strided_bias",
+    "unaligned_bias",
+    "torch_is_faster",
+};
+static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kTorchIsFaster) + 1, "one code per refusal");
+
+constexpr const char* code(Refusal refusal) { return kRefusalCodes[static_cast<size_t>(refusal)]; }
+
+// The plan of a call as JSON: a list with one object per layer. Values are numbers and plain names.
+class PlanRecord {
+ public:
+  PlanRecord& layer() {
+    text_ += text_.empty() ? "[{" : "}, {";
+    first_ = true;
+    return *this;
+  }
+  PlanRecord& set(const char* key, const char* value) { return append(key, '"' + std::string(value) + '"'); }
+  PlanRecord& set(const char* key, int64_t value) { return append(key, std::to_string(value)); }
+  std::string text() const { return text_ + "}]"; }
+
+ private:
+  PlanRecord& append(const char* key, const std::string& value) {
+    text_ += (first_ ? "\"" : ", \"") + std::string(key) + "\": " + value;
+    first_ = false;
+    return *this;
+  }
+
+  std::string text_;
+  bool first_ = true;
+};
+
+}  // namespace fused_mlp
