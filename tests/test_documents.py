@@ -81,6 +81,7 @@ def test_the_example_of_the_readme_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "2 fused" in done.stdout, done.stdout
+    assert "No kernel mapping" not in done.stderr
 
 
 def test_links_lead_somewhere():

@@ -36,10 +36,11 @@ class GatedMLP(nn.Module):
     act_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        act = self.act_fn
-        return forwards.fused(
-            forwards.GATED, x, (self.gate_proj, self.up_proj, self.down_proj), activation_of(act), act
-        )
+        try:
+            projections, act = (self.gate_proj, self.up_proj, self.down_proj), self.act_fn
+        except AttributeError as error:
+            raise _alone(self, error) from None
+        return forwards.fused(forwards.GATED, x, projections, activation_of(act), act)
 
 
 class GeGLUMLP(nn.Module):
@@ -53,9 +54,13 @@ class GeGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            projections = self.gate_proj, self.up_proj, self.down_proj
+        except AttributeError as error:
+            raise _alone(self, error) from None
         act = getattr(self, "act_fn", None)
         activation = get_activation("gelu_pytorch_tanh") if act is None else activation_of(act)
-        return forwards.fused(forwards.GATED, x, (self.gate_proj, self.up_proj, self.down_proj), activation, act)
+        return forwards.fused(forwards.GATED, x, projections, activation, act)
 
 
 class SwiGLUMLP(nn.Module):
@@ -69,9 +74,13 @@ class SwiGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            projections = self.gate_proj, self.up_proj, self.down_proj
+        except AttributeError as error:
+            raise _alone(self, error) from None
         act = getattr(self, "act_fn", None)
         activation = get_activation("silu") if act is None else activation_of(act)
-        return forwards.fused(forwards.GATED, x, (self.gate_proj, self.up_proj, self.down_proj), activation, act)
+        return forwards.fused(forwards.GATED, x, projections, activation, act)
 
 
 class PackedGatedMLP(nn.Module):
@@ -88,10 +97,11 @@ class PackedGatedMLP(nn.Module):
     activation_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        act = self.activation_fn
-        return forwards.fused(
-            forwards.PACKED_GATED, hidden_states, (self.gate_up_proj, self.down_proj), activation_of(act), act
-        )
+        try:
+            projections, act = (self.gate_up_proj, self.down_proj), self.activation_fn
+        except AttributeError as error:
+            raise _alone(self, error) from None
+        return forwards.fused(forwards.PACKED_GATED, hidden_states, projections, activation_of(act), act)
 
 
 class MLP(nn.Module):
@@ -108,8 +118,11 @@ class MLP(nn.Module):
     activation_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        act = self.activation_fn
-        return forwards.fused(forwards.PLAIN, hidden_states, (self.fc1, self.fc2), activation_of(act), act)
+        try:
+            projections, act = (self.fc1, self.fc2), self.activation_fn
+        except AttributeError as error:
+            raise _alone(self, error) from None
+        return forwards.fused(forwards.PLAIN, hidden_states, projections, activation_of(act), act)
 
 
 class Intermediate(nn.Module):
@@ -125,8 +138,11 @@ class Intermediate(nn.Module):
     intermediate_act_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        act = self.intermediate_act_fn
-        return forwards.fused(forwards.LINEAR, hidden_states, (self.dense,), activation_of(act), act)
+        try:
+            projections, act = (self.dense,), self.intermediate_act_fn
+        except AttributeError as error:
+            raise _alone(self, error) from None
+        return forwards.fused(forwards.LINEAR, hidden_states, projections, activation_of(act), act)
 
 
 class Linear(nn.Module):
@@ -295,6 +311,19 @@ class MLPLayout(nn.Module):
         self.activation_fn = _activation_function(config)
 
     forward = MLP.forward
+
+
+def _alone(module: nn.Module, error: AttributeError) -> AttributeError:
+    """The error for a part that a module has not: a layer of this file has none at all."""
+    name = type(module).__name__
+    if type(module).__module__ != __name__ or name not in __all__:
+        return error
+    layout = f"{name}Layout"
+    stands_alone = f"; layers.{layout}(config) has weights of its own" if layout in __all__ else ""
+    return AttributeError(
+        f"layers.{name} has no weights: it is a forward that kernels.kernelize puts into a module that has them"
+        f"{stands_alone} ({error})"
+    )
 
 
 def _activation_function(config: Any, default: Optional[str] = None) -> Callable[[torch.Tensor], torch.Tensor]:
