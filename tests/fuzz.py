@@ -32,8 +32,8 @@ from fuzz_modules import Source, Writer
 # How often at least one of so many cases must be fused in each pattern, and to each extent: who fuses nothing is never
 # wrong.
 LEAST = {
-    **{"plain": 0.08, "gated": 0.02, "linear": 0.08, "gated linear": 0.02, "packed gated": 0.01, "pointwise": 0.01},
-    **{"packed gated, up first": 0.02, "full": 0.1, "partly": 0.1, "none": 0.1},
+    **{"plain": 0.05, "linear": 0.05, "gated": 0.02, "gated linear": 0.02, "pointwise": 0.01, "packed gated": 0.01},
+    **{"packed gated, up first": 0.01, "full": 0.15, "partly": 0.03},
 }
 
 FUNCTIONS = ("linear", "gelu", "silu", "relu", "sigmoid", "dropout")
@@ -102,7 +102,9 @@ class Made:
         for path, part in self.root.named_modules():
             if not isinstance(part, torch.jit.ScriptModule):
                 part.register_forward_hook(
-                    lambda part, args, out, path=path: record.append((path, isinstance(out, torch.Tensor) and out.stride()))
+                    lambda part, args, out, path=path: record.append(
+                        (path, isinstance(out, torch.Tensor) and out.stride())
+                    )
                 )
 
 
@@ -133,7 +135,9 @@ def ambient(source: Source, record: list):
         return torch.autocast("cpu", dtype=torch.bfloat16)
     if source.ambient == "function mode":
         return Recorder(record)
-    return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[source.ambient]()
+    return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[
+        source.ambient
+    ]()
 
 
 def laid_out(source: Source) -> torch.Tensor:
@@ -163,9 +167,11 @@ def identity(root: nn.Module) -> dict:
         if isinstance(part, torch.jit.ScriptModule):
             continue
         for name, value in vars(part).items():
-            if getattr(value, "__self__", None) is part and value.__func__ is vars(type(part)).get(name):
+            if getattr(value, "__self__", None) is part and value.__func__ is getattr(type(part), name, None):
                 continue  # a bound method that the class has too
-            attributes[name] = [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else id(value)
+            attributes[name] = (
+                [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else id(value)
+            )
         found[path] = attributes
     for name, tensor in tensors(root).items():
         found[f"value of {name}"] = (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.tolist())
@@ -199,7 +205,9 @@ def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, autocas
                 compare_tensors(what, got, like, reference, bitwise, autocast)
 
 
-def compare_tensors(what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, autocast: bool) -> None:
+def compare_tensors(
+    what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, autocast: bool
+) -> None:
     for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.stride(), lambda t: t.requires_grad):
         assert property_(got) == property_(like), f"{what}: {property_(got)}, expected {property_(like)}"
     got, like, exact = (t.detach().as_subclass(torch.Tensor) for t in (got, like, exact))
@@ -209,7 +217,9 @@ def compare_tensors(what: str, got: torch.Tensor, like: torch.Tensor, exact: tor
     assert torch.equal(got.isfinite(), like.isfinite()), f"{what}: not finite elsewhere"
     if not like.numel() or not bool(like.isfinite().all()):
         return
-    coarsest = torch.finfo(torch.bfloat16 if autocast else like.dtype).eps
+    # An activation that computes in float32 may be fused in float64 as well.
+    coarsest = torch.finfo({torch.float64: torch.float32}.get(like.dtype, like.dtype)).eps
+    coarsest = torch.finfo(torch.bfloat16).eps if autocast else coarsest
     limit = 3 * (like.double() - exact.double()).abs().max() + 16 * coarsest * exact.double().abs().max() + 1e-30
     error = (got.double() - exact.double()).abs().max()
     assert error <= limit, f"{what} {list(like.shape)}: error {error:.1e}, more than {limit:.1e}"

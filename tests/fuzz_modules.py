@@ -20,11 +20,32 @@ from modules import WRAPPERS
 
 # Activations: modules that the attribute `act` may hold, and expressions of {h}. What is in neither row of the table
 # must be left.
-ACT_MODULES = """
-nn.GELU() nn.GELU("tanh") nn.GELU(approximate="tanh") nn.SiLU() nn.SiLU() nn.ReLU() nn.Sigmoid() nn.Identity() Quick()
-Wide() nn.SiLU(inplace=True) nn.ReLU(inplace=True) nn.Tanh() nn.LeakyReLU(0.2) Scaled() nn.Mish()
-nn.Sequential(nn.GELU()) F.silu F.gelu torch.relu tanh_gelu cubed
-""".split()
+ACT_MODULES = [
+    "nn.GELU()",
+    'nn.GELU("tanh")',
+    'nn.GELU(approximate="tanh")',
+    "nn.SiLU()",
+    "nn.SiLU()",
+    "nn.SiLU()",
+    "nn.GELU()",
+    "nn.ReLU()",
+    "nn.Sigmoid()",
+    "nn.Identity()",
+    "Quick()",
+    "Wide()",
+    "nn.SiLU(inplace=True)",
+    "nn.ReLU(inplace=True)",
+    "nn.Tanh()",
+    "nn.LeakyReLU(0.2)",
+    "Scaled()",
+    "nn.Mish()",
+    "nn.Sequential(nn.GELU())",
+    "F.silu",
+    "F.gelu",
+    "torch.relu",
+    "tanh_gelu",
+    "cubed",
+]
 SPELLED = """
 F.gelu({h}) | gelu({h}) | F.silu({h}) | F.relu({h}) | torch.relu({h}) | torch.sigmoid({h}) | tanh_gelu({h})
 F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
@@ -205,7 +226,7 @@ MODULE_CHANGES = [
     "Made.forward = wrapped(Made.forward)",
     "Made.forward = functools.partialmethod(Made.forward)",
     "Made.forward = nn.Identity.forward",
-    "Made.forward = property(lambda self: lambda x: x + 1)",
+    "Made.forward = property(lambda self: lambda *args, **kwargs: args[0] + 1)",
     "Made.forward = None",
     "Made.forward = math.sqrt",
     "globals().update(tanh_gelu=torch.tanh, gelu=F.relu)",
@@ -262,12 +283,14 @@ class Writer:
     # The MLP, as steps in an order that computes it.
 
     def act(self, h: str) -> str:
-        template = "self.act({h})" if self.likely(0.5) else self.draw.choice(SPELLED)
+        template = "self.act({h})" if self.likely(0.65) else self.draw.choice(SPELLED)
         return template.replace("{h}", f"{{{h}}}")
 
     def steps(self) -> tuple[str, dict[str, tuple[int, int]], list[Step]]:
         """A kind of MLP, its projections with their sizes, and its steps."""
-        kind = self.draw.choice(["plain", "plain", "gated", "gated", "packed", "linear", "gated linear", "glu"])
+        kind = self.draw.choice(
+            ["plain", "plain", "plain", "gated", "gated", "packed", "packed", "linear", "gated linear", "glu"]
+        )
         first, second = (self.n_in, self.hidden), (self.hidden, self.n_out)
         names = self.draw.choice([["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"], ["fc1", "fused", "fc2"]])
         gate, up, down = names
@@ -332,7 +355,9 @@ class Writer:
             free = [written[name] for name in step.read if name not in used_later and written[name].isidentifier()]
             for name in step.names:
                 taken = set(written.values())
-                choices = free if free and self.likely(0.5) else [n for n in (name, "h", "y", "fused") if n not in taken]
+                choices = (
+                    free if free and self.likely(0.5) else [n for n in (name, "h", "y", "fused") if n not in taken]
+                )
                 written[name] = self.draw.choice(choices or [name]) if self.likely(0.97) else "x"
             statements.append(f"{', '.join(written[name] for name in step.names)} = {expression}")
         bound = ["x", *(value for value in written.values() if value.isidentifier())]
@@ -388,7 +413,9 @@ class Writer:
             place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
             dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 1, 1])[0],
             training=self.likely(0.5),
-            ambient=draw.choices(["grad", "no_grad", "inference_mode", "autocast", "function mode"], [6, 4, 1, 1, 1])[0],
+            ambient=draw.choices(["grad", "no_grad", "inference_mode", "autocast", "function mode"], [6, 4, 1, 1, 1])[
+                0
+            ],
             shape=(*shape, width),
             layout=draw.choice(["contiguous", "contiguous", "transposed", "sliced", "expanded", "misaligned"]),
             x_grad=self.likely(0.5),
@@ -408,7 +435,9 @@ class Writer:
         instance = "self" if self.likely(0.9) else "this"
         body = "\n".join(statements).replace("self.", f"{instance}.")
         method = f"def forward({instance}, {arguments}):\n{textwrap.indent(body, '    ')}"
-        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 1, 1, 2, 1])[0]
+        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 1, 1, 2, 1])[
+            0
+        ]
         if way == "helper":
             method = method.replace("def forward", "def chunk", 1)
             method += "\n\ndef forward(self, *args, **kwargs):\n    return self.chunk(*args, **kwargs)"
@@ -429,7 +458,9 @@ class Writer:
         # `act_here` is a global, or what a function around the class holds.
         here = self.draw.choice(["F.silu", "nn.functional.gelu", "tanh_gelu", "torch.tanh"])
         if self.likely(0.2):
-            return f"def around(act_here):\n{textwrap.indent(written, '    ')}\n    return Made\n\n\nMade = around({here})"
+            return (
+                f"def around(act_here):\n{textwrap.indent(written, '    ')}\n    return Made\n\n\nMade = around({here})"
+            )
         return f"act_here = {here}\n\n\n{written}"
 
     def sequence(self, sizes: dict[str, tuple[int, int]]) -> tuple[str, dict[str, tuple[int, int]]]:
@@ -466,9 +497,19 @@ class Writer:
 
     def root(self, alone: bool) -> str:
         """What holds the module."""
-        holder = "m" if alone else self.draw.choices(
-            ["m", "nn.Sequential(m)", "nn.Sequential(m, nn.Identity())", "nn.Sequential(m, m)", "nn.Sequential(odd(), m)"],
-            [12, 2, 2, 1, 1],
-        )[0]
+        holder = (
+            "m"
+            if alone
+            else self.draw.choices(
+                [
+                    "m",
+                    "nn.Sequential(m)",
+                    "nn.Sequential(m, nn.Identity())",
+                    "nn.Sequential(m, m)",
+                    "nn.Sequential(odd(), m)",
+                ],
+                [12, 2, 2, 1, 1],
+            )[0]
+        )
         odd = self.draw.choice(["torch.jit.script(nn.ReLU())", "nn.Identity()"])
         return f"def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"
