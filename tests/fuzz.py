@@ -167,7 +167,7 @@ def identity(root: nn.Module) -> dict:
         if isinstance(part, torch.jit.ScriptModule):
             continue
         for name, value in vars(part).items():
-            if getattr(value, "__self__", None) is part and value.__func__ is getattr(type(part), name, None):
+            if isinstance(value, types.MethodType) and value.__func__ is getattr(type(part), name, None):
                 continue  # a bound method that the class has too
             attributes[name] = (
                 [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else id(value)
