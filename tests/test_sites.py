@@ -110,6 +110,11 @@ BODIES = {
     "h = self.p(x); return self.act(h) if self.training else x": [],
     "h = self.p(x); return self.training and self.act(h)": [],
     "h = self.p(x); return 0 < x < self.act(h)": [],
+    "for z in y:\n    h = self.p(x)\n    y = self.act(h)\n    h = 0\nreturn h": ["linear"],
+    "for z in y:\n    h = self.p(x)\n    y = self.act(h)\n    if z: break\n    h = 0\nreturn h": [],
+    "for z in y:\n    h = self.p(x)\n    y = self.act(h)\n    if z: continue\n    h = 0\nreturn h": [],
+    "with y:\n    h = self.p(x)\n    y = self.act(h)\n    h = other()\nreturn h": [],
+    "with y:\n    h = self.p(x)\n    g = self.act(h)\n    return self.d(g)": ["plain"],
     # Something happens between.
     "h = self.p(x); other(); return self.act(h)": [],
     "h = self.p(x); y = self.q(x); return self.act(h), y": [],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import forms, forwards, obstacles, sites, switching
+from . import effects, forms, forwards, obstacles, sites, switching
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, value_of, values_of
@@ -147,7 +147,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 @functools.cache
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     """What a function calls by name or attribute, by its source."""
-    tree = sites.readable(function)
+    tree = effects.readable(function)
     calls = [] if tree is None else [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
 
@@ -170,7 +170,7 @@ def _rewritten(
     named = dict(roles)
     if sites.PROJECTION not in named.values() and sites.ACTIVATIONS.isdisjoint(named.values()):
         return None, ()
-    tree = copy.deepcopy(sites.readable(function))
+    tree = copy.deepcopy(effects.readable(function))
 
     def role(node: ast.expr) -> Optional[str]:
         return named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
@@ -304,9 +304,9 @@ class _Waiting(NamedTuple):
 
 def _activated(gate, act):
     activation = forms.row_of(act)
-    if activation is None or getattr(act, "inplace", False):
+    if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
         return act(gate)
-    if not isinstance(gate, Tensor) or obstacles.of_input(gate) is not None:  # somebody may see the order of calls
+    if obstacles.of_input(gate) is not None:  # somebody may see in which order things are called
         return act(gate)
     return _Waiting(gate, activation, act)
 

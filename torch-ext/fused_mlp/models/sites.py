@@ -11,12 +11,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
-from types import FunctionType
 from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple
 
+from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .pattern import Pattern
-from .source import bound_names, tree_of
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
@@ -34,19 +32,10 @@ _SCOPES += (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _COMPOUND = (ast.FunctionDef, ast.If, ast.For, ast.While, ast.With)
 
-# What computes and binds names, and does nothing else; beside calls of projections and of these methods of tensors.
-_HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
-_HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
-_HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
-_HARMLESS += (ast.cmpop,)
-_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "view"}
+# By what a block may be left in its middle, while the function goes on: a context may swallow an exception.
+_LEAVING = (ast.Break, ast.Continue, ast.With, ast.AsyncWith, ast.Try, getattr(ast, "TryStar", ast.Try))
 
-# What computes all its parts, whatever their values are.
-_UNCONDITIONAL = (*_SIMPLE, ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
-_UNCONDITIONAL += (ast.Attribute, ast.Subscript)
-
-_READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
-
+_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "view"}  # of tensors: they change nothing
 _METHODS = {"relu": RELU, "sigmoid": SIGMOID, "tanh": UNKNOWN}  # of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
 _QUICK_SLOPE = 1.702
@@ -96,25 +85,6 @@ class Site:
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         return (*self.inputs, *self.projections, *self.act.parts, *self.between)
-
-
-def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
-    """The definition of a method, if names in it mean what they say; else None."""
-    tree = tree_of(function)
-    if tree is None or function.__code__.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
-        return None
-    arguments = [*tree.args.posonlyargs, *tree.args.args]
-    if not arguments or getattr(tree, "type_params", ()):
-        return None
-    bound = {name for statement in tree.body for node in ast.walk(statement) for name in bound_names(node)}
-    if arguments[0].arg in bound:
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Global, ast.Nonlocal)) or (isinstance(node, ast.Name) and node.id in _READS_LOCALS):
-            return None
-        if any(_is_private(name) for name in _identifiers(node)):  # a class gives them another name
-            return None
-    return tree
 
 
 def rewrite(
@@ -245,9 +215,9 @@ def _pointwise(value: _Value, role: Role) -> Optional[Site]:
         gate, direct, up_left = factor.node.args[0], factor.place == value.place, up is value.node.left
         if direct and not up_left:
             fresh = _is_call(gate, role, LAYER) or _is_call(gate, role, PROJECTION)
-            is_safe = _is_harmless(up, role, calls=True) or (fresh and _is_call(up, role, LAYER))
+            is_safe = is_harmless(up, _harmless_calls(role, PROJECTION)) or (fresh and _is_call(up, role, LAYER))
         else:  # in its place, or before a gate that was computed elsewhere
-            is_safe = direct or _is_harmless(up, role, calls=not up_left)
+            is_safe = direct or is_harmless(up, _harmless_calls(role, None if up_left else PROJECTION))
         if is_safe:
             pattern = Pattern(gated=True, pointwise=True, up_first=up_left)
             return Site(pattern, (gate, up), (), act, read=factor.read)
@@ -274,7 +244,7 @@ def _applied(value: _Value, role: Role) -> Tuple[Optional[Act], Optional[_Value]
             form = "glu" if found == GLU else "call"
             arguments, options = node.args[:1], node.args[1:]
             given = [*options, *(word.value for word in node.keywords)]
-            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(_is_plain, given)):
+            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):
                 return None, None
             if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS[form]:
                 found = UNKNOWN
@@ -335,7 +305,7 @@ def _between(value: _Value, role: Role) -> Optional[ast.expr]:
     named = dict(given)
     if len(given) != 3 or named.keys() != {"input", "p", "training"}:
         return None
-    if not all(_is_harmless(named[name], role) for name in ("p", "training")):
+    if not all(is_harmless(named[name], _harmless_calls(role)) for name in ("p", "training")):
         return None
     return ast.IfExp(named["training"], named["p"], ast.Constant(0.0))
 
@@ -358,19 +328,19 @@ def _follow(value: _Value) -> _Value:
         return value
     for index in range(place.index - 1, -1, -1):
         statement = place.block[index]
-        if node.id not in _bound(statement):
+        if node.id not in bound(statement):
             continue
-        target, bound = _assignment(statement)
+        target, given = _assignment(statement)
         there, read = _Place(place.function, place.block, index), value.read | {node}
         if isinstance(target, ast.Tuple) and half is None and len(target.elts) == 2:
             half = next((k for k in (0, 1) if _is_name(target.elts[k], node.id)), None)
             if half is None:
                 return value
-        elif bound is None or not _is_name(target, node.id):
+        elif given is None or not _is_name(target, node.id):
             return value
         if half is None:
-            return _follow(_Value(bound, there, read))
-        source = _chunked(bound)
+            return _follow(_Value(given, there, read))
+        source = _chunked(given)
         whole = None if source is None else _follow(_Value(source, there, read))
         return value if whole is None or whole.half is not None else _Value(whole.node, whole.place, whole.read, half)
     return value
@@ -394,7 +364,7 @@ def _absorbed(site: Site, node: ast.expr, place: _Place, role: Role) -> Optional
         return None
     absorbed, served = set(), set()
     for index in range(place.index):
-        reads = [_reads(name, _Place(place.function, place.block, index)) for name in _bound(place.block[index])]
+        reads = [_reads(name, _Place(place.function, place.block, index)) for name in bound(place.block[index])]
         if any(read is not None and read & site.read for read in reads):
             if any(read is None or not read <= site.read for read in reads):
                 return None
@@ -408,27 +378,29 @@ def _absorbed(site: Site, node: ast.expr, place: _Place, role: Role) -> Optional
     for index in range(min(absorbed), place.index):
         if index not in absorbed:
             statement = place.block[index]
-            if not _is_harmless(statement, role) or needed & _bound(statement):
+            if not is_harmless(statement, _harmless_calls(role)) or needed & bound(statement):
                 return None
-    return absorbed if _is_reached(node, place.block[place.index], role) else None
+    return absorbed if is_reached(node, place.block[place.index], _harmless_calls(role)) else None
 
 
 def _reads(name: str, place: _Place) -> Optional[Set[ast.Name]]:
     """Where the value that a statement gives to a name may be read; None if that cannot be told."""
     for scope in ast.walk(place.function):
-        if isinstance(scope, _SCOPES) and scope is not place.function and _uses(scope, name):
+        if isinstance(scope, _SCOPES) and scope is not place.function and uses(scope, name):
             return None
+    inner = place.block is not place.function.body
+    is_left = inner and any(isinstance(part, _LEAVING) for part in ast.walk(place.function))
     later: List[ast.stmt] = []
     for statement in place.block[place.index + 1 :]:
         later.append(statement)
-        target, bound = _assignment(statement)
-        if bound is not None and name in _bound(target):
+        target, given = _assignment(statement)
+        if given is not None and name in bound(target) and not is_left:
             break  # what is read in the value comes first
     else:
-        if place.block is not place.function.body:  # read after the block, or before it in the next turn of a loop?
-            used = _uses(place.function, name)
-            return used if used <= set().union(*(_uses(statement, name) for statement in later)) else None
-    return set().union(*(_uses(statement, name) for statement in later))
+        if inner:  # read after the block, or before it in the next turn of a loop?
+            used = uses(place.function, name)
+            return used if used <= set().union(*(uses(statement, name) for statement in later)) else None
+    return set().union(*(uses(statement, name) for statement in later))
 
 
 def _assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.expr]]:
@@ -443,39 +415,15 @@ def _assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.e
 _BINDING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
-def _is_reached(node: ast.expr, holder: ast.AST, role: Role) -> bool:
-    """Whether code computes an expression in it in any case, beside nothing but what is harmless."""
-    if holder is node:
-        return True
-    if not isinstance(holder, _UNCONDITIONAL):
-        return False
-    targets = [holder.target] if isinstance(holder, ast.AnnAssign) else getattr(holder, "targets", ())
-    for child in ast.iter_child_nodes(holder):
-        if child in targets:  # which come last
-            continue
-        if not (_is_reached(node, child, role) if node in ast.walk(child) else _is_harmless(child, role)):
-            return False
-    return True
+def _harmless_calls(role: Role, also: Optional[str] = None) -> Callable[[ast.expr], bool]:
+    """Tells calls of methods of tensors, and of what has the role ``also``, by their callees."""
 
+    def tells(callee: ast.expr) -> bool:
+        found = role(callee)
+        of_tensor = found is None and isinstance(callee, ast.Attribute) and callee.attr in _HARMLESS_METHODS
+        return of_tensor or (also is not None and found == also)
 
-def _is_harmless(node: ast.AST, role: Role, calls: bool = False) -> bool:
-    """Whether code only computes and binds names.
-
-    ``calls``: calls of projections are harmless too, as they are where none is moved past another.
-    """
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call):
-            if not (_is_of_tensor(part, role) or (calls and role(part.func) == PROJECTION)):
-                return False
-        elif not isinstance(part, _HARMLESS) or (
-            isinstance(part, (ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load)
-        ):
-            return False
-    return True
-
-
-def _is_of_tensor(call: ast.Call, role: Role) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr in _HARMLESS_METHODS and role(call.func) is None
+    return tells
 
 
 # The tree.
@@ -499,35 +447,6 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
             yield from _expressions(child)
         elif isinstance(child, ast.keyword):
             yield from _expressions(child)
-
-
-def _bound(node: ast.AST) -> Set[str]:
-    """The names that a node, or anything in it, may bind."""
-    return {name for part in ast.walk(node) for name in bound_names(part)}
-
-
-def _uses(node: ast.AST, name: str) -> Set[ast.Name]:
-    """Where a name is read, or deleted."""
-    changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
-    names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
-    return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
-
-
-def _identifiers(node: ast.AST) -> Iterator[str]:
-    for field, value in ast.iter_fields(node):
-        if not (isinstance(node, ast.Constant) and field in ("value", "kind")):
-            yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
-
-
-def _is_plain(node: ast.expr) -> bool:
-    """Whether it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return isinstance(node.operand, ast.Constant)
-    return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -1,0 +1,100 @@
+"""What code binds, reads and does beside computing, by its syntax. What is not known to be harmless is not."""
+
+from __future__ import annotations
+
+import ast
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import FunctionType
+from typing import Callable, Iterator, Optional, Set
+
+from .source import bound_names, tree_of
+
+MayCall = Callable[[ast.expr], bool]  # whether a call of something does no more than compute
+
+# What computes and binds names, and does nothing else.
+_HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
+_HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
+_HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
+_HARMLESS += (ast.cmpop,)
+
+# What computes all its parts, whatever their values are.
+_UNCONDITIONAL = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_UNCONDITIONAL += (ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
+_UNCONDITIONAL += (ast.Attribute, ast.Subscript)
+
+_READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+
+
+def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
+    """The definition of a method, if names in it mean what they say; else None."""
+    tree = tree_of(function)
+    if tree is None or function.__code__.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        return None
+    arguments = [*tree.args.posonlyargs, *tree.args.args]
+    if not arguments or getattr(tree, "type_params", ()):
+        return None
+    if any(arguments[0].arg in bound(statement) for statement in tree.body):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) or (isinstance(node, ast.Name) and node.id in _READS_LOCALS):
+            return None
+        if any(_is_private(name) for name in _identifiers(node)):  # a class gives them another name
+            return None
+    return tree
+
+
+def bound(node: ast.AST) -> Set[str]:
+    """The names that a node, or anything in it, may bind."""
+    return {name for part in ast.walk(node) for name in bound_names(part)}
+
+
+def uses(node: ast.AST, name: str) -> Set[ast.Name]:
+    """Where a name is read, or deleted."""
+    changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
+    names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
+    return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
+
+
+def is_harmless(node: ast.AST, may_call: MayCall) -> bool:
+    """Whether code only computes and binds names."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call):
+            if not may_call(part.func):
+                return False
+        elif not isinstance(part, _HARMLESS) or (
+            isinstance(part, (ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load)
+        ):
+            return False
+    return True
+
+
+def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
+    """Whether code computes an expression in it in any case, beside nothing but what is harmless."""
+    if holder is node:
+        return True
+    if not isinstance(holder, _UNCONDITIONAL):
+        return False
+    targets = [holder.target] if isinstance(holder, ast.AnnAssign) else getattr(holder, "targets", ())
+    for child in ast.iter_child_nodes(holder):
+        if child in targets:  # which come last
+            continue
+        if not (is_reached(node, child, may_call) if node in ast.walk(child) else is_harmless(child, may_call)):
+            return False
+    return True
+
+
+def is_plain(node: ast.expr) -> bool:
+    """Whether it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return isinstance(node.operand, ast.Constant)
+    return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
+
+
+def _identifiers(node: ast.AST) -> Iterator[str]:
+    for field, value in ast.iter_fields(node):
+        if not (isinstance(node, ast.Constant) and field in ("value", "kind")):
+            yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
