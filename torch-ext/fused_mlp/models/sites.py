@@ -92,7 +92,7 @@ def rewrite(
 ) -> List[Site]:
     """Puts ``replacement(site)`` in the place of every wanted site of ``function``, and returns these sites."""
     sites: List[Site] = []
-    bound = _bound_in_body(function)
+    local = _bound_in_body(function)
     for block in list(_blocks(function)):
         index = len(block) - 1
         while index >= 0:
@@ -106,17 +106,17 @@ def rewrite(
             for k in sorted(absorbed, reverse=True):
                 del block[k]
             index -= len(absorbed)
-    _keep_local(function, bound - _bound_in_body(function))
+    _keep_local(function, local - _bound_in_body(function))
     return sites
 
 
 def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
-    return {name for statement in function.body for name in _bound(statement)}
+    return {name for statement in function.body for name in bound(statement)}
 
 
 def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
     """Binds names where it is never done: what reads them raises UnboundLocalError as before, and finds no global."""
-    read = [ast.Name(name, ast.Store()) for name in sorted(names) if _uses(function, name)]
+    read = [ast.Name(name, ast.Store()) for name in sorted(names) if uses(function, name)]
     if read:
         never = ast.If(ast.Constant(False), [ast.Assign(read, ast.Constant(None))], [])
         for node in ast.walk(never):
