@@ -222,11 +222,11 @@ MODULE_CHANGES = [
     "m.forward = m.forward",
     "m.forward = wrapped(m.forward)",
     "m.__class__ = type('Other', (type(m),), {'other': 1})",
-    "m.__class__ = type('Other', (type(m),), {'forward': lambda self, *args, **kw: super(type(self), self).forward(*args, **kw)})",
+    "kind = type(m); m.__class__ = type('Other', (kind,), {'forward': lambda m, *a, **kw: kind.forward(m, *a, **kw)})",
     "Made.forward = wrapped(Made.forward)",
     "Made.forward = functools.partialmethod(Made.forward)",
     "Made.forward = nn.Identity.forward",
-    "Made.forward = property(lambda self: lambda *args, **kwargs: args[0] + 1)",
+    "Made.forward = property(lambda self: lambda x: x + 1)",
     "Made.forward = None",
     "Made.forward = math.sqrt",
     "globals().update(tanh_gelu=torch.tanh, gelu=F.relu)",
@@ -492,6 +492,9 @@ class Writer:
                 change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
                 if "Made" in change or "m.act" in change or "m.drop" in change or "m.flag" in change:
                     continue
+            # A wrapper around a fused method does not know whether the class was patched before or after.
+            if "m.forward" in change + "".join(lines) and "Made.forward" in change + "".join(lines):
+                continue
             lines.append(f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}")
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
