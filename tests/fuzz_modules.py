@@ -46,6 +46,7 @@ ACT_MODULES = [
     "tanh_gelu",
     "cubed",
 ]
+ACTIVATIONS = ("GELU", "SiLU", "ReLU", "Tanh", "LeakyReLU", "Mish")
 SPELLED = """
 F.gelu({h}) | gelu({h}) | F.silu({h}) | F.relu({h}) | torch.relu({h}) | torch.sigmoid({h}) | tanh_gelu({h})
 F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
@@ -257,6 +258,7 @@ class Source:
     seed: int
     text: str
     kind: str
+    is_clear: bool  # an MLP of modules without anything odd beside it: whoever leaves it must say so
     place: str  # where the file is: "file", "linecache", "nowhere"
     dtype: str
     training: bool
@@ -284,6 +286,7 @@ class Writer:
 
     def act(self, h: str) -> str:
         template = "self.act({h})" if self.likely(0.65) else self.draw.choice(SPELLED)
+        self.is_clear &= template == "self.act({h})"
         return template.replace("{h}", f"{{{h}}}")
 
     def steps(self) -> tuple[str, dict[str, tuple[int, int]], list[Step]]:
@@ -300,6 +303,7 @@ class Writer:
             steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), self.act("h"), ("h",))]
         elif kind == "glu":
             sizes[gate] = (self.n_in, 2 * self.hidden)
+            self.is_clear = False
             glu = self.draw.choice(["F.glu({h})", "F.glu({h}, dim=-1)", "F.glu({h}, -1)", "self.glu({h})"])
             steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), glu, ("h",))]
         else:
@@ -316,9 +320,16 @@ class Writer:
             else:
                 sizes[up] = first
                 steps += [Step(("g",), f"self.{gate}({{x}})", ("x",)), Step(("u",), f"self.{up}({{x}})", ("x",))]
-            steps.append(Step(("a",), self.act("g"), ("g",)))
             product = self.draw.choice(["{a} * {u}", "{u} * {a}", "{a} * {u}", "{u} * {a}", "torch.mul({a}, {u})"])
-            steps.append(Step(("s",), product, ("a", "u")))
+            if self.likely(0.15):  # a convolution's gate and up lie in memory like this
+                self.is_clear = False
+                steps += [Step((name + "t",), f"{{{name}}}.transpose(0, -1)", (name,)) for name in ("g", "u")]
+                steps.append(Step(("a",), self.act("gt"), ("gt",)))
+                steps.append(Step(("st",), product.replace("{u}", "{ut}"), ("a", "ut")))
+                steps.append(Step(("s",), "{st}.transpose(0, -1)", ("st",)))
+            else:
+                steps.append(Step(("a",), self.act("g"), ("g",)))
+                steps.append(Step(("s",), product, ("a", "u")))
         value = "s"
         if kind not in ("linear", "gated linear"):
             if self.likely(0.3):
@@ -362,6 +373,7 @@ class Writer:
             statements.append(f"{', '.join(written[name] for name in step.names)} = {expression}")
         bound = ["x", *(value for value in written.values() if value.isidentifier())]
         for _ in range(self.draw.choice([0, 0, 0, 1, 1, 2])):
+            self.is_clear = False
             where = self.draw.randint(0, len(statements))
             beside = self.draw.choice(BINDINGS if self.likely(0.6) else EFFECTS)
             statements.insert(where, self.filled(beside, bound, projections))
@@ -391,10 +403,11 @@ class Writer:
     # The class, and the file.
 
     def source(self) -> Source:
+        self.is_clear = True
         kind, sizes, steps = self.steps()
         if self.likely(0.08):
             made, sizes = self.sequence(sizes)
-            kind = "sequence"
+            kind, self.is_clear = "sequence", False
         else:
             made = self.module(sizes, self.body(steps, list(sizes)))
         before, later = (self.changes(list(sizes), chance) for chance in (0.35, 0.15))
@@ -410,6 +423,7 @@ class Writer:
             seed=self.seed,
             text=text,
             kind=kind,
+            is_clear=self.is_clear and before("")[-4:] == "pass",
             place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
             dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 1, 1])[0],
             training=self.likely(0.5),
@@ -425,7 +439,9 @@ class Writer:
     def module(self, sizes: dict[str, tuple[int, int]], statements: list[str]) -> str:
         bias = self.draw.choice([True, False])
         parts = [f"self.{name} = nn.Linear({a}, {b}, bias={bias})" for name, (a, b) in sizes.items()]
-        parts += [f"self.act = {self.draw.choice(ACT_MODULES)}"]
+        act = self.draw.choice(ACT_MODULES)
+        self.is_clear &= act.startswith("nn.") and act[3:].partition("(")[0] in ACTIVATIONS
+        parts += [f"self.act = {act}"]
         parts += [f"self.drop, self.same, self.norm = nn.Dropout(0.4), nn.Identity(), nn.LayerNorm({self.hidden})"]
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
@@ -446,6 +462,7 @@ class Writer:
         elif way == "no_grad":
             method = f"@torch.no_grad()\n{method}"
         elif way == "inner":
+            self.is_clear = False
             method = "def forward(self, *args, **kwargs):\n" + textwrap.indent(
                 f"{method.replace('def forward', 'def run', 1)}\n\nreturn run(self, *args, **kwargs)", "    "
             )

@@ -2,6 +2,7 @@
 
 import collections
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -41,12 +42,11 @@ def test_gradients_of_any_call(fused_mlp, device, implementation, function):
         wanted = draw.sample(list(made), draw.randint(1, len(made)))
         layout = draw.choice(["contiguous", "expanded", "transposed"])
         with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
-            got = gradients(
-                lambda **now: getattr(fused_mlp, function)(**now, activation=activation), made, wanted, layout
-            )
-        eager = gradients(lambda **now: reference.eager(function, now, activation), made, wanted, layout)
+            got = gradients(partial(getattr(fused_mlp, function), activation=activation), made, wanted, layout)
+        formulas = reference.FORMULAS[activation]
+        eager = gradients(partial(FUNCTIONS[function], formulas.eager), made, wanted, layout)
         wide = {name: operand.double() for name, operand in made.items()}
-        exact = gradients(lambda **now: reference.exact(function, now, activation), wide, wanted, layout)
+        exact = gradients(partial(FUNCTIONS[function], formulas.exact), wide, wanted, layout)
         for name in ("result", *wanted):
             case = (
                 f"{function} with {activation} in {dtype}, {lead} by {sizes}, {layout}, gradients of {wanted}: {name}"

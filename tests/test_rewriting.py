@@ -242,8 +242,12 @@ def test_code_is_read_only_if_it_is_what_runs(fused_mlp, device):
     Edited.forward.__code__ = Edited.doubled.__code__.replace(co_firstlineno=line)
     del Edited.doubled
     exec("def forward(self, x):\n    return self.fc2(self.activation_fn(self.fc1(x)))", names := {})
+
+    class Decorated(Plain):
+        forward = torch.no_grad()(names["forward"])
+
     Made.forward = names["forward"]
-    for kind in (Edited, Made):
+    for kind in (Edited, Made, Decorated):
         report = fused_mlp.fuse_mlps(kind().to(device))
         assert [reason.code for left in report.left for reason in left.reasons] == ["no source"]
 
