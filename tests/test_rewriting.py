@@ -242,8 +242,12 @@ def test_code_is_read_only_if_it_is_what_runs(fused_mlp, device):
     Edited.forward.__code__ = Edited.doubled.__code__.replace(co_firstlineno=line)
     del Edited.doubled
     exec("def forward(self, x):\n    return self.fc2(self.activation_fn(self.fc1(x)))", names := {})
+
+    class Decorated(Plain):
+        forward = torch.no_grad()(names["forward"])
+
     Made.forward = names["forward"]
-    for kind in (Edited, Made):
+    for kind in (Edited, Made, Decorated):
         report = fused_mlp.fuse_mlps(kind().to(device))
         assert [reason.code for left in report.left for reason in left.reasons] == ["no source"]
 
@@ -614,3 +618,12 @@ def test_methods_that_are_left(fused_mlp, device, written, odd):
 def test_positional_only(fused_mlp, device, written):
     module = written("return self.fc2(self.activation_fn(self.fc1(x)))", arguments="/, x")().to(device)
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="plain")
+
+
+def test_a_local_name_that_is_read_before_it_is_bound(fused_mlp, device, written):
+    """It is never taken for the global of that name, also where the fused call has taken in what bound it."""
+    body = "y = h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h)) + y"
+    module = written(body, head=f"{HEAD}\nh = 1.0\n")().to(device)
+    assert fused_mlp.fuse_mlps(module).fused
+    with pytest.raises(UnboundLocalError):
+        module(torch.randn(4, 32, device=device))

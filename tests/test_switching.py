@@ -1,6 +1,7 @@
 """How a fused module differs from what it was, and how it does not: its class, its copies, its life, its way back."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -172,6 +173,45 @@ def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
     torch.testing.assert_close(module(x), expected)
     report.restore()
     assert type(module) is Gated
+
+
+class Added(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+PATCHES = {
+    "fewer arguments": lambda self, x: 2 * x,
+    "other defaults": lambda self, x, mask=3.0, *rest, scale=5.0: x * mask * scale,
+    "the method of another class": nn.Identity.forward,
+    "partial method": functools.partialmethod(lambda self, factor, x: factor * x, 3),
+    "property": property(lambda self: lambda x: x + 1),
+    "static method": staticmethod(lambda x: x + 2),
+    "builtin": torch.neg,
+    "module": Added(),
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_whatever_a_class_is_patched_with(fused_mlp, device, monkeypatch, patch):
+    """An instance finds there what one that was never fused does, and gives it what it was given."""
+    module = Decoder().to(device).eval()
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused
+    monkeypatch.setattr(Decoder, "forward", PATCHES[patch])
+    x = torch.randn(3, 32, device=device)
+    for call in (lambda each: each(x), lambda each: each(x, 2.0), lambda each: each(x, scale=4.0)):
+        results = []
+        for each in (module, plain):
+            try:
+                results.append(call(each))
+            except TypeError as error:
+                results.append(type(error))
+        if isinstance(results[1], torch.Tensor):
+            assert torch.equal(*results)
+        else:
+            assert results[0] is results[1]
 
 
 def test_a_method_that_is_patched_later(fused_mlp, device, monkeypatch):

@@ -124,6 +124,9 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
+    forward = (
+        inspect.unwrap(forward) if isinstance(forward, FunctionType) else forward
+    )  # a decorator calls what is in it
     if not isinstance(forward, FunctionType):
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
     if tree_of(forward) is None:

@@ -92,6 +92,7 @@ def rewrite(
 ) -> List[Site]:
     """Puts ``replacement(site)`` in the place of every wanted site of ``function``, and returns these sites."""
     sites: List[Site] = []
+    local = _bound_in_body(function)
     for block in list(_blocks(function)):
         index = len(block) - 1
         while index >= 0:
@@ -105,7 +106,22 @@ def rewrite(
             for k in sorted(absorbed, reverse=True):
                 del block[k]
             index -= len(absorbed)
+    _keep_local(function, local - _bound_in_body(function))
     return sites
+
+
+def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
+    return {name for statement in function.body for name in bound(statement)}
+
+
+def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
+    """Binds names where it is never done: what reads them raises UnboundLocalError as before, and finds no global."""
+    read = [ast.Name(name, ast.Store()) for name in sorted(names) if uses(function, name)]
+    if read:
+        never = ast.If(ast.Constant(False), [ast.Assign(read, ast.Constant(None))], [])
+        for node in ast.walk(never):
+            ast.copy_location(node, function.body[-1])
+        function.body.append(never)
 
 
 @dataclass(frozen=True)

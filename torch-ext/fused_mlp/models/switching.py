@@ -115,9 +115,30 @@ def instead_of(name: str, method: FunctionType, original: FunctionType) -> Calla
         if kind is None:  # restored, while somebody's wrapper holds the fused method
             return original
         now = getattr(kind, name)
-        return None if now is method else now  # the class was patched
+        return None if now is method else _as_found_in(kind, name, original)  # the class was patched
 
     return instead
+
+
+def _as_found_in(kind: type, name: str, original: FunctionType) -> Callable[..., Any]:
+    """Calls what an instance of a class finds there, a method or anything else, with the arguments of ``original``.
+
+    Those that have their defaults are left out: the defaults may be others now, or the arguments gone.
+    """
+    found = inspect.getattr_static(kind, name)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        defaults = list(original.__defaults__ or ())
+        if len(args) == original.__code__.co_argcount - 1:
+            while defaults and args[-1] is defaults.pop():
+                args = args[:-1]
+        missing = object()
+        named = original.__kwdefaults__ or {}
+        kwargs = {word: value for word, value in kwargs.items() if named.get(word, missing) is not value}
+        get = getattr(type(found), "__get__", None)
+        return (found if get is None else get(found, module, kind))(*args, **kwargs)
+
+    return call
 
 
 def _subclass(kind: type, methods: Dict[str, FunctionType]) -> type:

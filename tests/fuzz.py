@@ -1,0 +1,361 @@
+"""Fuses modules made at random and asks of each: does it still do what it did, and is it the original again afterwards?
+
+    python tests/fuzz.py --cases 10000 --processes 2
+
+A case that fails prints its seed and the source of its module; `--seed SEED --cases 1` runs it again.
+"""
+
+import argparse
+import collections
+import contextlib
+import importlib.util
+import itertools
+import linecache
+import multiprocessing
+import random
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+import machine
+import project
+from fuzz_modules import Source, Writer
+
+# How often at least one of so many cases must be fused in each pattern, and to each extent: who fuses nothing is never
+# wrong.
+LEAST = {
+    **{"plain": 0.02, "linear": 0.05, "gated linear": 0.01, "packed gated": 0.01, "pointwise": 0.005},
+    **{"full": 0.12, "partly": 0.005},
+}
+
+FUNCTIONS = ("linear", "gelu", "silu", "relu", "sigmoid", "dropout")
+
+
+class Recorder(TorchFunctionMode):
+    """Sees the functions of torch that an MLP calls."""
+
+    def __init__(self, record: list) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in FUNCTIONS:
+            self.record.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Made:
+    """One of several equal modules of a case, with the names of its file."""
+
+    def __init__(self, source: Source, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self.source = source
+        self.names = load(source, folder)
+        seed_torch(source.seed)
+        self.module = self.names["Made"]().to(getattr(torch, source.dtype))
+        self.module.train(source.training)
+        self.names["before"](self.module)
+        self.root = self.names["hold"](self.module)
+        self.dtype = dtype or getattr(torch, source.dtype)
+        if dtype is not None:
+            self.root.to(dtype)
+
+    def run(self) -> dict:
+        """What a call does, and leaves behind."""
+        source, record = self.source, self.names["record"]
+        record.clear()
+        self.root.zero_grad()
+        x = laid_out(source).to(self.dtype)
+        x.requires_grad_(source.x_grad)
+        seed_torch(source.seed)
+        try:
+            with ambient(source, record):
+                result = eval(f"root({source.arguments})", {"root": self.root, "x": x})
+        except Exception as error:
+            return {"error": error}
+        seen = {"result": result, "random numbers": torch.get_rng_state()}
+        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            try:
+                sum(output.square().sum() for output in outputs).backward()
+            except RuntimeError as error:
+                return {**seen, "error": error}
+        seen["gradients"] = {name: parameter.grad for name, parameter in self.root.named_parameters()}
+        seen["gradient of x"], seen["x"] = x.grad, x.detach()
+        seen["state"] = {name: value.detach().clone() for name, value in tensors(self.root).items()}
+        attributes = ("calls", "flag", "last", "training", "act_left")
+        seen["attributes"] = {name: vars(self.module)[name] for name in attributes if name in vars(self.module)}
+        seen["calls"] = list(record)
+        return seen
+
+    def watch(self) -> None:
+        """Has the calls of all parts recorded, with the strides of what they give."""
+        record = self.names["record"]
+        for path, part in self.root.named_modules():
+            if not isinstance(part, torch.jit.ScriptModule):
+                part.register_forward_hook(
+                    lambda part, args, out, path=path: record.append(
+                        (path, isinstance(out, torch.Tensor) and out.stride())
+                    )
+                )
+
+
+def load(source: Source, folder: Path) -> dict:
+    """Runs the file, as an import does, as a notebook does, or as exec does."""
+    if source.place == "file":
+        path = folder / "case.py"
+        if not path.exists() or path.read_text() != source.text:
+            path.write_text(source.text)
+        spec = importlib.util.spec_from_file_location("case", path)
+        loaded = importlib.util.module_from_spec(spec)
+        exec(compile(source.text, str(path), "exec"), vars(loaded))
+        return vars(loaded)
+    loaded = types.ModuleType("case")
+    name = f"<{source.place} {source.seed}>"
+    if source.place == "linecache":
+        linecache.cache[name] = (len(source.text), None, source.text.splitlines(keepends=True), name)
+    exec(compile(source.text, name, "exec"), vars(loaded))
+    return vars(loaded)
+
+
+def seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for GPUs that are not there
+
+
+def ambient(source: Source, record: list):
+    if source.ambient == "autocast":
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+    if source.ambient == "function mode":
+        return Recorder(record)
+    return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[
+        source.ambient
+    ]()
+
+
+def laid_out(source: Source) -> torch.Tensor:
+    seed_torch(source.seed + 1)
+    x = torch.randn(source.shape).to(getattr(torch, source.dtype))
+    if source.layout == "transposed" and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if source.layout == "sliced":
+        return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    if source.layout == "expanded" and x.dim() > 1 and len(x):
+        return x[:1].expand(x.shape)
+    if source.layout == "misaligned":
+        return torch.cat([x.new_ones(1), x.flatten()])[1:].view(x.shape)
+    return x
+
+
+def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    named = itertools.chain(root.named_parameters(), root.named_buffers())
+    return {name: tensor for name, tensor in named if not nn.parameter.is_lazy(tensor)}
+
+
+def identity(root: nn.Module) -> dict:
+    """All that fusing must leave as it is, apart from the classes of modules."""
+    found = {"random numbers": torch.get_rng_state().tolist(), "Python's": random.getstate()}
+    for path, part in root.named_modules():
+        attributes = {}
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+        for name, value in vars(part).items():
+            if isinstance(value, types.MethodType) and value.__func__ is getattr(type(part), name, None):
+                continue  # a bound method that the class has too
+            attributes[name] = (
+                [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else id(value)
+            )
+        found[path] = attributes
+    for name, tensor in tensors(root).items():
+        found[f"value of {name}"] = (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.tolist())
+    return found
+
+
+def classes(root: nn.Module) -> list[type]:
+    return [type(part) for part in root.modules()]
+
+
+# Comparison.
+
+
+def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, autocast: bool) -> None:
+    if "error" in plain or "error" in fused:
+        assert "error" in plain, f"raises {fused['error']!r}, the original does not"
+        if "error" not in fused:  # autograd's complaints of values that a fused call does not make, or does not keep
+            assert "inplace" in str(plain["error"]), f"does not raise {plain['error']!r}"
+            return
+        assert isinstance(fused["error"], type(plain["error"])), f"raises {fused['error']!r}, not {plain['error']!r}"
+        return
+    exact = exact if exact is not None and "error" not in exact else plain
+    for what, expected in plain.items():
+        leaves = [tree_flatten(seen[what]) for seen in (fused, plain, exact)]
+        assert leaves[0][1] == leaves[1][1], f"{what}: another structure"
+        wide = leaves[2][0] if leaves[2][1] == leaves[1][1] else leaves[1][0]
+        for got, like, reference in zip(leaves[0][0], leaves[1][0], wide, strict=True):
+            if not isinstance(like, torch.Tensor):
+                assert got == like, f"{what}: {got!r}, expected {like!r} (all: {fused[what]!r}, expected {expected!r})"
+            else:
+                compare_tensors(what, got, like, reference, bitwise, autocast)
+
+
+def compare_tensors(
+    what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, autocast: bool
+) -> None:
+    for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.stride(), lambda t: t.requires_grad):
+        assert property_(got) == property_(like), f"{what}: {property_(got)}, expected {property_(like)}"
+    got, like, exact = (t.detach().as_subclass(torch.Tensor) for t in (got, like, exact))
+    if bitwise or not like.is_floating_point():
+        assert torch.equal(got.nan_to_num(7), like.nan_to_num(7)), f"{what} is not bit for bit that of the original"
+        return
+    assert torch.equal(got.isfinite(), like.isfinite()), f"{what}: not finite elsewhere"
+    if not like.numel() or not bool(like.isfinite().all()):
+        return
+    # An activation that computes in float32 may be fused in float64 as well.
+    coarsest = torch.finfo({torch.float64: torch.float32}.get(like.dtype, like.dtype)).eps
+    coarsest = torch.finfo(torch.bfloat16).eps if autocast else coarsest
+    limit = 3 * (like.double() - exact.double()).abs().max() + 16 * coarsest * exact.double().abs().max() + 1e-30
+    error = (got.double() - exact.double()).abs().max()
+    assert error <= limit, f"{what} {list(like.shape)}: error {error:.1e}, more than {limit:.1e}"
+
+
+# One case.
+
+
+def source_of(seed: int) -> Source:
+    """The first source of a seed that Python takes."""
+    writer = Writer(seed)
+    while True:
+        source = writer.source()
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source.text, "case", "exec")
+            return source
+
+
+def check(fused_mlp, source: Source, folder: Path) -> list[str]:
+    """Raises AssertionError where fusing changes what a module does; else says what became of it."""
+    fused, plain = (Made(source, folder) for _ in range(2))
+    lazy = any(map(nn.parameter.is_lazy, plain.root.parameters()))
+    exact = None if lazy or source.ambient == "autocast" else Made(source, folder, torch.float64)
+    fused.names["record"].clear()
+    before, kinds = identity(fused.root), classes(fused.root)
+    fused_mlp.fuse_mlps(fused.root).restore()
+    assert classes(fused.root) == kinds, "a class is not given back"
+    report = fused_mlp.fuse_mlps(fused.root, verify=source.seed % 2 == 0)
+    assert_same_state(identity(fused.root), before)
+    assert fused.names["record"] == [], "fusing calls the module"
+    assert report.modules or not source.is_clear, "neither fused nor reported"
+    for entry in report.left:
+        assert entry.reason, "left without a reason"
+    text = f"{report}\n{fused_mlp.explain(fused.root)}"
+    bitwise = not report.fused
+    assert text and (not bitwise or classes(fused.root) == kinds)
+
+    outcomes = []
+    copies = [made for made in (fused, plain, exact) if made is not None]
+    for phase in ("fused", "changed", "watched", "restored"):
+        for made in copies:
+            seed_torch(source.seed)
+            if phase == "changed":
+                made.names["later"](made.module)
+            elif phase == "watched":
+                made.watch()
+        if phase == "restored":
+            report.restore()
+        seen = [made.run() for made in copies]
+        outcomes += ["raised"] if "error" in seen[1] and phase == "fused" else []
+        try:
+            compare(*seen[:2], seen[2] if exact is not None else None, bitwise, source.ambient == "autocast")
+        except AssertionError as error:
+            raise AssertionError(f"{phase}: {error}\n{report}") from error
+    entries = [(entry.pattern, entry.extent, *(reason.code for reason in entry.reasons)) for entry in report.modules]
+    return [*outcomes, *dict.fromkeys(itertools.chain(*entries) if entries else ["nothing found"])]
+
+
+def assert_same_state(now: dict, before: dict) -> None:
+    for name in before | now:
+        assert now.get(name) == before.get(name), f"fusing changes {name}: {before.get(name)} to {now.get(name)}"
+
+
+def outcome(fused_mlp, seed: int, folder: Path) -> list[str]:
+    """:func:`check` of a seed; a failure shows the source."""
+    source = source_of(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return check(fused_mlp, source, folder)
+    except Exception as error:
+        raise AssertionError(f"{source}\n{type(error).__name__}: {error}") from error
+    finally:
+        linecache.cache.pop(f"<linecache {seed}>", None)
+
+
+def assert_enough(counts: collections.Counter, cases: int) -> None:
+    """So many were fused that what was compared means something."""
+    found = {name: sum(count for words, count in counts.items() if name in words) for name in LEAST}
+    few = {name: count for name, count in found.items() if count < LEAST[name] * cases}
+    assert not few, f"of {cases} cases too few are {few}"
+
+
+# Many cases.
+
+
+def load_kernel():
+    from kernels import get_kernel
+
+    return get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+
+
+_worker = {}
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    _worker["fused_mlp"] = load_kernel()
+
+
+def _run(seed: int) -> tuple[int, list[str] | str]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return seed, outcome(_worker["fused_mlp"], seed, Path(folder))
+        except AssertionError as error:
+            lines = traceback.extract_tb(error.__cause__.__traceback__)
+            return seed, f"{error}\nat {', '.join(f'{Path(line.filename).name}:{line.lineno}' for line in lines[-3:])}"
+
+
+def main() -> int:
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the first case")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    print(f"seeds {options.seed} to {options.seed + options.cases - 1}")
+    counts, failures = collections.Counter(), 0
+    seeds = range(options.seed, options.seed + options.cases)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.processes, _start, maxtasksperchild=1000) as pool:
+        for _, found in tqdm(pool.imap_unordered(_run, seeds), total=options.cases, unit="case", disable=None):
+            if isinstance(found, str):
+                failures += 1
+                print(f"\n{found}", file=sys.stderr)
+            else:
+                counts.update(found)
+    for name, count in counts.most_common():
+        print(f"{count:8} {name}")
+    print(f"{options.cases} cases, {failures} failures")
+    if options.cases >= 200:
+        assert_enough(counts, options.cases)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

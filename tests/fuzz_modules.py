@@ -1,0 +1,535 @@
+"""Writes modules with MLPs in them at random: the source of a file, of which one seed always makes the same."""
+
+import random
+import textwrap
+from dataclasses import dataclass
+
+WIDTHS = ((8, 8, 8), (8, 8, 8), (6, 10, 4))  # in, hidden, out; mostly alike, so that a wrong tensor fits too
+
+HEAD = """\
+import contextlib
+import functools
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import gelu
+from fuzz_parts import Quick, Scaled, Wide, cubed, record, tanh_gelu, wrapped
+from modules import WRAPPERS
+"""
+
+# Activations: modules that the attribute `act` may hold, and expressions of {h}. What is in neither row of the table
+# must be left.
+ACT_MODULES = [
+    "nn.GELU()",
+    'nn.GELU("tanh")',
+    'nn.GELU(approximate="tanh")',
+    "nn.SiLU()",
+    "nn.SiLU()",
+    "nn.SiLU()",
+    "nn.GELU()",
+    "nn.ReLU()",
+    "nn.Sigmoid()",
+    "nn.Identity()",
+    "Quick()",
+    "Wide()",
+    "nn.SiLU(inplace=True)",
+    "nn.ReLU(inplace=True)",
+    "nn.Tanh()",
+    "nn.LeakyReLU(0.2)",
+    "Scaled()",
+    "nn.Mish()",
+    "nn.Sequential(nn.GELU())",
+    "F.silu",
+    "F.gelu",
+    "torch.relu",
+    "tanh_gelu",
+    "cubed",
+]
+ACTIVATIONS = ("GELU", "SiLU", "ReLU", "Tanh", "LeakyReLU", "Mish")
+SPELLED = """
+F.gelu({h}) | gelu({h}) | F.silu({h}) | F.relu({h}) | torch.relu({h}) | torch.sigmoid({h}) | tanh_gelu({h})
+F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
+F.silu({h}, inplace=True) | F.relu({h}, True) | F.silu({h}, inplace=self.training) | F.silu({h}, other=1)
+{h}.relu() | {h}.sigmoid() | {h}.tanh() | {h}.relu_() | {h}.pow(2) | F.leaky_relu({h}, 0.1) | torch.tanh({h})
+{h} * torch.sigmoid({h}) | torch.sigmoid({h}) * {h} | {h} * torch.sigmoid(1.702 * {h}) | {h} * {h}.sigmoid()
+F.sigmoid({h} * 1.702) * {h} | {h} * torch.sigmoid(1.5 * {h}) | F.relu({h}).square() | F.relu({h}) ** 2
+torch.square(F.relu({h})) | torch.square({h}.relu()) | F.relu({h}) ** 3 | {h}.relu().pow(2)
+0.5 * {h} * (1 + torch.erf({h} / math.sqrt(2))) | F.gelu({h}) if self.flag else F.silu({h}) | act_here({h})
+""".replace("\n", "|").split("|")
+SPELLED = [spelled.strip() for spelled in SPELLED if spelled.strip()]
+
+BETWEEN = """
+self.drop({h}) | self.drop({h}) | self.same({h}) | F.dropout({h}, 0.3, self.training) | F.dropout({h}, p=0.3)
+F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, training=True) | {h} + 1 | {h} * 0.5
+{h}.clamp(-1, 1) | self.norm({h}) | {h}.contiguous() | self.drop(self.same({h})) | -{h}
+""".replace("\n", "|").split("|")
+BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
+
+UNPACKED = [
+    "{h}.chunk(2, dim=-1)",
+    "{h}.chunk(2, -1)",
+    "torch.chunk({h}, 2, dim=-1)",
+    "{h}.tensor_split(2, dim=-1)",
+    "{h}.chunk(dim=-1, chunks=2)",
+    "{h}.chunk(2, dim=0)",
+]
+
+# Statements beside the MLP: every way in which Python binds a name, to `other` mostly; and what has effects.
+BINDINGS = r"""
+{n} = other
+{n}, y0 = other, 1
+[{n}, *y0] = [other]
+{n} *= other
+{n} += 1
+{n}: torch.Tensor = other
+y0 = ({n} := other)
+y0 = [({n} := part) for part in [other]]
+while ({n} := other) is None: pass
+for {n} in [other]: pass
+for {n} in (): pass
+with contextlib.nullcontext(other) as {n}: pass
+try: raise ValueError(other)\nexcept ValueError as e: {n} = e.args[0]
+try: pass\nfinally: {n} = other
+from math import pi as {n}
+import math as {n}\n{n} = other * {n}.pi
+def {n}(): return other\n{n} = {n}()
+class {n}: value = other\n{n} = {n}.value
+del {n}
+match [other, 1]:\n    case [{n}, *_]: pass
+match [1, other]:\n    case [_, *{n}]: {n} = {n}[0]
+match {{"y": other}}:\n    case {{"y": {n}}}: pass
+match {{"y": other}}:\n    case {{**{n}}}: {n} = {n}["y"]
+match other:\n    case torch.Tensor(data={n}): pass
+match other:\n    case torch.Tensor() as {n}: pass
+match other:\n    case {n}: pass
+def change():\n    nonlocal {n}\n    {n} = other\nchange()
+global {n}
+y0 = [{n} for {n} in [other]]
+y0 = (lambda {n}: {n})(other)
+later = lambda: {n}
+if self.flag: {n} = other
+if self.training: {n} = {n} * 2
+{n} = {n}.clone()
+{n} = {n}.transpose(0, -1).contiguous().transpose(0, -1)
+""".strip().split("\n")
+EFFECTS = r"""
+self.calls += 1
+self.calls = self.calls + 1
+self.last = {n}
+self.count.add_(1)
+self.mean.mul_(0.9).add_({n}.detach().mean())
+record.append("here")
+{n}.mul_(2)
+{n}.data.add_(1)
+{n}[...] = other
+torch.rand(2)
+y0 = self.norm(other)
+y0 = F.dropout(other, 0.3, self.training)
+assert {n} is not None
+print(end="")
+y0 = {n}.shape[0]
+y0 = len(locals())
+y0 = {n}; y0.add_(1)
+if not self.flag: return {n}
+if {n}.shape[0] == 0: return {n}
+raise ValueError("no")
+self.act = nn.Tanh()
+with torch.no_grad(): self.{p}.weight.mul_(0.5)
+self.{p} = self.{p}
+""".strip().split("\n")
+
+BLOCKS = r"""
+if self.flag:
+if not self.flag:
+if x.dim() > 1:
+for _ in range(2):
+for k, part in enumerate([1]):
+with torch.no_grad():
+with contextlib.nullcontext():
+with torch.enable_grad():
+with torch.autocast("cpu", dtype=torch.bfloat16):
+while not self.flag:
+match 1:\n    case 1:
+""".strip().split("\n")
+
+RETURNS = r"""
+return {out}
+return {out}
+return {out}
+return {out}
+return {out}, {n}
+return {n} + {out}
+return {out}.view(-1)
+return {{"out": {out}, "n": {n}}}
+return ({out}, None, self.calls)
+{n} = {out}; return {n}
+{n} += {out}; return {n}
+self.last = {out}; return self.last
+return {out} if self.flag else {n}
+return {n} if self.flag else {out}
+return (lambda y: y)({out})
+return self.flag and {out}
+return [{out} for _ in range(2)][1]
+try: return {out}\nfinally: record.append("left")
+""".strip().split("\n")
+
+ARGUMENTS = """
+x | x | x | x, mask=None | x, mask=None, *rest, scale=1.0, **options | x, /, mask=None | x, *, mask=None | *, x
+x: torch.Tensor, fused=None | x, self_=1 | x, other=None
+""".replace("\n", "|").split("|")
+ARGUMENTS = [arguments.strip() for arguments in ARGUMENTS if arguments.strip()]
+
+# What is done with a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
+# of its projections.
+PART_CHANGES = [
+    *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("LoRA", "int8", "subclass", "parametrized", "weight norm")),
+    *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("forward pre-hook", "own forward", "tensor subclass")),
+    "m.{p} = WRAPPERS['forward hook'](m.{p})",
+    "m.{p}.register_forward_hook(lambda *_: record.append('{p}'))",
+    "m.{p}.register_forward_pre_hook(lambda *_: record.append('before {p}'))",
+    "m.{p}.register_full_backward_hook(lambda *_: record.append('back {p}'))",
+    "m.{p} = nn.Sequential(nn.Dropout(0.5), m.{p})",
+    "m.{p} = nn.Sequential(m.{p}, nn.Dropout(0.5))",
+    "m.{p} = m.{q}",
+    "m.{p}.weight = m.{q}.weight",
+    "m.{p}.weight.data = m.{p}.weight.data.t().contiguous().t()",
+    "m.{p}.weight.requires_grad_(False)",
+    "m.{p}.bias = None",
+    "m.{p} = torch.jit.script(m.{p})",
+    "m.{p} = nn.LazyLinear(m.{p}.out_features).to(m.{p}.weight.dtype)",
+    "m.{p} = None",
+    "m.{p}.double()",
+    "m.{p} = F.silu",
+    "m.{p} = nn.Identity()",
+    "m.{p}, m.{q} = m.{q}, m.{p}",
+    "vars(m)['{p}'] = m._modules.pop('{p}')",
+    "Made.{p} = m._modules.pop('{p}')",
+]
+MODULE_CHANGES = [
+    "m.act = nn.GELU()",
+    "m.act = nn.Mish()",
+    "m.act = torch.tanh",
+    "m.act = nn.Sequential(nn.ReLU(), nn.Dropout(0.3))",
+    "isinstance(m.act, nn.Module) and m.act.register_forward_hook(lambda *_: record.append('act'))",
+    "isinstance(m.act, nn.Module) and m.act.register_forward_hook(lambda m, args, out: out + 1)",
+    "m.drop.register_forward_hook(lambda *_: record.append('drop'))",
+    "m.drop.train(not m.drop.training)",
+    "m.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))",
+    "m.register_forward_hook(lambda m, args, out: record.append('m'))",
+    "m.register_full_backward_hook(lambda *_: record.append('back m'))",
+    "m.forward = functools.partial(type(m).forward, m)",
+    "own = m.forward; m.forward = lambda *args, **kwargs: own(*args, **kwargs)",
+    "m.forward = m.forward",
+    "m.forward = wrapped(m.forward)",
+    "m.__class__ = type('Other', (type(m),), {'other': 1})",
+    "kind = type(m); m.__class__ = type('Other', (kind,), {'forward': lambda m, *a, **kw: kind.forward(m, *a, **kw)})",
+    "Made.forward = wrapped(Made.forward)",
+    "Made.forward = functools.partialmethod(Made.forward)",
+    "Made.forward = nn.Identity.forward",
+    "Made.forward = property(lambda self: lambda x: x + 1)",
+    "Made.forward = None",
+    "Made.forward = math.sqrt",
+    "globals().update(tanh_gelu=torch.tanh, gelu=F.relu)",
+    "m.flag = not m.flag",
+    "m.approximate = 'tanh'",
+    "m.approximate = 'neither'",
+    "m.p = 0.9",
+    "m.later = nn.LazyLinear(3)",
+    "m.extra = torch.jit.script(nn.ReLU())",
+    "m.add_module('again', None)",
+    "m.share_memory()",
+]
+
+
+@dataclass
+class Step:
+    """A value that the method computes: ``names`` (two where a tensor is unpacked) of an expression of other values."""
+
+    names: tuple[str, ...]
+    template: str
+    read: tuple[str, ...]
+
+
+@dataclass
+class Source:
+    """A case: the file (``make()`` makes the module, ``before(m)`` and ``later(m)`` change it), and how it is run."""
+
+    seed: int
+    text: str
+    kind: str
+    is_clear: bool  # an MLP of modules without anything odd beside it: whoever leaves it must say so
+    place: str  # where the file is: "file", "linecache", "nowhere"
+    dtype: str
+    training: bool
+    ambient: str
+    shape: tuple[int, ...]
+    layout: str
+    x_grad: bool
+    arguments: str
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name != "text")
+        return f"{self.text}\n# {said}"
+
+
+class Writer:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.draw = random.Random(seed)
+        self.n_in, self.hidden, self.n_out = self.draw.choice(WIDTHS)
+
+    def likely(self, chance: float) -> bool:
+        return self.draw.random() < chance
+
+    # The MLP, as steps in an order that computes it.
+
+    def act(self, h: str) -> str:
+        template = "self.act({h})" if self.likely(0.65) else self.draw.choice(SPELLED)
+        self.is_clear &= template == "self.act({h})"
+        return template.replace("{h}", f"{{{h}}}")
+
+    def steps(self) -> tuple[str, dict[str, tuple[int, int]], list[Step]]:
+        """A kind of MLP, its projections with their sizes, and its steps."""
+        kind = self.draw.choice(
+            ["plain", "plain", "plain", "gated", "gated", "packed", "packed", "linear", "gated linear", "glu"]
+        )
+        first, second = (self.n_in, self.hidden), (self.hidden, self.n_out)
+        names = self.draw.choice([["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"], ["fc1", "fused", "fc2"]])
+        gate, up, down = names
+        sizes = {gate: first, down: second}
+        steps = []
+        if kind in ("plain", "linear"):
+            steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), self.act("h"), ("h",))]
+        elif kind == "glu":
+            sizes[gate] = (self.n_in, 2 * self.hidden)
+            self.is_clear = False
+            glu = self.draw.choice(["F.glu({h})", "F.glu({h}, dim=-1)", "F.glu({h}, -1)", "self.glu({h})"])
+            steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), glu, ("h",))]
+        else:
+            if kind == "packed":
+                sizes[gate] = (self.n_in, 2 * self.hidden)
+                halves = ("g", "u") if self.likely(0.7) else ("u", "g")
+                steps.append(Step(("h",), f"self.{gate}({{x}})", ("x",)))
+                unpacked = self.draw.choice(UNPACKED[:2] if self.likely(0.8) else UNPACKED)
+                if self.likely(0.7):
+                    steps.append(Step(halves, unpacked, ("h",)))
+                else:
+                    steps.append(Step(("c",), unpacked, ("h",)))
+                    steps += [Step((half,), f"{{c}}[{k}]", ("c",)) for k, half in enumerate(halves)]
+            else:
+                sizes[up] = first
+                steps += [Step(("g",), f"self.{gate}({{x}})", ("x",)), Step(("u",), f"self.{up}({{x}})", ("x",))]
+            product = self.draw.choice(["{a} * {u}", "{u} * {a}", "{a} * {u}", "{u} * {a}", "torch.mul({a}, {u})"])
+            if self.likely(0.15):  # a convolution's gate and up lie in memory like this
+                self.is_clear = False
+                steps += [Step((name + "t",), f"{{{name}}}.transpose(0, -1)", (name,)) for name in ("g", "u")]
+                steps.append(Step(("a",), self.act("gt"), ("gt",)))
+                steps.append(Step(("st",), product.replace("{u}", "{ut}"), ("a", "ut")))
+                steps.append(Step(("s",), "{st}.transpose(0, -1)", ("st",)))
+            else:
+                steps.append(Step(("a",), self.act("g"), ("g",)))
+                steps.append(Step(("s",), product, ("a", "u")))
+        value = "s"
+        if kind not in ("linear", "gated linear"):
+            if self.likely(0.3):
+                steps.append(Step(("t",), self.draw.choice(BETWEEN).replace("{h}", "{s}"), ("s",)))
+                value = "t"
+            steps.append(Step(("out",), f"self.{down}({{{value}}})", (value,)))
+        else:
+            steps.append(Step(("out",), f"{{{value}}} + 0" if self.likely(0.3) else f"{{{value}}}", (value,)))
+            del sizes[down]
+        if self.likely(0.2):
+            steps.insert(0, Step(("x1",), self.draw.choice(["{x} * 2", "self.before({x})", "{x}"]), ("x",)))
+            for k, step in enumerate(steps[1:], 1):
+                if "x" in step.read and self.likely(0.9):
+                    steps[k] = Step(step.names, step.template.replace("{x}", "{x1}"), ("x1",))
+        return kind, sizes, steps
+
+    # The method.
+
+    def body(self, steps: list[Step], projections: list[str]) -> list[str]:
+        """The statements of the method: the steps in some order, inlined or named, with others between them."""
+        for _ in range(self.draw.choice([0, 0, 3, 6])):
+            k = self.draw.randrange(len(steps) - 1)
+            if not set(steps[k].names) & set(steps[k + 1].read):
+                steps[k], steps[k + 1] = steps[k + 1], steps[k]
+        inlining = self.draw.choice([0.0, 0.5, 0.5, 0.9, 1.0])
+        written, statements = {"x": "x"}, []
+        for k, step in enumerate(steps):
+            expression = step.template.format(**written)
+            last = k == len(steps) - 1
+            if last or (len(step.names) == 1 and self.likely(inlining)):
+                written[step.names[0]] = f"({expression})" if " " in expression else expression
+                continue
+            used_later = {name for later in steps[k + 1 :] for name in later.read}
+            free = [written[name] for name in step.read if name not in used_later and written[name].isidentifier()]
+            for name in step.names:
+                taken = set(written.values())
+                choices = (
+                    free if free and self.likely(0.5) else [n for n in (name, "h", "y", "fused") if n not in taken]
+                )
+                written[name] = self.draw.choice(choices or [name]) if self.likely(0.97) else "x"
+            statements.append(f"{', '.join(written[name] for name in step.names)} = {expression}")
+        bound = ["x", *(value for value in written.values() if value.isidentifier())]
+        for _ in range(self.draw.choice([0, 0, 0, 1, 1, 2])):
+            self.is_clear = False
+            where = self.draw.randint(0, len(statements))
+            beside = self.draw.choice(BINDINGS if self.likely(0.6) else EFFECTS)
+            statements.insert(where, self.filled(beside, bound, projections))
+        returned = self.draw.choice(RETURNS) if self.likely(0.5) else RETURNS[0]
+        statements.append(self.filled(returned.replace("{out}", "{{out}}"), bound, projections))
+        statements[-1] = statements[-1].replace("{out}", written["out"])
+        if self.likely(0.2):
+            statements = self.in_block(statements)
+        if any("other" in statement for statement in statements):
+            statements.insert(0, f"other = torch.linspace(-1, 1, {self.hidden}).to(x.dtype)")
+        return statements
+
+    def filled(self, template: str, bound: list[str], projections: list[str]) -> str:
+        template = template.replace("\\n", "\n")
+        return template.format(n=self.draw.choice(bound), p=self.draw.choice(projections))
+
+    def in_block(self, statements: list[str]) -> list[str]:
+        start = self.draw.randrange(len(statements))
+        end = self.draw.randint(start + 1, len(statements))
+        head = self.draw.choice(BLOCKS).replace("\\n", "\n")
+        depth = 8 if "\n" in head else 4
+        block = head + "\n" + textwrap.indent("\n".join(statements[start:end]), " " * depth)
+        if head.startswith("while"):
+            block += "\n    break" if "return" not in block else ""
+        return [*statements[:start], block, *statements[end:]]
+
+    # The class, and the file.
+
+    def source(self) -> Source:
+        self.is_clear = True
+        kind, sizes, steps = self.steps()
+        if self.likely(0.08):
+            made, sizes = self.sequence(sizes)
+            kind, self.is_clear = "sequence", False
+        else:
+            made = self.module(sizes, self.body(steps, list(sizes)))
+        before, later = (self.changes(list(sizes), chance) for chance in (0.35, 0.15))
+        root = self.root("*, x" in made)
+        text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
+        draw = self.draw
+        arguments = "x=x" if "*, x" in made else "x"
+        if self.likely(0.03):
+            arguments = draw.choice(["x, 2", "x, x=x", "x, nothing=1", "", "None", "x.long()", "x[0]"])
+        shape = draw.choice([(3,), (1,), (2, 3), (2, 1, 3), (), (0,)] if self.likely(0.5) else [(3,), (2, 3)])
+        width = self.n_in + (1 if self.likely(0.02) else 0)
+        return Source(
+            seed=self.seed,
+            text=text,
+            kind=kind,
+            is_clear=self.is_clear and before("")[-4:] == "pass",
+            place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
+            dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 1, 1])[0],
+            training=self.likely(0.5),
+            ambient=draw.choices(["grad", "no_grad", "inference_mode", "autocast", "function mode"], [6, 4, 1, 1, 1])[
+                0
+            ],
+            shape=(*shape, width),
+            layout=draw.choice(["contiguous", "contiguous", "transposed", "sliced", "expanded", "misaligned"]),
+            x_grad=self.likely(0.5),
+            arguments=arguments,
+        )
+
+    def module(self, sizes: dict[str, tuple[int, int]], statements: list[str]) -> str:
+        bias = self.draw.choice([True, False])
+        parts = [f"self.{name} = nn.Linear({a}, {b}, bias={bias})" for name, (a, b) in sizes.items()]
+        act = self.draw.choice(ACT_MODULES)
+        self.is_clear &= act.startswith("nn.") and act[3:].partition("(")[0] in ACTIVATIONS
+        parts += [f"self.act = {act}"]
+        parts += [f"self.drop, self.same, self.norm = nn.Dropout(0.4), nn.Identity(), nn.LayerNorm({self.hidden})"]
+        parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
+        parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
+        parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
+        self.draw.shuffle(parts)
+        arguments = self.draw.choice(ARGUMENTS)
+        instance = "self" if self.likely(0.9) else "this"
+        body = "\n".join(statements).replace("self.", f"{instance}.")
+        method = f"def forward({instance}, {arguments}):\n{textwrap.indent(body, '    ')}"
+        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 1, 1, 2, 1])[
+            0
+        ]
+        if way == "helper":
+            method = method.replace("def forward", "def chunk", 1)
+            method += "\n\ndef forward(self, *args, **kwargs):\n    return self.chunk(*args, **kwargs)"
+        elif way == "decorated":
+            method = f"@wrapped\n{method}"
+        elif way == "no_grad":
+            method = f"@torch.no_grad()\n{method}"
+        elif way == "inner":
+            self.is_clear = False
+            method = "def forward(self, *args, **kwargs):\n" + textwrap.indent(
+                f"{method.replace('def forward', 'def run', 1)}\n\nreturn run(self, *args, **kwargs)", "    "
+            )
+        base = "Base" if way == "inherited" else "Made"
+        init = f"def __init__(self):\n    super().__init__()\n{textwrap.indent(chr(10).join(parts), '    ')}"
+        written = f"class {base}(nn.Module):\n{textwrap.indent(init, '    ')}\n\n{textwrap.indent(method, '    ')}"
+        if way == "inherited":
+            written += "\n\n\nclass Made(Base):\n    def forward(self, *args, **kwargs):\n"
+            written += "        return super().forward(*args, **kwargs)"
+        # `act_here` is a global, or what a function around the class holds.
+        here = self.draw.choice(["F.silu", "nn.functional.gelu", "tanh_gelu", "torch.tanh"])
+        if self.likely(0.2):
+            return (
+                f"def around(act_here):\n{textwrap.indent(written, '    ')}\n    return Made\n\n\nMade = around({here})"
+            )
+        return f"act_here = {here}\n\n\n{written}"
+
+    def sequence(self, sizes: dict[str, tuple[int, int]]) -> tuple[str, dict[str, tuple[int, int]]]:
+        """An nn.Sequential of layers and activations."""
+        parts, width, projections = [], self.n_in, {}
+        for _ in range(self.draw.randint(2, 5)):
+            if self.likely(0.2):
+                parts.append(f"nn.LayerNorm({width})")
+            out = self.draw.choice([self.hidden, self.n_out])
+            projections[str(len(parts))] = (width, out)
+            parts.append(f"nn.Linear({width}, {out})")
+            width = out
+            if self.likely(0.8):
+                parts.append(self.draw.choice([act for act in ACT_MODULES if act.startswith(("nn.", "Q", "W", "S"))]))
+            if self.likely(0.3):
+                parts.append(self.draw.choice(["nn.Dropout(0.4)", "nn.Identity()", "nn.Dropout(0.0)"]))
+        listed = ", ".join(parts)
+        kind = "(nn.Sequential)" if self.likely(0.3) else None
+        if kind:
+            return f"class Made{kind}:\n    def __init__(self):\n        super().__init__({listed})", projections
+        return f"def Made():\n    return nn.Sequential({listed})", projections
+
+    def changes(self, projections: list[str], chance: float):
+        p, q = self.draw.choice(projections), self.draw.choice(projections)
+        lines = []
+        while self.likely(chance):
+            change = self.draw.choice(PART_CHANGES if self.likely(0.6) else MODULE_CHANGES)
+            if p.isdigit():  # of a sequence
+                change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
+                if "Made" in change or "m.act" in change or "m.drop" in change or "m.flag" in change:
+                    continue
+            # A wrapper around a fused method does not know whether the class was patched before or after.
+            if "m.forward" in change + "".join(lines) and "Made.forward" in change + "".join(lines):
+                continue
+            lines.append(f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}")
+        return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
+
+    def root(self, alone: bool) -> str:
+        """What holds the module."""
+        holder = (
+            "m"
+            if alone
+            else self.draw.choices(
+                [
+                    "m",
+                    "nn.Sequential(m)",
+                    "nn.Sequential(m, nn.Identity())",
+                    "nn.Sequential(m, m)",
+                    "nn.Sequential(odd(), m)",
+                ],
+                [12, 2, 2, 1, 1],
+            )[0]
+        )
+        odd = self.draw.choice(["torch.jit.script(nn.ReLU())", "nn.Identity()"])
+        return f"def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"

@@ -1,0 +1,44 @@
+"""What the modules of fuzz_modules.py are made of, beside what torch and modules.py have."""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+record = []  # the calls that hooks see
+
+
+def tanh_gelu(h):
+    return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+
+
+def cubed(h):
+    return h * h * h
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def around(*args, **kwargs):
+        record.append("around")
+        return function(*args, **kwargs)
+
+    return around
+
+
+class Wide(nn.Module):
+    def forward(self, h):
+        return F.silu(h.float()).to(h.dtype)
+
+
+class Quick(nn.Module):
+    def forward(self, input):
+        return input * torch.sigmoid(1.702 * input)
+
+
+class Scaled(nn.Module):
+    scale = 1.5
+
+    def forward(self, h):
+        return F.gelu(h) * self.scale

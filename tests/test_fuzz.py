@@ -1,0 +1,73 @@
+"""Modules and calls at random: fuzz.py runs many more of the modules."""
+
+import collections
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import fuzz
+import machine
+import reference
+from reference import ACTIVATIONS, DTYPES, FUNCTIONS, operands
+from test_functional import LAYOUTS
+
+CASES = 200
+
+
+def test_modules(fused_mlp, tmp_path):
+    """Fusing changes nothing that a module does, and enough is fused to say so."""
+    first, counts = torch.initial_seed(), collections.Counter()
+    for seed in range(first, first + CASES):
+        counts.update(fuzz.outcome(fused_mlp, seed, tmp_path))
+    fuzz.assert_enough(counts, CASES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_is_a_case(seed):
+    assert str(fuzz.source_of(seed)) == str(fuzz.source_of(seed))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_of_any_call(fused_mlp, device, implementation, function):
+    """Shapes, dtype, activation, layouts, biases and who requires a gradient, drawn together."""
+    draw = random.Random(torch.initial_seed())
+    for _ in range(12):
+        lead = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
+        sizes = tuple(draw.choice([1, 3, 8, 17, 32]) for _ in range(3))
+        dtype, activation = draw.choice(DTYPES), draw.choice(ACTIVATIONS)
+        made = operands(function, lead, sizes, dtype=dtype, device=device, biases=draw.random() < 0.5)
+        made = {name: draw.choice([*LAYOUTS, torch.clone])(operand) for name, operand in made.items()}
+        wanted = draw.sample(list(made), draw.randint(1, len(made)))
+        layout = draw.choice(["contiguous", "expanded", "transposed"])
+        with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
+            got = gradients(partial(getattr(fused_mlp, function), activation=activation), made, wanted, layout)
+        formulas = reference.FORMULAS[activation]
+        eager = gradients(partial(FUNCTIONS[function], formulas.eager), made, wanted, layout)
+        wide = {name: operand.double() for name, operand in made.items()}
+        exact = gradients(partial(FUNCTIONS[function], formulas.exact), wide, wanted, layout)
+        for name in ("result", *wanted):
+            case = (
+                f"{function} with {activation} in {dtype}, {lead} by {sizes}, {layout}, gradients of {wanted}: {name}"
+            )
+            assert got[name].stride() == eager[name].stride(), case
+            limit = (
+                3 * (eager[name].double() - exact[name]).abs().max()
+                + 16 * torch.finfo(dtype).eps * exact[name].abs().max()
+            )
+            assert (got[name].double() - exact[name]).abs().max() <= limit, case
+
+
+def gradients(function, operands, wanted, layout):
+    """The result, and the gradients of the operands that are wanted."""
+    given = {name: operand.detach().requires_grad_(name in wanted) for name, operand in operands.items()}
+    result = function(**given)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(result.shape, generator=generator).to(result)
+    if layout == "expanded":
+        grad = grad[:1].expand(grad.shape)
+    elif layout == "transposed":
+        grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
+    found = torch.autograd.grad(result, [given[name] for name in wanted], grad)
+    return {"result": result.detach(), **dict(zip(wanted, found, strict=True))}
