@@ -16,9 +16,8 @@ from torch import nn
 
 from . import functional
 from .activations import get_activation
-from .models import forwards, obstacles
+from .models import forwards, obstacles, shortcut
 from .models.checkpoints import PackedWeights
-from .models.recognition import activation_of
 
 
 class GatedMLP(nn.Module):
@@ -40,7 +39,7 @@ class GatedMLP(nn.Module):
             projections, act = (self.gate_proj, self.up_proj, self.down_proj), self.act_fn
         except AttributeError as error:
             raise _alone(self, error) from None
-        return forwards.fused(forwards.GATED, x, projections, activation_of(act), act)
+        return shortcut.fused(forwards.GATED, x, projections, act)
 
 
 class GeGLUMLP(nn.Module):
@@ -59,8 +58,9 @@ class GeGLUMLP(nn.Module):
         except AttributeError as error:
             raise _alone(self, error) from None
         act = getattr(self, "act_fn", None)
-        activation = get_activation("gelu_pytorch_tanh") if act is None else activation_of(act)
-        return forwards.fused(forwards.GATED, x, projections, activation, act)
+        if act is None:
+            return forwards.fused(forwards.GATED, x, projections, get_activation("gelu_pytorch_tanh"), None)
+        return shortcut.fused(forwards.GATED, x, projections, act)
 
 
 class SwiGLUMLP(nn.Module):
@@ -79,8 +79,9 @@ class SwiGLUMLP(nn.Module):
         except AttributeError as error:
             raise _alone(self, error) from None
         act = getattr(self, "act_fn", None)
-        activation = get_activation("silu") if act is None else activation_of(act)
-        return forwards.fused(forwards.GATED, x, projections, activation, act)
+        if act is None:
+            return forwards.fused(forwards.GATED, x, projections, get_activation("silu"), None)
+        return shortcut.fused(forwards.GATED, x, projections, act)
 
 
 class PackedGatedMLP(nn.Module):
@@ -101,7 +102,7 @@ class PackedGatedMLP(nn.Module):
             projections, act = (self.gate_up_proj, self.down_proj), self.activation_fn
         except AttributeError as error:
             raise _alone(self, error) from None
-        return forwards.fused(forwards.PACKED_GATED, hidden_states, projections, activation_of(act), act)
+        return shortcut.fused(forwards.PACKED_GATED, hidden_states, projections, act)
 
 
 class MLP(nn.Module):
@@ -122,7 +123,7 @@ class MLP(nn.Module):
             projections, act = (self.fc1, self.fc2), self.activation_fn
         except AttributeError as error:
             raise _alone(self, error) from None
-        return forwards.fused(forwards.PLAIN, hidden_states, projections, activation_of(act), act)
+        return shortcut.fused(forwards.PLAIN, hidden_states, projections, act)
 
 
 class Intermediate(nn.Module):
@@ -142,7 +143,7 @@ class Intermediate(nn.Module):
             projections, act = (self.dense,), self.intermediate_act_fn
         except AttributeError as error:
             raise _alone(self, error) from None
-        return forwards.fused(forwards.LINEAR, hidden_states, projections, activation_of(act), act)
+        return shortcut.fused(forwards.LINEAR, hidden_states, projections, act)
 
 
 class Linear(nn.Module):

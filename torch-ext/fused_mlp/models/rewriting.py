@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import effects, forms, forwards, obstacles, sites, switching
+from . import effects, forms, forwards, obstacles, shortcut, sites, switching
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, value_of, values_of
@@ -290,10 +290,6 @@ def _name(node: ast.expr) -> str:
 # What rewritten methods call. They know it by names that no source can spell.
 
 
-def _fused(pattern, x, projections, act, between):
-    return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
-
-
 class _Waiting(NamedTuple):
     """An activation that is applied when the other factor is there."""
 
@@ -319,5 +315,5 @@ def _product(left, right):
     return left * right
 
 
-_CALLS = {"fused": _fused, "activated": _activated, "product": _product, **forms.FORMS}
+_CALLS = {"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS}
 _NAMES = {f"@{name}": function for name, function in _CALLS.items()}
