@@ -4,6 +4,11 @@ import os
 import random
 import zlib
 
+# Processes that run tests side by side share the cores, as do those that they start. torch reads this when it loads.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+
 import pytest
 import torch
 
@@ -11,7 +16,7 @@ import machine
 import project
 
 # The seed of all random inputs: a new one in every run, unless FUSED_MLP_TEST_SEED repeats an old one.
-SEED = int(os.environ.get("FUSED_MLP_TEST_SEED", random.randrange(2**32)))
+SEED = int(os.environ.setdefault("FUSED_MLP_TEST_SEED", str(random.randrange(2**32))))  # processes beside inherit it
 
 
 def pytest_report_header() -> list[str]:

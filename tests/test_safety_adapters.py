@@ -65,7 +65,7 @@ def test_attached_before(fused_mlp, device, way, adapter):
 def test_the_report_names_the_adapter(fused_mlp, device):
     model = adapted(llama(device)[0], "LoRA on one")
     report = fused_mlp.fuse_mlps(model)
-    assert {module.reason for module in report.fused} == {"partly, called: up_proj (a peft.tuners.lora.layer.Linear)"}
+    assert {module.reason for module in report.fused} == {"calls up_proj (a peft.tuners.lora.layer.Linear)"}
     assert reasons(fused_mlp, model) == {module.reason for module in report.fused}
 
 
