@@ -7,6 +7,28 @@ from torch import Tensor
 
 from reference import ACTIVATIONS, FORMULAS
 
+# What lies between the elements of a tensor: large, so that it shows where it is read; not NaN, since PyTorch's own
+# products multiply some of it with zeros.
+GAP = 1e4
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def chunk(tensor: Tensor, gap: float = GAP) -> Tensor:
+    """The same values as a chunk of a wider tensor, as a packed projection gives them."""
+    return torch.cat([torch.full_like(tensor, gap), tensor], dim=-1).chunk(2, dim=-1)[1]
+
+
+def every_other_column(tensor: Tensor, gap: float = GAP) -> Tensor:
+    return torch.stack([tensor, torch.full_like(tensor, gap)], dim=-1)[..., 0]
+
+
+def misaligned(tensor: Tensor, gap: float = GAP) -> Tensor:
+    """One element behind the start of its memory."""
+    return torch.cat([tensor.new_full((1,), gap), tensor.flatten()])[1:].view(tensor.shape)
+
 
 def drawn_shape(draw: random.Random, dims: int | None = None) -> tuple[int, ...]:
     dims = draw.randint(0, 5) if dims is None else dims

@@ -12,6 +12,7 @@ from torch import nn
 import machine
 import project
 from modules import Gated, Intermediate, PackedGated, Plain
+from tiny_models import GQA
 
 WAYS = ("fuse_mlps", "kernelize")
 ways = pytest.mark.parametrize("way", WAYS)
@@ -69,19 +70,7 @@ def reasons(fused_mlp, model):
 
 def llama(device, **options):
     """A whole model, tiny, with grouped heads and biases in its MLPs, and input ids for it."""
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=88,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mlp_bias=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        **options,
-    )
+    config = transformers.LlamaConfig(**GQA | {"mlp_bias": True, "eos_token_id": None} | options)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():  # a fresh model's MLPs hardly show in its logits
         for parameter in (parameter for mlp in mlps(model) for parameter in mlp.parameters()):

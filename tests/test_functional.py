@@ -9,6 +9,7 @@ import torch
 import machine
 import reference
 import special_values
+from layouts import GAP, chunk, every_other_column, misaligned, transposed
 from reference import ACTIVATIONS, DTYPES, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands, shapes, subsets
 
 functions = pytest.mark.parametrize("function", FUNCTIONS)
@@ -88,29 +89,8 @@ def test_model_sized(fused_mlp, device, implementation, function, rows, dtype):
     )
 
 
-# Ways to lay a tensor out in memory. What lies between its elements is large, so that it shows where it is read; not
-# NaN, since PyTorch's own products multiply some of it with zeros.
-GAP = 1e4
-
-
-def transposed(tensor):
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
-
-
-def chunk(tensor):
-    return torch.cat([torch.full_like(tensor, GAP), tensor], dim=-1).chunk(2, dim=-1)[1]
-
-
 def every_other_row(tensor):
     return torch.stack([tensor, torch.full_like(tensor, GAP)], dim=1).flatten(0, 1)[::2]
-
-
-def every_other_column(tensor):
-    return torch.stack([tensor, torch.full_like(tensor, GAP)], dim=-1).flatten(-2)[..., ::2]
-
-
-def misaligned(tensor):
-    return torch.cat([tensor.new_full((1,), GAP), tensor.flatten()])[1:].view(tensor.shape)
 
 
 def permuted(tensor):

@@ -9,6 +9,7 @@ import gemm_kernels
 import machine
 import reference
 import sanitizer_cases
+from layouts import misaligned
 from reference import FORMULAS, assert_no_worse_than_eager, operands, shapes
 
 NEEDED = (9, 0)
@@ -279,12 +280,6 @@ def test_sanitizer_cases_reach_every_kernel(fused_mlp):
 
 
 # Fallbacks
-
-
-def misaligned(tensor):
-    padded = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 8)
-    padded[..., 1 : 1 + tensor.shape[-1]] = tensor
-    return padded[..., 1:][..., : tensor.shape[-1]]
 
 
 @functions

@@ -22,23 +22,12 @@ from transformers.utils import kernel_config
 
 import machine
 import project
+import tiny_models
 from safety import assert_same
 
-LLM = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 88,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CLIP = {name: LLM[name] for name in LLM if name not in ("num_key_value_heads", "head_dim")}
+LLM = tiny_models.GQA | tiny_models.HEAD
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
-BERT = CLIP | {"type_vocab_size": 2}
+BERT = tiny_models.LLM | {"type_vocab_size": 2}
 
 MODELS = {
     "Gemma": (transformers.GemmaForCausalLM, transformers.GemmaConfig, LLM),
@@ -46,7 +35,7 @@ MODELS = {
     "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLM),
     "Llama with biases": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLM | {"mlp_bias": True}),
     "Phi-3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, LLM),
-    "CLIP": (transformers.CLIPTextModelWithProjection, transformers.CLIPTextConfig, CLIP),
+    "CLIP": (transformers.CLIPTextModelWithProjection, transformers.CLIPTextConfig, tiny_models.LLM),
     "GPT-2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, GPT2),
     "BERT": (transformers.BertForMaskedLM, transformers.BertConfig, BERT),
 }

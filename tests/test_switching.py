@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from modules import PROJECTIONS, Decoder, Gated, Intermediate, Plain
-from test_patching import build, outcome
+from tiny_models import build, outcome
 
 SEQUENCE = (nn.Linear, (32, 88)), (nn.GELU, ()), (nn.Linear, (88, 32))
 

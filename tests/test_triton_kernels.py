@@ -1,5 +1,6 @@
 """The Triton kernels, on a GPU or, in a process started with TRITON_INTERPRET=1, interpreted on the CPU."""
 
+import functools
 import importlib
 import json
 import os
@@ -134,29 +135,20 @@ def test_any_strides(fused_mlp, device, repetition):
         layouts.check_product(fused_mlp, "triton", draw, device, torch.float32)
 
 
-def packed(tensor):
-    """The same values as a chunk of a wider tensor, as a packed projection gives them."""
-    return torch.cat([torch.full_like(tensor, torch.nan), tensor], dim=-1).chunk(2, dim=-1)[1]
-
-
-def transposed(tensor):
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
-
-
-def misaligned(tensor):
-    return torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def every_other(tensor):
-    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
+# What lies between the elements is NaN: a kernel that reads it cannot but show it.
+LAYOUTS = {"transposed": layouts.transposed} | {
+    layout.__name__: functools.partial(layout, gap=torch.nan)
+    for layout in (layouts.chunk, layouts.every_other_column, layouts.misaligned)
+}
+in_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 @dtypes
 @pytest.mark.parametrize("sizes", [(64, 96, 40), (37, 50, 3)], ids=str)
-@pytest.mark.parametrize("layout", [packed, transposed, misaligned, every_other])
+@in_layouts
 @pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
 def test_strides(forced, device, function, layout, sizes, dtype):
-    """Each operand alone in that layout (the other elements of its memory are NaN), and all of them."""
+    """Each operand alone in that layout, and all of them."""
     made = operands(function, (2, 35), sizes, dtype=dtype, device=device)
     for name in made:
         check(forced, function, made | {name: layout(made[name])})
@@ -172,7 +164,7 @@ def test_expanded(forced, device, function, dtype):
     check(forced, function, made | rows)
 
 
-@pytest.mark.parametrize("layout", [packed, transposed, every_other])
+@in_layouts
 def test_gradients_of_strided_operands(fused_mlp, backend, device, layout):
     gate, up, grad = (torch.randn(9, 64, device=device) for _ in range(3))
     code = 2
