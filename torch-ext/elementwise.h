@@ -29,7 +29,7 @@ class StrideRules {
   Strides binary(const Strides& x, const Strides& y) const { return result({&x, &y}, true); }
   Strides with_a_number(const Strides& x) const { return result({&x}, false); }
 
-  // Of act(gate).
+  // The strides of act(gate).
   Strides activated(Activation activation, const Strides& gate) const {
     switch (activation) {
       case Activation::kLinear:
@@ -43,12 +43,12 @@ class StrideRules {
     }
   }
 
-  // Of act(gate) * up.
+  // The strides of act(gate) * up.
   Strides product(Activation activation, const Strides& gate, const Strides& up) const {
     return binary(activated(activation, gate), up);
   }
 
-  // Of the gradients of gate and up, as autograd computes them.
+  // The strides of the gradients of gate and up, as autograd computes them.
   std::pair<Strides, Strides> gradients(Activation activation, const Strides& grad, const Strides& gate,
                                         const Strides& up) const {
     const Strides value = activated(activation, gate), of_value = binary(grad, up), up_grad = binary(grad, value);
@@ -124,8 +124,8 @@ class StrideRules {
     return strides;
   }
 
-  // The dimensions, the fastest first: of the first operand that tells two dimensions apart. An insertion sort, since
-  // the comparison is no order: it may leave two dimensions undecided and still decide between each and a third.
+  // The dimensions, fastest first. The first operand that tells two dimensions apart decides on them. This is an
+  // insertion sort, as in torch, since the comparison may leave two dimensions undecided that it tells from a third.
   Strides sorted(Operands operands) const {
     Strides order = row_major();
     const auto slower = [&](int64_t a, int64_t b) {
@@ -155,13 +155,13 @@ class StrideRules {
 
 inline Strides strides_of(const Tensor& tensor) { return {tensor.strides().begin(), tensor.strides().end()}; }
 
-// Of act(gate) * up.
+// The strides of act(gate) * up.
 inline Strides product_strides(int64_t activation, const Tensor& gate, const Tensor& up) {
   if (gate.is_contiguous() && up.is_contiguous()) return dense_strides(gate.sizes());
   return StrideRules(gate.sizes()).product(static_cast<Activation>(activation), strides_of(gate), strides_of(up));
 }
 
-// Of its gradients for gate and up.
+// The strides of its gradients for gate and up.
 inline std::pair<Strides, Strides> gradient_strides(int64_t activation, const Tensor& grad, const Tensor& gate,
                                                     const Tensor& up) {
   if (grad.is_contiguous() && gate.is_contiguous() && up.is_contiguous()) {
@@ -171,8 +171,8 @@ inline std::pair<Strides, Strides> gradient_strides(int64_t activation, const Te
       .gradients(static_cast<Activation>(activation), strides_of(grad), strides_of(gate), strides_of(up));
 }
 
-// Tensors of one shape as matrices whose elements correspond: in the order of a dense result, as few rows as the
-// strides admit. Holds a copy of what has gaps in its rows, or is not laid out in that order.
+// Tensors of one shape as matrices whose elements correspond, in the order of a dense result, with as few rows as the
+// strides admit. It holds a copy of each tensor that lies in another order or has gaps between the elements of a row.
 class Walk {
  public:
   int64_t rows = 1;

@@ -4,12 +4,12 @@ Special values. Every kernel computes in float32 and rounds once, so that values
 finite where PyTorch's formulas, evaluated in float64, are:
 
 - NaN gives NaN, and 0 times infinity is NaN. Only ``linear`` and ``relu`` have a derivative of 1 there.
-- The value at +inf is +inf, of ``sigmoid`` 1. At -inf that of ``relu``, ``relu2`` and ``sigmoid`` is 0, of ``linear``
-  -inf, and of the others, x times a weight of zero, NaN.
-- The derivative at either infinity is NaN of the GELUs and ``silu``, and 0 of ``sigmoid``. At +inf it is 1 of ``relu``
-  and +inf of ``relu2``, at -inf 0 of both.
-- A finite x, however large, has a finite value and a finite derivative, but those of ``relu2`` overflow to +inf. Here
-  PyTorch's float32 operations differ: their tanh-GELU has a derivative of NaN beyond 1e19.
+- The value at +inf is +inf, for ``sigmoid`` 1. At -inf it is 0 for ``relu``, ``relu2`` and ``sigmoid``, -inf for
+  ``linear``, and NaN for the others, which multiply x by a weight of zero.
+- The derivative at either infinity is NaN for the GELUs and ``silu``, 0 for ``sigmoid`` and 1 for ``linear``. At +inf
+  it is 1 for ``relu`` and +inf for ``relu2``, at -inf 0 for both.
+- A finite x, however large, has a finite value and a finite derivative, except that those of ``relu2`` overflow to
+  +inf. PyTorch's float32 operations differ here: the derivative of their tanh-GELU is NaN beyond 1e19.
 - Subnormal operands count. A result below the smallest normal number may be zero. The sign of a zero is not specified.
 
 Where PyTorch's own operations run (``explain`` says so), special values are theirs.

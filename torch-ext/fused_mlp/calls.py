@@ -20,7 +20,7 @@ from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
 
-# Bound once: a small call is a matter of microseconds, of which looking these up is a part.
+# Bound once: to look these up is a measurable part of a small call.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -135,10 +135,10 @@ _PLAIN_TYPES = frozenset(PLAIN_TENSORS)
 
 
 def _short_way(op: str, given: Tuple[Optional[Tensor], ...], activation: int) -> Optional[Tensor]:
-    """The result of the compiled op, for the calls that all have in common to need it: small ones outside of training.
+    """The result of the compiled op where a call plainly can be one, else None.
 
-    None for any other, also for operands that the op refuses: it checks them in less time than Python does, but says
-    less. What is asked here is in ``composition_reason`` too; asked in one place, it costs a third.
+    It asks what ``composition_reason`` asks, in less time. It does not check the operands: the op does so faster than
+    Python, but says less, so that a call which the op refuses goes on to be checked and explained.
     """
     if _is_compiling() or _any_autocast():
         return None

@@ -25,8 +25,8 @@ class _Block:
         self.name = name
 
 
-# Those that are open, the latest last. A block appends itself and removes itself, each in one step that no other thread
-# can divide. A plain global: torch.compile guards on it, which it does not on a context variable.
+# The latest comes last. To append and to remove a block are atomic, so that threads need no lock. A plain global:
+# torch.compile guards on it, which it does not on a context variable.
 _open_blocks: List[_Block] = [_Block("auto")]
 
 
@@ -34,8 +34,8 @@ _open_blocks: List[_Block] = [_Block("auto")]
 def backend(name: str) -> Iterator[None]:
     """Forces an implementation for the calls inside a ``with`` block, in all threads.
 
-    Of several open blocks, nested or in different threads, the one entered last counts; leaving a block ends that one
-    alone.
+    Where several blocks are open, nested or in different threads, the one entered last counts. Leaving a block ends
+    that block alone.
 
     ``name`` is ``"cuda"`` (compiled CUDA C++), ``"triton"``, ``"cpu"`` (compiled C++), ``"torch"`` (the operations a
     model written in PyTorch runs) or ``"auto"`` (the default choice). Raises ValueError for another name; a call that

@@ -16,11 +16,11 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class OperandTypeError(TypeError, RuntimeError):
-    """A TypeError that who expects PyTorch's own error for the same call catches too."""
+    """A TypeError that is a RuntimeError too, which is what PyTorch raises for many such operands."""
 
 
 class OperandValueError(ValueError, RuntimeError):
-    """A ValueError that who expects PyTorch's own error for the same call catches too."""
+    """A ValueError that is a RuntimeError too, which is what PyTorch raises for such operands."""
 
 
 def check_act_and_mul(gate: Tensor, up: Tensor) -> None:

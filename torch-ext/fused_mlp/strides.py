@@ -32,13 +32,13 @@ def new_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tu
 
 
 def of_product(gate: Tensor, up: Tensor, activation: int) -> Strides:
-    """Of ``act(gate) * up``."""
+    """The strides of ``act(gate) * up``."""
     rules = _Rules(gate.shape)
     return rules.binary(rules.activated(BY_CODE[activation].name, gate.stride()), up.stride())
 
 
 def of_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Strides, Strides]:
-    """Of the gradients of gate and up, as autograd computes them."""
+    """The strides of the gradients of gate and up, as autograd computes them."""
     rules, name = _Rules(gate.shape), BY_CODE[activation].name
     value = rules.activated(name, gate.stride())
     of_value, of_up = rules.binary(grad.stride(), up.stride()), rules.binary(grad.stride(), value)
@@ -109,10 +109,10 @@ class _Rules:
         return tuple(strides)
 
     def _sorted(self, operands: Sequence[Strides]) -> List[int]:
-        """The dimensions, the fastest first: of the first operand that tells two dimensions apart.
+        """The dimensions, fastest first. The first operand that tells two dimensions apart decides on them.
 
-        An insertion sort, since the comparison is no order: it may leave two dimensions undecided and still decide
-        between each and a third.
+        This is an insertion sort, as in PyTorch, since the comparison may leave two dimensions undecided that it tells
+        from a third.
         """
         order = list(self.row_major)
         for i in range(1, len(order)):
