@@ -221,7 +221,7 @@ def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, f
             models.append(model)
     for turn in range(rounds + 1):
         for model in models:
-            for _ in range(20):
+            for _ in range(6):
                 model(**inputs)
                 measure.synchronize()
         for timer in (each for some in timers.values() for each in some) if turn == 0 else ():
@@ -269,7 +269,7 @@ def ratio(variants: dict, mode: str) -> float:
 
 
 def measured_modes(results: list[dict]) -> list[str]:
-    return [mode for mode in MODES if mode in results[0]["variants"]]
+    return [mode for mode in MODES if any(mode in result["variants"] for result in results)]
 
 
 def print_table(found: dict) -> None:
@@ -285,6 +285,9 @@ def print_table(found: dict) -> None:
     for result in results:
         row, figures = [f"{result['model']} {result['size']}"], result["variants"]
         for mode in modes:
+            if mode not in figures:
+                row += ["", ""]
+                continue
             spread = (figures[mode]["high"] - figures[mode]["low"]) / figures[mode]["ms"]
             row += [f"{figures[mode]['ms']:.2f} ±{50 * spread:.0f}%", f"{ratio(figures, mode):.2f}"]
         place = result.get("in_place_us")
@@ -304,6 +307,8 @@ def plot(found: dict, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.42 * len(results)), layout="constrained")
     for shift, mode in zip((-0.22, 0.0, 0.22), measured_modes(results), strict=False):
         for row, result in enumerate(results):
+            if mode not in result["variants"]:
+                continue
             plain, fused = result["variants"][mode], result["variants"][f"{mode} fused"]
             ends = (fused["low"] / plain["ms"], fused["high"] / plain["ms"])
             color = {"eager": "#d62728", "compiled": "#1f77b4", "graphs": "#2ca02c"}[mode]

@@ -132,7 +132,7 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
       const int64_t f = 2 * p + h;
       if (begin + f >= layer.out_features) break;
       const float* sums = epilogue.sums + tile / 2 * kSums + tile % 2 * 256 + f / kTileRows * 512 + f % kTileRows * 16;
-      Vec value = activate<kActivation>(sum(sums, layer.gate.bias, begin + f));
+      Vec value = activate<kActivation, true>(sum(sums, layer.gate.bias, begin + f));
       if constexpr (kGated) value *= sum(sums + 512, layer.up.bias, begin + f);
       values.half[h] = value;
     }

@@ -4,6 +4,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+template <typename T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<BFloat16> = true;
+
 // The kernels work on blocks of two vectors.
 constexpr int64_t kBlock = 2 * kWidth;
 
@@ -65,7 +70,7 @@ void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
     T* out_row = row<T>(out, r);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = load(x_row + c, count);
-      for (Vec& value : values.half) value = activate<kActivation>(value);
+      for (Vec& value : values.half) value = activate<kActivation, kIsBf16<T>>(value);
       store(out_row + c, count, values);
     });
   }
@@ -79,7 +84,7 @@ void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matri
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Pair gates = load(gate_row + c, count), ups = load(up_row + c, count);
       Pair products;
-      for (int h = 0; h < 2; ++h) products.half[h] = activate<kActivation>(gates.half[h]) * ups.half[h];
+      for (int h = 0; h < 2; ++h) products.half[h] = activate<kActivation, kIsBf16<T>>(gates.half[h]) * ups.half[h];
       store(out_row + c, count, products);
     });
   }

@@ -97,17 +97,39 @@ def test_every_record_has_words(fused_mlp):
     assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
 
 
-@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp"])
+PRODUCTS = ["act_and_mul", "gated_linear", "gated_mlp"]
+
+
+@pytest.mark.parametrize("function", PRODUCTS)
 def test_under_autograd_the_pointwise_part_is_fused(fused_mlp, device, function):
-    made = operands(function, device=device)
-    made["x"].requires_grad_()
-    assert ops_called(getattr(fused_mlp, function), made) == ["act_and_mul"]
-    explanation = fused_mlp.explain(getattr(fused_mlp, function), **made)
-    assert explanation.implementation == "torch"
-    assert "autograd" in explanation.reason
-    assert f"pointwise part: {device.type}" in explanation.reason
+    made = operands(function, (4, 128), (8, 256, 8), device=device)  # 2^17 elements of gate and up
+    next(iter(made.values())).requires_grad_()
+    call = getattr(fused_mlp, function)
+    assert ops_called(call, made) == ["act_and_mul"]
+    explanation = fused_mlp.explain(call, **made)
+    if function != "act_and_mul":
+        assert explanation.implementation == "torch"
+        assert "autograd" in explanation.reason
+        assert f"pointwise part: {device.type}" in explanation.reason
     with torch.no_grad():
-        assert ops_called(getattr(fused_mlp, function), made) == [function]
+        assert ops_called(call, made) == [function]
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_a_small_product_under_autograd_is_left_to_torch(fused_mlp, function):
+    made = operands(function, (127,), (8, 1024, 8))  # 1024 elements short of 2^17
+    next(iter(made.values())).requires_grad_()
+    call = getattr(fused_mlp, function)
+    assert ops_called(call, made) == []
+    explanation = fused_mlp.explain(call, **made)
+    assert (explanation.implementation, "autograd" in explanation.reason) == ("torch", True)
+    assert function == "act_and_mul" or explanation.reason.endswith("pointwise part: torch")
+    with fused_mlp.backend("cpu"):
+        assert ops_called(call, made) == ["act_and_mul"]
+        assert fused_mlp.explain(call, **made).reason.endswith(("forced by backend()", "pointwise part: cpu"))
+    with torch.no_grad():
+        assert ops_called(call, made) == [function]
 
 
 def test_nesting(fused_mlp, device):

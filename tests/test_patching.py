@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import look_alikes
-from modules import PROJECTIONS, WRAPPERS, Gated, Plain, TanhGelu
+from modules import PROJECTIONS, WRAPPERS, Gated, PackedGated, Plain, TanhGelu
 from tiny_models import MODELS, build, outcome
 
 
@@ -100,6 +101,45 @@ def test_gradient_checkpointing(fused_mlp, device):
     fused_mlp.fuse_mlps(model)
     model.gradient_checkpointing_enable()
     torch.testing.assert_close(outcome(model, inputs), before, rtol=1e-3, atol=1e-5)
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements of new matrices that are as wide, or as high, as ``x`` is wide: those of its projection."""
+
+    def __init__(self, x):
+        super().__init__()
+        (self.rows, self.in_features), self.elements = x.shape, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            is_of_weights = self.in_features in result.shape and self.rows not in result.shape
+            self.elements += result.numel() if is_of_weights else 0
+        return result
+
+
+@pytest.mark.parametrize("trained", ["gate_up_proj.weight", "gate_up_proj.bias", "input", "all"])
+@pytest.mark.parametrize("rows", [5, 600], ids=["small", "large"])
+def test_packed_projections_in_training(fused_mlp, device, rows, trained):
+    """Values and gradients, and that the gradient of the packed weight is not put together from those of its halves."""
+    module = PackedGated(bias=True, sizes=(32, 256, 24)).to(device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained in (name, "all"))
+    x = torch.randn(rows, 32, device=device, requires_grad=trained in ("input", "all"))
+    leaves = [leaf for leaf in (x, *module.parameters()) if leaf.requires_grad]
+    grad = torch.randn(rows, 24, device=device)
+
+    def results():
+        output = module(x)
+        with Written(x) as written:
+            gradients = torch.autograd.grad(output, leaves, grad)
+        return [output.detach(), *gradients], written.elements
+
+    expected, of_eager = results()
+    assert [fused.pattern for fused in fused_mlp.fuse_mlps(module).fused] == ["packed gated"]
+    got, of_fused = results()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert of_fused == of_eager
 
 
 # Reports.

@@ -85,6 +85,7 @@ def parts() -> dict[str, str]:
     }
     sentences = {
         "machine": machine(),
+        "models-machine": models_machine(),
         "sweep": sweep_sentence(),
         "between": between_sentence(),
         "cpu": cpu_sentence(),
@@ -136,17 +137,39 @@ SETUPS = {
 
 
 def models_table() -> str:
-    """Speed-ups alone: a row a model and batch."""
+    """Times of the forward of whole models, fused against not."""
+    graphs = {(each["model"], each["size"]): each["variants"] for each in run("h200-models-graphs")["results"]}
     rows = []
-    for result in run("h100-generate")["results"]:
-        setups = result["setups"]
-        first = setups["eager"]["ttft_ms"] / setups["ours"]["ttft_ms"]
-        rate, graphs = (
-            setups[ours]["tokens_per_second"] / setups[without]["tokens_per_second"]
-            for ours, without in (("ours", "eager"), ("ours + compile", "compile"))
+    for result in run("h200-models")["results"]:
+        times, captured = result["variants"], graphs.get((result["model"], result["size"]))
+        place = result.get("in_place_us")
+        rows.append(
+            (
+                f"{result['model']}, {result['size']}",
+                f"{times['eager']['ms']:.2f}",
+                f"{times['eager fused']['ms'] / times['eager']['ms']:.2f}",
+                f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
+                f"{captured['graphs fused']['ms'] / captured['graphs']['ms']:.2f}" if captured else "",
+            )
         )
-        rows.append((NAMES[result["model"]], str(result["batch"]), f"{first:.2f}", f"{rate:.2f}", f"{graphs:.2f}"))
-    return documents.table(("model", "batch", "first token", "decoding", "decoding in CUDA graphs"), rows, left=1)
+    heads = ("model, input", "eager, ms", "fused", "an MLP's CPU time, us", "fused, in CUDA graphs")
+    return documents.table(heads, rows, left=1)
+
+
+def models_spread() -> str:
+    """How far the copies of one variant lie apart."""
+    variants = [times for result in run("h200-models")["results"] for times in result["variants"].values()]
+    spreads = sorted((times["high"] - times["low"]) / times["ms"] for times in variants)
+    return f"{100 * spreads[len(spreads) // 2]:.0f}% at the median and {100 * spreads[-1]:.0f}% at most"
+
+
+def models_machine() -> str:
+    facts = run("h200-models")["machine"]
+    return (
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, bfloat16, random "
+        f"weights; {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. Ratios below "
+        "1 are faster; a ratio is to the same mode without fusing."
+    )
 
 
 def generate_table() -> str:

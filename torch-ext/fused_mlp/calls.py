@@ -100,13 +100,18 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
     if reason is not None:
         return reason
     x = given[0]
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+    if autograd_follows(*given):
         return "autograd follows the parts"
     if autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         if any(tensor is not None and tensor.dtype != dtype for tensor in given):
             return f"autocast casts the operands to {dtype}"
     return None
+
+
+def autograd_follows(*given: Optional[Tensor]) -> bool:
+    """Whether backward-mode autograd records a call on these operands."""
+    return _is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
 
 
 def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -196,8 +201,9 @@ def _composed_gated_mlp(
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     if pointwise_reason(gate, up) is not None:
         return reference.act_and_mul(gate, up, activation)
-    implementation = dispatch.select("act_and_mul", gate)
-    if implementation is not reference and torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+    recorded = autograd_follows(gate, up)
+    implementation = dispatch.select("act_and_mul", gate, gate.numel() if recorded else None)
+    if recorded and implementation is not reference:
         return _ActAndMul.apply(gate, up, activation, implementation)
     return implementation.act_and_mul(gate, up, activation)
 

@@ -6,6 +6,7 @@ import contextlib
 from types import ModuleType
 from typing import Dict, Iterator, List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from .backends import native, reference, triton
@@ -16,6 +17,9 @@ _NAMES = ("cuda", "triton", "cpu", "torch")
 # Measured order: the compiled ops win wherever they exist, the Triton kernels where a build has no code for the GPU.
 _AUTO = ("cuda", "triton") if native.DEVICE_TYPE == "cuda" else ("cpu",)
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
+
+# On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
+_LEAST_RECORDED = 1 << 17
 
 
 class _Block:
@@ -51,26 +55,31 @@ def backend(name: str) -> Iterator[None]:
         _open_blocks.remove(block)
 
 
-def select(op: str, x: Tensor) -> ModuleType:
-    """The backend module that takes ``op`` on ``x``; ValueError if one is forced and refuses."""
+def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
+    """The backend module that takes ``op`` on ``x``; ValueError if one is forced and refuses.
+
+    ``recorded`` is the number of elements of a result that autograd records.
+    """
     forced = _open_blocks[-1].name
     if forced != "auto":
         reason = _forced_refusal(forced, op, x)
         if reason is not None:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
-    for implementation in _AUTO_BACKENDS:
+    for implementation in () if _is_too_small(x, recorded) else _AUTO_BACKENDS:
         if implementation.refusal(op, x) is None:
             return implementation
     return reference
 
 
-def reasoned(op: str, x: Tensor) -> Tuple[str, str]:
+def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, str]:
     """Name of the backend that :func:`select` takes, and why, in a sentence."""
     forced = _open_blocks[-1].name
     if forced != "auto":
         select(op, x)
         return forced, "forced by backend()"
+    if _is_too_small(x, recorded):
+        return "torch", f"autograd records fewer than {_LEAST_RECORDED} elements"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
@@ -78,6 +87,11 @@ def reasoned(op: str, x: Tensor) -> Tuple[str, str]:
             return name, "; ".join(refusals) or "first choice for this device and dtype"
         refusals.append(f"not {name}: {reason}")
     return "torch", "; ".join(refusals)
+
+
+def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:
+    # A compiled graph runs no Python, and would be compiled anew for the other side of the bound.
+    return recorded is not None and x.is_cpu and not torch.compiler.is_compiling() and recorded < _LEAST_RECORDED
 
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:

@@ -6,11 +6,11 @@ import inspect
 from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Iterator, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import dispatch, functional, layers, operands
+from . import calls, dispatch, functional, layers, operands
 from .activations import get_activation
 from .backends import native, plans
 from .models import outcome, patching, report
@@ -75,20 +75,33 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
     pointwise, composed = functional.pointwise_reason(*given), functional.composition_reason(*given)
+    recorded = _recorded(op, call)
     if op == "act_and_mul":
         composed = pointwise
     elif composed is not None and op.startswith("gated"):
-        part = "torch" if pointwise is not None else dispatch.reasoned("act_and_mul", given[0])[0]
+        part = "torch" if pointwise is not None else dispatch.reasoned("act_and_mul", given[0], recorded)[0]
         composed = f"{composed}; pointwise part: {part}"
     if composed is not None:
         return Explanation(function.__name__, "torch", composed)
-    name, reason = dispatch.reasoned(op, given[0])
+    name, reason = dispatch.reasoned(op, given[0], recorded)
     if name != native.DEVICE_TYPE or op == "act_and_mul":
         return Explanation(function.__name__, name, reason)
     layers, names = _GEMMS[op]
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
+
+
+def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:
+    """The elements of the product of gate and up, if autograd records it."""
+    if op == "act_and_mul":
+        gate, up = call.arguments["gate"], call.arguments["up"]
+        return gate.numel() if calls.autograd_follows(gate, up) else None
+    if not op.startswith("gated"):
+        return None
+    names = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
+    x, gate_weight, *others = (call.arguments[name] for name in names)
+    return x.shape[:-1].numel() * gate_weight.size(0) if calls.autograd_follows(x, gate_weight, *others) else None
 
 
 # The layers of each function, and its arguments in the order of the compiled op `plan`.

@@ -44,7 +44,7 @@ def fused(
             (first_weight, first_bias), (weight, bias) = found
             return calls.mlp(x, first_weight, weight, first_bias, bias, activation)
         weight, bias = found[-1]
-        gate_and_up = _gate_and_up(pattern, found[:-1])
+        gate_and_up = _gate_and_up(pattern, x, found[:-1])
         if gate_and_up is not None:
             gate_weight, up_weight, gate_bias, up_bias = gate_and_up
             return calls.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation)
@@ -66,7 +66,7 @@ def _hidden(
         if found is not None:
             return calls.linear(x, *found[0], activation)
         return (act or activation.function)(projections[0](x))
-    gate_and_up = None if found is None else _gate_and_up(pattern, found)
+    gate_and_up = None if found is None else _gate_and_up(pattern, x, found)
     if gate_and_up is not None:
         return calls.gated_linear(x, *gate_and_up, activation)
     if pattern.packed:
@@ -182,10 +182,16 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-def _gate_and_up(pattern: Pattern, found: Parameters) -> Optional[Tuple[Optional[Tensor], ...]]:
-    """The weights and the biases of gate and up; None where one output would be broadcast to the other."""
+def _gate_and_up(pattern: Pattern, x: Tensor, found: Parameters) -> Optional[Tuple[Optional[Tensor], ...]]:
+    """The weights and the biases of gate and up; None where the projections are to be called.
+
+    That is where one output would be broadcast to the other, and where autograd follows a packed projection: of each
+    half of its weight it would pad the gradient to the whole.
+    """
     if pattern.packed:
         ((weight, bias),) = found
+        if calls.autograd_follows(x, weight, bias):
+            return None
         first, second = weight.chunk(2)
         first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
         halves = ((first, first_bias), (second, second_bias))

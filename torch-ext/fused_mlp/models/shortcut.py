@@ -136,9 +136,10 @@ def _short_way(
             or state["_backward_pre_hooks"]
             or "forward" in state
             or _Dropout.forward is not _dropout_forward
-            or F.dropout is not _dropout_function
         ):
             return None
+    if between and F.dropout is not _dropout_function:
+        return None
     if (
         _forward_hooks
         or _forward_pre_hooks

@@ -1,0 +1,70 @@
+"""The short way takes the commonest calls; whatever it does not understand goes to forwards.fused."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from modules import Decoder, Gated, Intermediate, PackedGated, Plain
+from safety import assert_close, x_of
+
+
+@pytest.fixture
+def long_way(fused_mlp, monkeypatch):
+    """The patterns of the calls that forwards.fused gets."""
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.forwards")
+    taken, fused = [], forwards.fused
+
+    def spy(pattern, *args):
+        taken.append(str(pattern))
+        return fused(pattern, *args)
+
+    monkeypatch.setattr(forwards, "fused", spy)
+    return taken
+
+
+def fused_pair(fused_mlp, module, device):
+    module = module.to(device).eval()
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused
+    with torch.no_grad():
+        fused(x_of(device))  # the class of an activation is learnt at its first call
+    return module, fused
+
+
+@pytest.mark.parametrize("kind", [Decoder, Gated, Intermediate, Plain])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode):
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    long_way.clear()
+    x = x_of(device)
+    with mode():
+        assert_close(fused(x), module(x))
+    assert long_way == []
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_option_of_gelu_is_read_at_each_call(fused_mlp, device, approximate):
+    parts = nn.Linear(32, 88), nn.GELU(approximate=approximate), nn.Linear(88, 32)
+    module = Plain()
+    module.fc1, module.activation_fn, module.fc2 = parts
+    module, fused = fused_pair(fused_mlp, module, device)
+    other = "tanh" if approximate == "none" else "none"
+    module.activation_fn.approximate = fused.activation_fn.approximate = other
+    x = 3 * x_of(device)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(fused(x), module(x), tolerance=1e-6)
+
+
+def test_training_autograd_and_packed_weights_go_the_long_way(fused_mlp, device, long_way):
+    module, fused = fused_pair(fused_mlp, Gated(), device)
+    long_way.clear()
+    x = x_of(device)
+    assert_close(fused(x), module(x))
+    module, packed = fused_pair(fused_mlp, PackedGated(), device)
+    with torch.no_grad():
+        assert_close(packed(x), module(x))
+    assert long_way[0] == "gated" and "packed gated" in long_way[-1]
