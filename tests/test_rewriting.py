@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import look_alikes
 from modules import Decoder, Gated, Lora, PackedGated, Plain
@@ -627,3 +628,28 @@ def test_a_local_name_that_is_read_before_it_is_bound(fused_mlp, device, written
     assert fused_mlp.fuse_mlps(module).fused
     with pytest.raises(UnboundLocalError):
         module(torch.randn(4, 32, device=device))
+
+
+@pytest.mark.parametrize("turned", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "return self.up_proj(x) * self.act_fn(self.gate_proj(x))",
+        "up = self.up_proj(x)\nreturn self.act_fn(self.gate_proj(x)) * up",
+        "gate = self.gate_proj(x)\nup = self.up_proj(x)\nreturn up * self.act_fn(gate)",
+        "up = self.up_proj(x) + 1\nreturn up * self.act_fn(self.gate_proj(x))",
+        "up = self.up_proj(x) + 1\nreturn self.act_fn(self.gate_proj(x)) * up",
+        "gate = self.gate_proj(x)\nup = self.up_proj(x)\nreturn up * self.act_fn(gate), gate",
+    ],
+)
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Mish], ids=lambda act: act.__name__)
+def test_products_of_what_lies_differently(fused_mlp, device, written, body, turned, act):
+    """They lie in memory as the left factor does."""
+    module = written(body, "Gated")(act=nn.SiLU, sizes=(32, 32, 32)).to(device)
+    setattr(module, turned, nn.Identity())
+    plain, x = copy.deepcopy(module), torch.randn(32, 3, device=device).t()
+    assert fused_mlp.fuse_mlps(module).fused
+    module.act_fn = plain.act_fn = act()
+    got, expected = (tree_flatten(each(x))[0] for each in (module, plain))
+    assert [each.stride() for each in got] == [each.stride() for each in expected]

@@ -78,16 +78,18 @@ def _hidden(
     call_gate, call_up = projections
     if pattern.up_first:
         up = call_up(x)
-        return pointwise(call_gate(x), up, activation, act)
+        return pointwise(call_gate(x), up, activation, act, pattern.up_left)
     gate = call_gate(x)
     if not pattern.act_last and _is_called(activation, act):
-        return (act or activation.function)(gate) * call_up(x)
-    return pointwise(gate, call_up(x), activation, act)
+        activated, up = (act or activation.function)(gate), call_up(x)
+        return up * activated if pattern.up_left else activated * up
+    return pointwise(gate, call_up(x), activation, act, pattern.up_left)
 
 
 def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: Act, up_left: bool = False) -> Tensor:
     """``act(gate) * up`` of whatever can be multiplied, or ``up * act(gate)``."""
-    if _is_called(activation, act) or not _are_alike(gate, up):
+    called = _is_called(activation, act) or not _are_alike(gate, up)
+    if called or (up_left and gate.stride() != up.stride()):  # the product lies in memory as its left factor does
         activated = (act or activation.function)(gate)
         return up * activated if up_left else activated * up
     return calls.act_and_mul(gate, up, activation)

@@ -13,7 +13,8 @@ class Pattern:
     up are the halves of one projection's output. ``pointwise``: no projection is part of it.
 
     ``up_first``: up is the first half where they are packed, else the first to be called. ``act_last``: where the
-    activation must be called, that is after up.
+    activation must be called, that is after up. ``up_left``: whether up is the left factor of the product,
+    which decides how the product lies in memory where the two lie differently.
     """
 
     gated: bool = False
@@ -22,6 +23,7 @@ class Pattern:
     pointwise: bool = False
     up_first: bool = False
     act_last: bool = False
+    up_left: bool = False
 
     def __str__(self) -> str:
         if self.pointwise:

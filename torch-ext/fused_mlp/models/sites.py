@@ -202,7 +202,12 @@ def _hidden(value: _Value, role: Role) -> Optional[Site]:
             sides = (0, 1) if other is value.node.right else (1, 0)
             gate_turn, act_turn = (gate.place.index, sides[0]), (factor.place.index, sides[0])
             up_turn = (up.place.index, sides[1])
-            pattern = Pattern(gated=True, up_first=up_turn < gate_turn, act_last=up_turn < act_turn)
+            pattern = Pattern(
+                gated=True,
+                up_first=up_turn < gate_turn,
+                act_last=up_turn < act_turn,
+                up_left=other is value.node.left,
+            )
             return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
 
