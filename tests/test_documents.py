@@ -11,7 +11,6 @@ import pytest
 
 import documents
 import fill_documents
-import machine
 import project
 
 README = project.ROOT / "README.md"
@@ -73,8 +72,9 @@ def test_a_table():
 
 def test_the_example_of_the_readme_runs(tmp_path):
     intro, *use = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    set_up = re.search(r"^export LOCAL_KERNELS=(\S+)$", README.read_text(), re.MULTILINE)[1]
-    environment = {**os.environ, "LOCAL_KERNELS": set_up.replace("$PWD/build", str(machine.build_folder().resolve()))}
+    program = re.search(r"^export LOCAL_KERNELS=\$\(\.venv/bin/python (\S+)\)$", README.read_text(), re.MULTILINE)[1]
+    set_up = subprocess.run([sys.executable, program], cwd=project.ROOT, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "LOCAL_KERNELS": set_up.stdout.strip()}
     script = "\n".join([*use, intro])  # the first example is of a model that one has
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600

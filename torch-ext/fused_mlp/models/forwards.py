@@ -187,12 +187,12 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
 def _gate_and_up(pattern: Pattern, x: Tensor, found: Parameters) -> Optional[Tuple[Optional[Tensor], ...]]:
     """The weights and the biases of gate and up; None where the projections are to be called.
 
-    That is where one output would be broadcast to the other, and where autograd follows a packed projection: of each
-    half of its weight it would pad the gradient to the whole.
+    That is where one output would be broadcast to the other, and where the parts of a packed MLP are composed: two
+    products would take longer than one, and autograd would pad the gradient of each half to the whole weight.
     """
     if pattern.packed:
         ((weight, bias),) = found
-        if calls.autograd_follows(x, weight, bias):
+        if calls.composition_reason(x, weight, bias) is not None:
             return None
         first, second = weight.chunk(2)
         first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
