@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FunctionType, MethodType
-from typing import Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,18 @@ _BY_CLASS: Dict[str, str] = {
     "transformers.activations.ReLUSquaredActivation": "relu2",
     "transformers.activations.LinearActivation": "linear",
     "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
+}
+
+# The functions of torch that modules of these classes call, by row.
+FUNCTIONS_OF: Dict[str, Tuple[Tuple[Any, str], ...]] = {
+    "linear": (),
+    "gelu": ((F, "gelu"),),
+    "gelu_pytorch_tanh": ((F, "gelu"), (torch, "pow"), (torch, "tanh")),
+    "quick_gelu": ((torch, "sigmoid"),),
+    "silu": ((F, "silu"),),
+    "relu": ((F, "relu"),),
+    "relu2": ((F, "relu"), (torch, "square")),
+    "sigmoid": ((torch, "sigmoid"),),
 }
 
 # Functions and methods that compute a row of the table, of packages that may not be there.

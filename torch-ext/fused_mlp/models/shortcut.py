@@ -39,17 +39,6 @@ _call, _linear_forward = _originals[nn.Linear, "__call__"], _originals[nn.Linear
 _linear_function, _dropout_function = _originals[F, "linear"], _originals[F, "dropout"]
 _dropout_forward = obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)
 
-_FUNCTIONS = {  # of torch's, that the modules of a row call
-    "linear": (),
-    "gelu": ((F, "gelu"),),
-    "gelu_pytorch_tanh": ((F, "gelu"), (torch, "pow"), (torch, "tanh")),
-    "quick_gelu": ((torch, "sigmoid"),),
-    "silu": ((F, "silu"),),
-    "relu": ((F, "relu"),),
-    "relu2": ((F, "relu"), (torch, "square")),
-    "sigmoid": ((torch, "sigmoid"),),
-}
-
 
 class _Known(NamedTuple):
     """A class of activations: its forward, the code of its row, and the functions of torch that it calls."""
@@ -176,5 +165,7 @@ def _learn(act: Act) -> None:
     row = recognition.activation_of(act) if isinstance(act, nn.Module) else None
     if row is None or (kind is not nn.GELU and kind not in recognition._classes):  # or read: it may call anything
         return
-    functions = tuple((owner, function, _originals[owner, function]) for owner, function in _FUNCTIONS[row.name])
+    functions = tuple(
+        (owner, function, _originals[owner, function]) for owner, function in recognition.FUNCTIONS_OF[row.name]
+    )
     _known[kind if kind is not nn.GELU else act.approximate] = _Known(kind.forward, row.code, functions)
