@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import machine
 import project
 from fuzz_modules import Source, Writer
