@@ -338,8 +338,9 @@ def test_what_the_readme_shows(with_torch, tmp_path):
     assert "LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in readme
     command = [sys.executable, project.ROOT / "tools/project.py"]
     value = subprocess.run(command, env=with_torch, capture_output=True, text=True, check=True).stdout.strip()
-    code = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    (tmp_path / "shown.py").write_text("\n".join([*code, "print(fused_mlp.__file__)"]))
+    intro, *use = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    code = [*use, intro, "print(fused_mlp.__file__)"]  # the first example is of a model that one has
+    (tmp_path / "shown.py").write_text("\n".join(code))
     done = subprocess.run(
         [sys.executable, "shown.py"],
         cwd=tmp_path,

@@ -17,8 +17,9 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from torch import nn
 
 # Attributes of a fused module: the class that it was made from (None where it is restored), and the methods of that
-# class that the fused ones replace.
-FUSED, _REPLACED = "_fused_mlp", "_fused_mlp_replaced"
+# class that the fused ones replace. They have the name of this build: what another one fused is not its own.
+FUSED = f"{__package__.partition('.')[0]}_fused"
+_REPLACED = f"{FUSED}_replaced"
 
 
 class _Fused:
