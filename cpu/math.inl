@@ -150,7 +150,7 @@ struct Slope {
   Vec value, derivative;
 };
 
-// Of factor * sigmoid(z), given factor' and factor * z'.
+// The value and the derivative of factor * sigmoid(z), given factor' and factor * z'.
 FUSED_MLP_INLINE Slope sigmoid_slope(Vec factor, Vec z, Vec dfactor, Vec factor_dz) {
   const Vec smaller = smaller_sigmoid(z);
   const Vec sigmoid = z < 0.0f ? smaller : 1.0f - smaller;

@@ -44,7 +44,7 @@ __device__ __forceinline__ typename ElementTraits<Element>::Pair load_bias_pair(
   return __ldg(reinterpret_cast<const Pair*>(static_cast<const Element*>(bias) + min(column, n - 2)));
 }
 
-// An activation for arrays of values, which the compiler knows,
+// Applies an activation that is known at compile time to an array of values.
 template <Activation A, typename Element>
 struct FixedActivation {
   template <int kCount>
@@ -54,7 +54,8 @@ struct FixedActivation {
   }
 };
 
-// or which is looked up by its code each time. That is smaller code, for an epilogue whose time does not matter.
+// Applies an activation that is looked up by its code at each call: smaller code, for an epilogue whose time does not
+// matter.
 template <typename Element>
 struct CodedActivation {
   int64_t code;

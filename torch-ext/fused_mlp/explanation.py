@@ -74,7 +74,7 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
         functional.gelu_name(call.arguments["approximate"])
     get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
-    pointwise, composed = functional.pointwise_reason(*given), functional.composition_reason(*given)
+    pointwise, composed = calls.pointwise_reason(*given), calls.composition_reason(*given)
     recorded = _recorded(op, call)
     if op == "act_and_mul":
         composed = pointwise

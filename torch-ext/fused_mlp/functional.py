@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import calls
 from .activations import get_activation
-from .calls import composition_reason, pointwise_reason  # noqa: F401 (for `explanation`)
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:

@@ -32,8 +32,8 @@ _LINEAR = {"add", "div", "mul", "multiply", "neg", "sub", "type_as", "clone", "c
 _LINEAR |= {"float", "double", "half", "bfloat16"}
 _NUMBERS = (math.sqrt, math.exp, math.log, math.pow)
 
-# Of |x|: four roundings of float32. What agrees in float64 to so much is the same function, with constants that were
-# written out to fewer digits, or computed in float32 in between.
+# The largest difference as a part of |x|: four roundings of float32. Two functions that agree so closely in float64 are
+# the same one, with constants that were written out to fewer digits, or computed in float32 in between.
 _TOLERANCE = 4 * torch.finfo(torch.float32).eps
 
 
