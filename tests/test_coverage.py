@@ -34,7 +34,12 @@ def decoder(config):
 
 
 def built(model_type, dtype=torch.float32):
-    """A tiny model whose biases are not zeros, and whose MLPs show in its outputs."""
+    """A tiny model whose biases are not zeros, and whose MLPs show in its outputs; always the same one.
+
+    Some models choose (a group for a token, the experts of one), and of weights drawn anew some are so near to a tie
+    that a rounding decides.
+    """
+    torch.manual_seed(1)
     model = tiny.build(model_type).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,7 +73,8 @@ def largest_error(got, expected):
 def test_models(fused_mlp, model_type):
     """Outputs and gradients, float32: some 1e-7 of rounding a product, a few of which add up in two layers.
 
-    The bound leaves a factor of a hundred for models that amplify; an MLP left out, or fused wrongly, is off by 0.1.
+    The bounds leave a factor of a few hundred for models that amplify: the worst is off by 1e-5 from itself in float64.
+    An MLP left out, or fused wrongly, is off by 0.1.
     """
     model = built(model_type)
     inputs = inputs_of(model)
@@ -76,14 +82,14 @@ def test_models(fused_mlp, model_type):
     report = fused_mlp.fuse_mlps(model)
     assert report.fused
     after, fused_gradients = outcome(model, inputs)
-    assert largest_error(after, before) <= 1e-5
+    assert largest_error(after, before) <= 5e-5
     assert fused_gradients.keys() == gradients.keys()
-    assert largest_error(fused_gradients.values(), gradients.values()) <= 1e-4
+    assert largest_error(fused_gradients.values(), gradients.values()) <= 5e-4
     with torch.no_grad():  # whole MLPs run as one op here
         torch.manual_seed(0)
         alone = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor)]
     alone = [value for value in alone if value.is_floating_point()][: len(before)]
-    assert largest_error(alone, before) <= 1e-5
+    assert largest_error(alone, before) <= 5e-5
     report.restore()
     torch.testing.assert_close(outcome(model, inputs), (before, gradients), rtol=0, atol=0)
 
