@@ -34,6 +34,7 @@ def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "act_and_mul",
         "backend",
+        "experts_mlp",
         "explain",
         "fuse_mlps",
         "gated_linear",

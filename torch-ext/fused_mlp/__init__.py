@@ -3,12 +3,13 @@
 from . import layers
 from .dispatch import backend
 from .explanation import explain
-from .functional import act_and_mul, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
+from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
 from .models.patching import fuse_mlps
 
 __all__ = [
     "act_and_mul",
     "backend",
+    "experts_mlp",
     "explain",
     "fuse_mlps",
     "gated_linear",

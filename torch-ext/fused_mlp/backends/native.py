@@ -30,6 +30,7 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+experts_mlp = ops.experts_mlp.default
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
@@ -38,6 +39,8 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
+    if op == "experts_mlp":
+        return f"no {DEVICE_TYPE} kernel for experts"
     if DEVICE_TYPE == "cpu":
         return None
     # Dynamo looks through a cache, and warns of it.
@@ -127,3 +130,24 @@ def _(
 ) -> Tensor:
     operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    limit: Optional[float],
+    up_offset: float,
+) -> Tensor:
+    given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    operands.check_experts_mlp(*given, gated, interleaved, transposed, limit, up_offset)
+    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
