@@ -282,32 +282,47 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
 
 
-def _keep_operands(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+class _GroupedMm(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return ops.grouped_mm(rows, weight, offsets)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        rows, weight, offsets = ctx.saved_tensors
+        rows_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = grouped_mm(grad, weight.transpose(1, 2), offsets)
+        if ctx.needs_input_grad[1] and weight.stride(2) == 1:
+            weight_grad = grouped_outer(rows, grad, offsets)
+        elif ctx.needs_input_grad[1]:  # in the order in which the weight lies
+            weight_grad = grouped_outer(grad, rows, offsets).transpose(1, 2)
+        return rows_grad, weight_grad, None
 
 
-def _grouped_mm_backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-    rows, weight, offsets = ctx.saved_tensors
-    rows_grad = weight_grad = None
-    if ctx.needs_input_grad[0]:
-        rows_grad = grouped_mm(grad, weight.transpose(1, 2), offsets)
-    if ctx.needs_input_grad[1]:  # in the order in which the weight lies
-        by_rows = weight.stride(2) == 1
-        first, second = (rows, grad) if by_rows else (grad, rows)
-        weight_grad = grouped_outer(first, second, offsets)
-        weight_grad = weight_grad if by_rows else weight_grad.transpose(1, 2)
-    return rows_grad, weight_grad, None
+class _GroupedOuter(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        return ops.grouped_outer(a, b, offsets)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        a, b, offsets = ctx.saved_tensors
+        a_grad = grouped_mm(b, grad.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+        b_grad = grouped_mm(a, grad, offsets) if ctx.needs_input_grad[1] else None
+        return a_grad, b_grad, None
 
 
-def _grouped_outer_backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-    a, b, offsets = ctx.saved_tensors
-    a_grad = grouped_mm(b, grad.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    b_grad = grouped_mm(a, grad, offsets) if ctx.needs_input_grad[1] else None
-    return a_grad, b_grad, None
-
-
-for _name, _backward in (("grouped_mm", _grouped_mm_backward), ("grouped_outer", _grouped_outer_backward)):
-    torch.library.register_autograd(add_op_namespace_prefix(_name), _backward, setup_context=_keep_operands)
-
-grouped_mm = ops.grouped_mm.default
-grouped_outer = ops.grouped_outer.default
+grouped_mm, grouped_outer = _GroupedMm.apply, _GroupedOuter.apply
