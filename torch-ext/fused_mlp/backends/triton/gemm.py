@@ -125,7 +125,7 @@ def gated_linear(
 
 def _torch_multiplies(x: Tensor) -> bool:
     """Whether the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
-    return x.is_cuda and x.dtype == torch.float32 and _input_precision(x.dtype) == "ieee"
+    return x.is_cuda and x.dtype == torch.float32 and input_precision(x.dtype) == "ieee"
 
 
 def _matmul(
@@ -141,7 +141,7 @@ def _matmul(
     if out.numel():
         x = as_rows(x)
         (M, K), N = x.shape, weight.shape[0]
-        tensor_cores = x.dtype != torch.float32 or _input_precision(x.dtype) == "tf32"
+        tensor_cores = x.dtype != torch.float32 or input_precision(x.dtype) == "tf32"
         wide = tensor_cores and all(_vectorizes(matrix) for matrix in (x, weight, up_weight) if matrix is not None)
         device = gpu(x.device.index) if x.is_cuda else INTERPRETER
         config = launch_config(op, M, N, K, x.element_size(), wide, device)
@@ -189,12 +189,12 @@ def launch(
             *weight.stride(),
             *(weight if up_weight is None else up_weight).stride(),
             ACTIVATION=activation,
-            INPUT_PRECISION=_input_precision(x.dtype),
+            INPUT_PRECISION=input_precision(x.dtype),
             **{**config, "DESCRIPTORS": descriptors},
         )
 
 
-def _input_precision(dtype: torch.dtype) -> str:
+def input_precision(dtype: torch.dtype) -> str:
     """How fp32 operands are multiplied: as PyTorch was told to. Without effect on 16-bit ones."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
