@@ -1,376 +1,465 @@
-"""Groups of experts: what is understood of a class, the function registered with transformers, and what is left."""
+"""experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
 
-import copy
+import functools
 import itertools
-import subprocess
+import random
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-EXPERTS, WIDTH, HIDDEN, TOKENS, TOP_K = 6, 16, 12, 9, 2
+import machine
+import reference
+from layouts import chunk, every_other_column, misaligned, transposed
+from reference import ACTIVATIONS, DTYPES, FORMULAS, assert_no_worse_than_eager
 
-
-class Config:
-    def __init__(self, implementation="eager"):
-        self._experts_implementation = implementation
-
-
-def weights_of(module, gated, transposed):
-    columns = (2 if gated else 1) * HIDDEN
-    shapes = {"up": (columns, WIDTH), "down": (WIDTH, HIDDEN)}
-    for name, (rows, inner) in shapes.items():
-        shape = (EXPERTS, inner, rows) if transposed else (EXPERTS, rows, inner)
-        yield name, rows, nn.Parameter(torch.randn(shape) * inner**-0.5)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+GPT_OSS = {"limit": 7.0, "up_offset": 1.0}
 
 
-class Base(nn.Module):
-    """Weights as the interface has them, and a loop over the experts as it is written in transformers."""
-
-    def __init__(self, config, gated=True, biased=False, transposed=False, act="silu"):
-        super().__init__()
-        self.num_experts, self.act_fn = EXPERTS, ACT2FN[act]
-        for name, rows, weight in weights_of(self, gated, transposed):
-            full = "down_proj" if name == "down" else "gate_up_proj" if gated else "up_proj"
-            self.register_parameter(full, weight)
-            if biased:
-                self.register_parameter(f"{full}_bias", nn.Parameter(torch.randn(EXPERTS, rows)))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            position, token = torch.where((top_k_index == expert).T)
-            hidden = F.linear(hidden_states[token], self.gate_up_proj[expert])
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            out.index_add_(0, token, hidden * top_k_weights[token, position, None])
-        return out
+def forms():
+    """Every way in which models store the weights of experts."""
+    for gated, interleaved, is_transposed, limits in itertools.product(
+        (True, False), (False, True), (False, True), ({}, {"limit": 0.5, "up_offset": 1.0})
+    ):
+        if gated or not (interleaved or limits):
+            yield {"gated": gated, "interleaved": interleaved, "transposed": is_transposed, **limits}
 
 
-class Interleaved(Base):
-    def _apply_gate(self, gate_up):
-        return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
+def drawn(tokens=7, k=3, experts=4, sizes=(40, 24, 33), *, dtype=torch.float32, device="cpu", biases=False, **form):
+    """Random operands, some of whose indices name no expert; the weight of such a choice is NaN."""
+    n_in, hidden, out = sizes
+    first = hidden * 2 if form.get("gated", True) else hidden
+    shapes = {"gate_up_weight": (experts, first, n_in), "down_weight": (experts, out, hidden)}
+    made = {"x": torch.randn(tokens, n_in, device=device).to(dtype)}
+    made["top_k_index"] = torch.randint(-1, experts + 1, (tokens, k), device=device)
+    made["top_k_weights"] = torch.rand(tokens, k, device=device)
+    skipped = (made["top_k_index"] < 0) | (made["top_k_index"] >= experts)
+    made["top_k_weights"][skipped] = torch.nan
+    for name, shape in shapes.items():
+        weight = torch.randn(shape, device=device) * max(shape[2], 1) ** -0.5
+        made[name] = (weight.mT.contiguous() if form.get("transposed", False) else weight).to(dtype)
+    for name, shape in shapes.items() if biases else ():
+        made[name.replace("weight", "bias")] = torch.randn(shape[:2], device=device).to(dtype)
+    return made
 
 
-class Limited(Base):
-    limit = 0.5
-
-    def __init__(self, config, limit=0.5, alpha=1.702):
-        super().__init__(config)
-        self.limit, self.alpha = limit, alpha
-
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
-
-
-class OfGptOss(Limited):
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        gate = gate.clamp(min=None, max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        glu = gate * torch.sigmoid(gate * self.alpha)
-        return (up + 1) * glu
-
-
-class InFloat(Base):
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
-
-
-class UpFirst(Base):
-    def _apply_gate(self, gate_up):
-        up, gate = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-
-class BoundedAfter(Limited):
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate).clamp(max=self.limit) * up
-
-
-class Counting(Base):
-    calls = 0
-
-    def _apply_gate(self, gate_up):
-        Counting.calls += 1
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+def loop(
+    act,
+    x,
+    top_k_index,
+    top_k_weights,
+    gate_up_weight,
+    down_weight,
+    gate_up_bias=None,
+    down_bias=None,
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    limit=None,
+    up_offset=0.0,
+):
+    """Expert by expert, in the dtype of the operands; sums in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    slots = x.new_zeros((*top_k_index.shape, down_weight.shape[2 if transposed else 1]), dtype=wide)
+    for expert, (first, second) in enumerate(zip(gate_up_weight, down_weight, strict=True)):
+        chosen = (top_k_index == expert).nonzero()
+        if len(chosen) == 0:
+            continue
+        token, slot = chosen.T
+        hidden = x[token] @ (first if transposed else first.T)
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias[expert]
+        if gated:
+            gate, up = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            hidden = act(gate) * (up + up_offset)
+        else:
+            hidden = act(hidden)
+        result = hidden @ (second if transposed else second.T)
+        if down_bias is not None:
+            result = result + down_bias[expert]
+        slots = slots.index_put((token, slot), result.to(wide) * top_k_weights[token, slot, None].to(wide))
+    return slots.sum(1).to(x.dtype)
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+def exact(made, activation, form):
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
+    return loop(FORMULAS[activation].exact, **wide, **form)
 
 
-def made(kind, *args, implementation="eager", flags=(), **options):
-    """A module of a class with the interface."""
-    decorated = use_experts_implementation(type(kind.__name__, (kind,), {}), **dict(flags))
-    config = Config(implementation)
-    module = decorated(config, *args, **options)
-    if dict(flags).get("has_post_expert_norm"):
-        module.post_expert_norm = Norm()
-    return module.eval()
+def eager(made, activation, form):
+    return loop(FORMULAS[activation].eager, **made, **form)
 
 
-def routed(device="cpu", dtype=torch.float32, experts=EXPERTS):
-    x = torch.randn(TOKENS, WIDTH, device=device, dtype=dtype)
-    weights, index = torch.rand(TOKENS, experts, device=device).topk(TOP_K, dim=-1)
-    return x, index, weights.to(dtype)
+def conditioning(compute, made):
+    floats = {name: value for name, value in made.items() if name not in ("top_k_index", "top_k_weights")}
+    rest = {name: made[name].double() if name == "top_k_weights" else made[name] for name in made if name not in floats}
+    return reference.conditioning(lambda moved: compute(rest | moved), floats)
 
 
-def run(module, given, implementation):
-    """What a module gives by an implementation, and the gradients."""
-    module.config._experts_implementation = implementation
-    x, index, weights = given
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    module.zero_grad()
-    out = module(x, index, weights)
-    out.square().sum().backward()
-    with torch.no_grad():
-        alone = module(x, index, weights)
-    return [out.detach(), alone, x.grad, weights.grad, *(parameter.grad for parameter in module.parameters())]
+def forced(fused_mlp, implementation, dtype):
+    taken = machine.takes(implementation, dtype) and implementation != "cuda"  # which has no kernel for experts
+    return fused_mlp.backend(implementation if taken else "auto")
 
 
-def assert_alike(got, expected):
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+def check(fused_mlp, implementation, made, activation="silu", **form):
+    before = {name: value.clone() for name, value in made.items()}
+    with forced(fused_mlp, implementation, made["x"].dtype), torch.no_grad():
+        result = fused_mlp.experts_mlp(**made, activation=activation, **form)
+    what = f"{activation}, {form}, {[(name, list(value.shape), value.stride()) for name, value in made.items()]}"
+    condition = conditioning(lambda moved: [exact(moved, activation, form)], made)
+    assert_no_worse_than_eager(
+        result, eager(made, activation, form), exact(made, activation, form), what, 8, conditioning=lambda: condition(0)
+    )
+    assert result.is_contiguous()
+    for name, value in made.items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), f"changed {name}"
+    return result
 
 
-@pytest.fixture
-def registered(fused_mlp):
-    fused_mlp.register_experts()
-    yield
-    del ALL_EXPERTS_FUNCTIONS._global_mapping["fused_mlp"]
+@dtypes
+def test_any_form(fused_mlp, device, implementation, dtype):
+    for form, biases in itertools.product(forms(), (False, True)):
+        with reference.poisoned_memory(device):
+            made = drawn(dtype=dtype, device=device, biases=biases, **form)
+            check(fused_mlp, implementation, made, **form)
 
 
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-combinations = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((True, False), repeat=len(FLAGS))]
-combinations = [flags for flags in combinations if flags["has_gate"] or flags["is_concatenated"]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_activations(fused_mlp, device, implementation, dtype):
+    for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
+        made = drawn(dtype=dtype, device=device, gated=gated)
+        check(fused_mlp, implementation, made, activation, gated=gated)
 
 
-@pytest.mark.parametrize("flags", combinations, ids=lambda flags: " ".join(name for name, on in flags.items() if on))
-@pytest.mark.parametrize("parallel", [False, True], ids=["", "expert parallel"])
-def test_flags(fused_mlp, device, registered, flags, parallel):
-    """Forward and backward of the registered function, of every way in which weights may lie."""
-    kind = Base if flags["is_concatenated"] else Interleaved
-    module = made(kind, flags["has_gate"], flags["has_bias"], flags["is_transposed"], flags=flags).to(device)
-    x, index, weights = routed(device, experts=EXPERTS + 4 * parallel)
-    if parallel:  # as transformers' router has it: indices of other processes are the number of experts, weights zero
-        module._is_expert_parallel = True
-        weights = weights.masked_fill(index >= EXPERTS, 0.0)
-        index = index.clamp(max=EXPERTS)
-    expected = run(module, (x, index, weights), "batched_mm")
-    assert_alike(run(module, (x, index, weights), "fused_mlp"), expected)
-    assert fused_mlp.explain(module).implementation == "fused"
-    if device.type == "cpu":
-        fused_mlp.fuse_mlps(module)
-        assert_alike(run(module, (x, index, weights), "batched_mm"), expected)
+def test_the_gate_of_gpt_oss(fused_mlp, device, implementation):
+    """As its class computes it, of large values too."""
+    form = {"interleaved": True, "transposed": True, **GPT_OSS}
+    made = drawn(biases=True, device=device, **form)
+    made["gate_up_bias"] *= 6
+    check(fused_mlp, implementation, made, "quick_gelu", **form)
+    gate_up = torch.randn(9, 16, dtype=torch.float64, device=device) * 6
+    gate, up = gate_up[..., ::2].clamp(max=7), gate_up[..., 1::2].clamp(-7, 7)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    identity = torch.eye(16, dtype=torch.float64, device=device)[None]
+    one = torch.zeros(9, 1, dtype=torch.int64, device=device), torch.ones(9, 1, dtype=torch.float64, device=device)
+    down = torch.eye(8, dtype=torch.float64, device=device)[None]
+    found = fused_mlp.experts_mlp(gate_up, *one, identity, down, activation="quick_gelu", interleaved=True, **GPT_OSS)
+    torch.testing.assert_close(found, expected)
 
 
-GATES = [
-    (Base, {"act": "gelu_pytorch_tanh"}),
-    (Base, {"act": "relu2"}),
-    (Limited, {}),
-    (Limited, {"limit": 2}),
-    (Limited, {"limit": float("inf")}),
-    (OfGptOss, {}),
-    (InFloat, {}),
+SHAPES = [
+    # tokens, k, experts, (in, hidden, out)
+    (1, 1, 1, (1, 1, 1)),
+    (0, 2, 3, (8, 8, 8)),
+    (5, 0, 3, (8, 8, 8)),
+    (1, 4, 8, (257, 65, 31)),
+    (33, 16, 5, (20, 7, 12)),
+    (70, 2, 512, (4, 3, 5)),
+    (64, 4, 64, (32, 16, 32)),
+    (600, 1, 2, (64, 48, 40)),
+    (5, 2, 3, (0, 4, 6)),
+    (5, 2, 3, (4, 0, 6)),
+    (5, 2, 3, (4, 6, 0)),
+    (300, 2, 3, (3000, 40, 33)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), GATES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_gates(fused_mlp, device, registered, kind, options):
-    """Gates are told by what they compute."""
-    module, given = made(kind, **options).to(device), routed(device)
-    expected = run(module, given, "batched_mm")
-    assert_alike(run(module, given, "fused_mlp"), expected)
-    assert fused_mlp.explain(module).implementation == "fused"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), SHAPES, ids=str)
+def test_shapes(fused_mlp, device, implementation, tokens, k, experts, sizes, dtype):
+    with reference.poisoned_memory(device):
+        for form in ({}, {"transposed": True, "interleaved": True}):
+            made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form)
+            check(fused_mlp, implementation, made, **form)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(UpFirst, {}), (BoundedAfter, {}), (OfGptOss, {"alpha": 1.5}), (Counting, {}), (Base, {"act": "tanh"})],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_gates_that_are_not_known(fused_mlp, device, registered, kind, options):
-    """They run as they are written, whichever way they are fused, and explain says so."""
-    module, given = made(kind, **options).to(device), routed(device)
-    expected = run(module, given, "batched_mm")
-    calls = Counting.calls
-    for implementation in ("fused_mlp", "batched_mm"):
-        module.config._experts_implementation = implementation
-        (entry,) = fused_mlp.fuse_mlps(module).modules
-        assert not entry.fused
-        assert entry.reason == "runs as it is: a gate that is not known"
-        assert fused_mlp.explain(module).implementation == "original"
-    assert Counting.calls == calls, "it was run to see what it computes"
-    assert_alike(run(module, given, "fused_mlp"), expected)
+ROUTINGS = {
+    "one expert": lambda index, experts: index.fill_(1),
+    "the same twice": lambda index, experts: index.copy_(index[:, :1].expand_as(index)),
+    "none": lambda index, experts: index.fill_(experts),
+    "far outside": lambda index, experts: index.fill_(1 << 40),
+    "in order": lambda index, experts: index.copy_((torch.arange(index.numel()) % experts).view_as(index)),
+    "skewed": lambda index, experts: index.copy_((torch.rand(index.shape) ** 4 * experts).long()),
+}
 
 
-def test_a_limit_that_changes(fused_mlp, device):
-    """What a gate reads is read at every call."""
-    module, given = made(Limited).to(device), routed(device)
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).modules
-    for limit in (0.5, 0.1):
-        module.limit = fused.limit = limit
-        assert_alike(run(fused, given, "batched_mm"), run(module, given, "batched_mm"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(fused_mlp, device, implementation, routing, dtype):
+    made = drawn(50, 4, 8, dtype=dtype, device=device)
+    ROUTINGS[routing](made["top_k_index"], 8)
+    made["top_k_weights"] = torch.rand(50, 4, device=device)
+    result = check(fused_mlp, implementation, made)
+    if routing in ("none", "far outside"):
+        assert not result.any()
 
 
-# Ways that transformers is set to.
+def test_dtypes_of_the_routing(fused_mlp, device, implementation):
+    made = drawn(device=device)
+    expected = check(fused_mlp, implementation, made)
+    for index in (torch.int32, torch.int16, torch.int8):
+        other = check(fused_mlp, implementation, made | {"top_k_index": made["top_k_index"].to(index)})
+        assert torch.equal(other, expected)
+    for weights in (torch.float64, torch.bfloat16, torch.float16):
+        check(fused_mlp, implementation, made | {"top_k_weights": made["top_k_weights"].to(weights)})
 
 
-class OtherLoop(Base):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            position, token = torch.where((top_k_index == expert).T)
-            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            hidden = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            out.index_add_(0, token, 2.0 * hidden * top_k_weights[token, position, None])
-        return out
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [transposed, chunk, every_other_column, misaligned])
+def test_strides(fused_mlp, device, implementation, layout, dtype):
+    made = drawn(20, sizes=(33, 20, 17), dtype=dtype, device=device, biases=True)
+    for names in (*([name] for name in made), list(made)):
+        laid_out = {name: layout(made[name]) for name in names if not made[name].isnan().any()}
+        check(fused_mlp, implementation, made | laid_out)
 
 
-class Printing(Base):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        print("run")
-        return hidden_states
+def test_experts_of_a_larger_stack(fused_mlp, device, implementation):
+    """As each process has them with expert parallelism: views, whose experts are a part of all."""
+    made = drawn(20, 4, 8, dtype=torch.bfloat16, device=device)
+    part = made | {name: made[name][2:5] for name in ("gate_up_weight", "down_weight")}
+    part["top_k_index"] = made["top_k_index"] - 2
+    check(fused_mlp, implementation, part)
 
 
-class InFloatThroughout(Base):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states, dtype=torch.float32)
-        for expert in range(self.num_experts):
-            position, token = torch.where((top_k_index == expert).T)
-            gate, up = F.linear(hidden_states[token].float(), self.gate_up_proj[expert].float()).chunk(2, dim=-1)
-            hidden = F.linear(self.act_fn(gate) * up, self.down_proj[expert].float())
-            out.index_add_(0, token, hidden * top_k_weights[token, position, None].float())
-        return out.to(hidden_states.dtype)
+def test_leading_dimensions(fused_mlp, device):
+    made = drawn(12, device=device, biases=True)
+    expected = fused_mlp.experts_mlp(**made)
+    for lead in ((3, 4), (2, 1, 6)):
+        shaped = {name: made[name].unflatten(0, lead) for name in ("x", "top_k_index", "top_k_weights")}
+        assert torch.equal(fused_mlp.experts_mlp(**made | shaped), expected.unflatten(0, lead))
 
 
-def reason(fused_mlp, module):
-    explanation = fused_mlp.explain(module)
-    return None if explanation.implementation == "fused" else explanation.reason
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_same_bits_on_every_run(fused_mlp, device, dtype):
+    made = drawn(200, 6, 16, (64, 96, 64), dtype=dtype, device=device)
+    first = fused_mlp.experts_mlp(**made)
+    assert all(torch.equal(fused_mlp.experts_mlp(**made), first) for _ in range(5))
 
 
-def test_a_loop_that_computes_something_else(fused_mlp, device, capsys):
-    """It is left; the ways of transformers, which go by the flags of the class, are not."""
-    for kind in (OtherLoop, Printing):
-        module, given = made(kind).to(device), routed(device)
-        fused = copy.deepcopy(module)
-        fused_mlp.fuse_mlps(fused)
-        assert reason(fused_mlp, fused) == "runs as it is: a loop of its own that computes something else"
-        assert "run" not in capsys.readouterr().out
-        with torch.no_grad():
-            assert torch.equal(fused(*given), module(*given))
-        capsys.readouterr()
-        module.config._experts_implementation = fused.config._experts_implementation = "batched_mm"
-        assert_alike(fused(*given), module(*given))
+# What is not one op
 
 
-def test_a_loop_in_float32(fused_mlp, device):
-    fused = made(InFloatThroughout).to(device)
-    fused_mlp.fuse_mlps(fused)
-    assert reason(fused_mlp, fused) is None
-    fused.bfloat16()
-    assert reason(fused_mlp, fused) == "runs as it is: a loop of its own that computes in float32"
+def gradients(function, made, grad):
+    leaves = {
+        name: value.detach().clone().requires_grad_() if value.is_floating_point() else value
+        for name, value in made.items()
+    }
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    result = function(**leaves)
+    return dict(zip(wanted, torch.autograd.grad(result, wanted.values(), grad.to(result.dtype)), strict=True))
 
 
-def test_functions_of_others(fused_mlp, device, monkeypatch):
-    """Somebody's function under a name of its own, or under one of transformers'."""
-    module, (x, *routing) = made(Base).to(device), routed(device)
-    fused_mlp.fuse_mlps(module)
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda module, x, *_: x + 1)
-    for name in ("mine", "batched_mm"):
-        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, lambda module, x, *_: x + 1)
-        module.config._experts_implementation = name
-        assert reason(fused_mlp, module) == f"runs as it is: experts_implementation {name!r}"
-        assert torch.equal(module(x, *routing), x + 1)
+@dtypes
+def test_gradients(fused_mlp, device, dtype):
+    """Of x, the routing's weights, all weights and biases."""
+    for form in (*forms(), {"interleaved": True, "transposed": True, **GPT_OSS}):
+        made = drawn(dtype=dtype, device=device, biases=True, **form)
+        made["top_k_weights"].nan_to_num_(0.3)
+        grad = torch.randn(7, 33, device=device).to(dtype)
+        got = gradients(functools.partial(fused_mlp.experts_mlp, activation="silu", **form), made, grad)
+        of_eager = gradients(functools.partial(loop, FORMULAS["silu"].eager, **form), made, grad)
+        for name, found in got.items():
+            assert found.stride() == made[name].stride()
+
+        def of_exact(made, form=form, grad=grad):
+            wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
+            return list(gradients(functools.partial(loop, FORMULAS["silu"].exact, **form), wide, grad).values())
+
+        condition = conditioning(of_exact, made)
+        for index, (name, expected) in enumerate(zip(got, of_exact(made), strict=True)):
+            assert_no_worse_than_eager(
+                got[name],
+                of_eager[name],
+                expected,
+                f"gradient of {name}, {form}",
+                16,
+                dtype=dtype,
+                conditioning=functools.partial(condition, index),
+            )
 
 
-def test_on_another_device(fused_mlp):
-    """Where nothing has been measured, the products of groups stay, and a class's own loop does not."""
-    module = made(Base, implementation="grouped_mm").to("meta")
-    (entry,) = fused_mlp.fuse_mlps(module).modules
-    assert entry.reason == "runs as it is: grouped_mm on meta, against which experts_mlp has not been measured"
-    module.config._experts_implementation = "eager"
-    assert reason(fused_mlp, module) is None
+def test_derivatives_of_every_order(fused_mlp, device):
+    for form in ({}, {"gated": False}, {"interleaved": True, "transposed": True, "limit": 0.7, "up_offset": 1.0}):
+        made = drawn(3, 2, 3, (3, 2, 2), dtype=torch.float64, device=device, biases=True, **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3).double()
+        names = [name for name, value in made.items() if value.is_floating_point()]
+
+        def call(*values, names=names, made=made, form=form):
+            return fused_mlp.experts_mlp(**made | dict(zip(names, values, strict=True)), **form)
+
+        leaves = [made[name].requires_grad_() for name in names]
+        torch.autograd.gradcheck(call, leaves, fast_mode=True, check_forward_ad=True)
+        torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
-def test_without_transformers():
-    """The package can be imported without; register_experts says what is missing."""
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import os, kernels, project\n"
-        "os.environ['LOCAL_KERNELS'] = project.local_kernels()\n"
-        "fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version())\n"
-        "try: fused_mlp.register_experts()\n"
-        "except ImportError as error: print(error)\n"
-        "import types; sys.modules['transformers'] = types.ModuleType('transformers')\n"
-        "sys.modules['transformers'].__version__ = '4.57'; sys.modules['transformers'].__path__ = []\n"
-        "try: fused_mlp.register_experts()\n"
-        "except ImportError as error: print(error)\n"
+def test_func_transforms(fused_mlp, device):
+    made = drawn(5, device=device)
+    call = lambda x: fused_mlp.experts_mlp(**made | {"x": x})  # noqa: E731
+    stacked = torch.stack([made["x"], 2 * made["x"]])
+    expected = torch.stack([call(x) for x in stacked])
+    torch.testing.assert_close(torch.vmap(call)(stacked), expected)
+    grads = torch.func.grad(lambda x: call(x).sum())(made["x"])
+    leaf = made["x"].clone().requires_grad_()
+    torch.testing.assert_close(grads, torch.autograd.grad(call(leaf).sum(), leaf)[0])
+
+
+def test_autocast(fused_mlp, device):
+    made = drawn(device=device, biases=True)
+    made["top_k_weights"].nan_to_num_(0.3)
+    low = {name: value.bfloat16() if name != "top_k_weights" else value for name, value in made.items()}
+    low["top_k_index"] = made["top_k_index"]
+    expected = fused_mlp.experts_mlp(**low)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = fused_mlp.experts_mlp(**made)
+        made["gate_up_weight"].requires_grad_()
+        fused_mlp.experts_mlp(**made).sum().backward()
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert made["gate_up_weight"].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_compiled_without_breaks(fused_mlp, device, trained):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda made: fused_mlp.experts_mlp(**made), fullgraph=True, dynamic=True, backend="aot_eager"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="tools")
-    missing, old = done.stdout.strip().splitlines()[-2:]
-    assert missing.startswith("register_experts needs transformers, which cannot be imported")
-    assert old == "register_experts needs transformers 5.0 or later, whose experts have an interface; this is 4.57"
+    for tokens in (7, 12, 1):
+        made = drawn(tokens, device=device, biases=True)
+        made["top_k_weights"].nan_to_num_(0.3)
+        weight = made["gate_up_weight"].requires_grad_(trained)
+        expected, found = fused_mlp.experts_mlp(**made), compiled(made)
+        torch.testing.assert_close(found, expected)
+        if trained:
+            grads = [torch.autograd.grad(result.square().sum(), weight)[0] for result in (expected, found)]
+            torch.testing.assert_close(*grads)
 
 
-# Classes without the interface.
-
-
-class Loop(nn.Module):
-    """Names of its own, the transposed layout, an inner function of torch."""
-
-    scale = 1.0
-
-    def __init__(self):
+class Module(nn.Module):
+    def __init__(self, fused_mlp, made):
         super().__init__()
-        self.num_experts = EXPERTS
-        self.inward = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.25)
-        self.outward = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.25)
+        self.call, self.rest = fused_mlp.experts_mlp, made
 
-    def forward(self, x, chosen, shares):
-        out = torch.zeros_like(x)
-        for expert in range(self.num_experts):
-            position, token = torch.where((chosen == expert).T)
-            if token.numel() == 0:
-                continue
-            hidden = F.gelu(x[token] @ self.inward[expert])
-            out.index_add_(0, token, hidden @ self.outward[expert] * shares[token, position, None])
-        return out * self.scale
+    def forward(self, x):
+        return self.call(**self.rest | {"x": x})
 
 
-class Scaled(Loop):
-    scale = 2.0
+def test_exported(fused_mlp, device):
+    made = drawn(device=device)
+    module = Module(fused_mlp, made)
+    program = torch.export.export(module, (made["x"],))
+    torch.testing.assert_close(program.module()(made["x"]), module(made["x"]))
+    assert not any("fused_mlp" in str(node.target) for node in program.graph.nodes)
 
 
-class Keeping(Loop):
-    def forward(self, x, chosen, shares):
-        self.latest = chosen
-        return super().forward(x, chosen, shares)
+def test_ops(fused_mlp, device):
+    """What torch asks of an op: its schema, and what it says of shapes that it has not computed."""
+    namespace = getattr(torch.ops, fused_mlp.__name__)
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
+    a, b = torch.randn(6, 4, device=device), torch.randn(6, 5, device=device)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        namespace.grouped_mm.default, (a, torch.randn(3, 4, 5, device=device), offsets), test_utils=tests
+    )
+    torch.library.opcheck(namespace.grouped_outer.default, (a, b, offsets), test_utils=tests)
+    if device.type == "cpu":
+        made = drawn(biases=True)
+        rest = (4, True, False, False, 0.5, 1.0)
+        torch.library.opcheck(namespace.experts_mlp.default, (*made.values(), *rest), test_utils=tests)
 
 
-def test_loops_of_other_classes(fused_mlp, device):
-    """What they compute is seen on a small copy of them; what is not the known sum is left as it is."""
-    for kind, pattern in ((Loop, "experts"), (Scaled, None), (Keeping, None)):
-        torch.manual_seed(0)
-        module, (x, chosen, shares) = kind().to(device), routed(device)
-        fused = copy.deepcopy(module)
-        report = fused_mlp.fuse_mlps(fused)
-        assert [entry.pattern for entry in report.fused] == ([pattern] if pattern else [])
-        assert_alike(fused(x, shares=shares, chosen=chosen), module(x, chosen, shares))
-        assert_alike(fused(x, chosen, shares=shares), module(x, chosen, shares))
-        report.restore()
-        assert type(fused) is kind
+# What does not fit
+
+WRONG = [
+    ({"x": 1.0}, TypeError, "x must be a tensor, got float"),
+    ({"top_k_index": None}, TypeError, "top_k_index must be a tensor, got NoneType"),
+    ({"top_k_index": torch.rand(7, 3)}, TypeError, "top_k_index must be of a signed integer dtype, got torch.float32"),
+    (
+        {"top_k_weights": torch.ones(7, 3).long()},
+        TypeError,
+        "top_k_weights must be of a floating dtype, got torch.int64",
+    ),
+    (
+        {"top_k_weights": torch.ones(7, 2)},
+        ValueError,
+        r"top_k_weights must have the shape of top_k_index, \[7, 3\], got",
+    ),
+    ({"x": torch.ones(6, 40)}, ValueError, r"top_k_index must be \[tokens, k\] .* got \[7, 3\] and \[6, 40\]"),
+    ({"x": torch.ones(7, 39)}, ValueError, r"gate_up_weight must be \[experts, out, in\] with in = 39 to fit x"),
+    ({"gate_up_weight": torch.ones(4, 47, 40)}, ValueError, "gate_up_weight must be .* even out"),
+    ({"gate_up_weight": torch.ones(0, 48, 40)}, ValueError, "gate_up_weight must be .* an expert at least"),
+    ({"down_weight": torch.ones(5, 33, 24)}, ValueError, "down_weight must be .* experts = 4 and in = 24"),
+    ({"down_weight": torch.ones(4, 33, 24).bfloat16()}, TypeError, "down_weight must have the dtype of x"),
+    ({"gate_up_bias": torch.ones(4, 24)}, ValueError, r"gate_up_bias must be \[4, 48\] to fit gate_up_weight"),
+    ({"down_bias": torch.ones(33)}, ValueError, r"down_bias must be \[4, 33\] to fit down_weight"),
+    ({"down_bias": torch.ones(4, 33, device="meta")}, ValueError, "down_bias must be on the device of x"),
+    ({"gated": False, "interleaved": True}, ValueError, "down_weight must be"),
+    ({"limit": -1.0}, ValueError, "limit must be positive or None, got -1.0"),
+    ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
+    ({"activation": "nothing"}, ValueError, "'nothing' is not known"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=str)
+def test_what_does_not_fit(fused_mlp, changes, error, words):
+    made = drawn() | changes
+    for call in (fused_mlp.experts_mlp, functools.partial(fused_mlp.explain, fused_mlp.experts_mlp)):
+        with pytest.raises(error, match=words):
+            call(**made)
+
+
+def test_the_op_reads_nothing_that_does_not_fit(fused_mlp, device):
+    if device.type != "cpu":
+        pytest.skip("only CPUs have the op")
+    op = sys.modules[f"{fused_mlp.__name__}.backends.native"].experts_mlp
+    made = drawn(biases=True)
+    rest = (4, True, False, False, None, 0.0)
+    assert op(*made.values(), *rest).shape == (7, 33)
+    for name, value in made.items():
+        for fault in (value[None], value[..., :-1], value[:-1], value.to("meta"), value.to(torch.complex64)):
+            with pytest.raises(RuntimeError, match=r"must be|differs in|not on the device"):
+                op(*(made | {name: fault}).values(), *rest)
+    for code in (-1, 8):
+        with pytest.raises(RuntimeError, match="activation"):
+            op(*made.values(), code, *rest[1:])
+
+
+# What explains it
+
+
+def test_explained(fused_mlp, device):
+    made = drawn(device=device)
+
+    def explain(**changes):
+        return fused_mlp.explain(fused_mlp.experts_mlp, **made | changes)
+
+    found = explain()
+    assert found.operation == "experts_mlp"
+    if device.type == "cpu":
+        assert found.implementation == "cpu"
+        assert [part.layer for part in found.parts] == ["gate and up", "down"]
+        assert "float32" in found.reason
+    else:
+        assert (found.implementation, "not measured yet" in found.reason) == ("torch", True)
+    trained = explain(x=made["x"].clone().requires_grad_())
+    assert (trained.implementation, trained.reason) == ("torch", "autograd follows the parts")
+    assert explain(top_k_weights=torch.rand(7, 3, device=device).requires_grad_()).reason == trained.reason
+    with fused_mlp.backend("torch"):
+        assert explain().reason == "forced by backend()"
+
+
+def test_any_call(fused_mlp, device, implementation):
+    """What nobody thought of: everything drawn by chance."""
+    draw = random.Random(torch.randint(1 << 30, ()).item())
+    for _ in range(25):
+        form = draw.choice(list(forms()))
+        experts, k = draw.choice([1, 2, 3, 9, 40]), draw.choice([1, 2, 3, 8, 16])
+        sizes = tuple(draw.choice([1, 3, 8, 16, 33, 64, 130]) for _ in range(3))
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        tokens = draw.choice([1, 2, 5, 31, 64, 120])
+        made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, biases=draw.random() < 0.5, **form)
+        check(fused_mlp, implementation, made, draw.choice(ACTIVATIONS), **form)

@@ -144,8 +144,9 @@ def test_instruction_sets(isa):
     if not FLAGS[isa] <= cpu_flags():
         pytest.skip(f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or any_call"
+    files = ("tests/test_functional.py", "tests/test_experts.py")
     done = run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_functional.py", "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
         LOCAL_KERNELS=local_kernels(),
         FUSED_MLP_CPU_ISA=isa,
         CUDA_VISIBLE_DEVICES="",

@@ -216,9 +216,11 @@ class _PlusBias(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         (offsets,) = ctx.saved_tensors
         ones = grad.new_ones((grad.shape[0], 8))  # 16 bytes a row, as torch's grouped product wants them
-        takes = _takes_grouped_mm(ones, grad)
-        sums = F.grouped_mm(ones.t(), grad, offs=offsets) if takes else grouped_outer(ones, grad, offsets)
-        return grad, sums[:, 0], None, None
+        if _takes_grouped_mm(ones, grad):
+            sums = F.grouped_mm(ones.t(), grad, offs=offsets)
+        else:
+            sums = grouped_outer(ones[:, :1], grad, offsets)
+        return grad, sums[:, 0].contiguous(), None, None
 
 
 def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:

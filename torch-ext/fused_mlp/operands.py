@@ -94,14 +94,16 @@ def check_experts_mlp(
     _check_like(x, "down_weight", down_weight)
     layout = "[experts, in, out]" if transposed else "[experts, out, in]"
     in_dim, out_dim = (1, 2) if transposed else (2, 1)
-    given = _shape(gate_up_weight)
     if gate_up_weight.dim() != 3 or gate_up_weight.shape[in_dim] != x.shape[-1] or gate_up_weight.shape[0] == 0:
         raise OperandValueError(
-            f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x, and an expert at least, got {given}"
+            f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x, and an expert at least, "
+            f"got {_shape(gate_up_weight)}"
         )
     experts, hidden = gate_up_weight.shape[0], gate_up_weight.shape[out_dim]
     if gated and hidden % 2 != 0:
-        raise OperandValueError(f"gate_up_weight must be {layout} with an even out, being gated, got {given}")
+        raise OperandValueError(
+            f"gate_up_weight must be {layout} with an even out, being gated, got {_shape(gate_up_weight)}"
+        )
     hidden = hidden // 2 if gated else hidden
     if down_weight.dim() != 3 or down_weight.shape[0] != experts or down_weight.shape[in_dim] != hidden:
         raise OperandValueError(
@@ -111,9 +113,11 @@ def check_experts_mlp(
     for name, bias, weight in (("gate_up", gate_up_bias, gate_up_weight), ("down", down_bias, down_weight)):
         if bias is not None:
             _check_like(x, f"{name}_bias", bias)
-            expected = [experts, weight.shape[out_dim]]
-            if list(bias.shape) != expected:
-                raise OperandValueError(f"{name}_bias must be {expected} to fit {name}_weight, got {_shape(bias)}")
+            features = weight.shape[out_dim]
+            if bias.dim() != 2 or bias.shape[0] != experts or bias.shape[1] != features:
+                raise OperandValueError(
+                    f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {_shape(bias)}"
+                )
     if not gated and (interleaved or limit is not None or up_offset != 0):
         raise OperandValueError("interleaved, limit and up_offset must be left out where gated is False")
     if limit is not None and not limit > 0:

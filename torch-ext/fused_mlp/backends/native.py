@@ -39,10 +39,10 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
-    if op == "experts_mlp":
-        return f"no {DEVICE_TYPE} kernel for experts"
     if DEVICE_TYPE == "cpu":
         return None
+    if op == "experts_mlp":
+        return "no CUDA kernel for experts"
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
@@ -68,6 +68,12 @@ _cached_gpu_refusal = functools.cache(_gpu_refusal)
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
     """How the compiled ops would compute a call, by its named layers; the arguments are those of the op ``plan``."""
     return plans.parsed(ops.plan.default(x, *rest), layers)
+
+
+def plan_experts(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool) -> Tuple[plans.Part, ...]:
+    """The same for ``experts_mlp``."""
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, transposed)
+    return plans.parsed(record, ("gate and up", "down"))
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
