@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -343,25 +342,3 @@ def test_after_kernelize(fused_mlp, device):
     module.forward = fused_mlp.layers.GatedMLP.forward.__get__(module)
     assert fused_mlp.fuse_mlps(module).fused == []
     assert fused_mlp.explain(module).implementation == "fused"
-
-
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-def test_experts_however_they_run(fused_mlp, device, experts):
-    """What runs them one by one stands in a decorator of transformers, which else takes the experts' own method."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=100, num_local_experts=4)
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config).to(device).eval()
-    model.config._experts_implementation = experts
-    fused = copy.deepcopy(model)
-    report = fused_mlp.fuse_mlps(fused)
-    assert [module.pattern for module in report.fused] == ["pointwise"]
-    ids = torch.arange(18, device=device).view(2, 9)
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        got = fused(ids).logits
-    assert any("fused_mlp" in event.name and "act_and_mul" in event.name for event in profile.events())
-    with torch.no_grad():
-        torch.testing.assert_close(got, model(ids).logits, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(copy.deepcopy(fused)(ids).logits, got, rtol=1e-3, atol=1e-5)
-    report.restore()
-    assert "forward" not in vars(fused.model.layers[0].mlp.experts)

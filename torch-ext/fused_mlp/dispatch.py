@@ -18,6 +18,9 @@ _NAMES = ("cuda", "triton", "cpu", "torch")
 _AUTO = ("cuda", "triton") if native.DEVICE_TYPE == "cuda" else ("cpu",)
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 
+# What was never measured is not chosen; backend() forces it.
+_FORCED_ONLY = {"experts_mlp": (triton,)}
+
 # On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
 _LEAST_RECORDED = 1 << 17
 
@@ -67,7 +70,7 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
     for implementation in () if _is_too_small(x, recorded) else _AUTO_BACKENDS:
-        if implementation.refusal(op, x) is None:
+        if implementation.refusal(op, x) is None and implementation not in _FORCED_ONLY.get(op, ()):
             return implementation
     return reference
 
@@ -83,6 +86,8 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
+        if reason is None and _BACKENDS[name] in _FORCED_ONLY.get(op, ()):
+            reason = "not measured yet"
         if reason is None:
             return name, "; ".join(refusals) or "first choice for this device and dtype"
         refusals.append(f"not {name}: {reason}")

@@ -30,6 +30,7 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+experts_mlp = ops.experts_mlp.default
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
@@ -40,6 +41,8 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
         return None
+    if op == "experts_mlp":
+        return "no CUDA kernel for experts"
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
@@ -65,6 +68,12 @@ _cached_gpu_refusal = functools.cache(_gpu_refusal)
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
     """How the compiled ops would compute a call, by its named layers; the arguments are those of the op ``plan``."""
     return plans.parsed(ops.plan.default(x, *rest), layers)
+
+
+def plan_experts(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool) -> Tuple[plans.Part, ...]:
+    """The same for ``experts_mlp``."""
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, transposed)
+    return plans.parsed(record, ("gate and up", "down"))
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -127,3 +136,24 @@ def _(
 ) -> Tensor:
     operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    limit: Optional[float],
+    up_offset: float,
+) -> Tensor:
+    given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    operands.check_experts_mlp(*given, gated, interleaved, transposed, limit, up_offset)
+    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))

@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
 from . import effects, forms, forwards, obstacles, shortcut, sites, switching
+from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
-from .source import around, function_of, inside, value_of, values_of
+from .source import function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
@@ -53,19 +54,17 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in sites.ACTIVATIONS}
-    # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
-    # between it and other ways.
-    experts = any(map(_is_stacked, module._parameters.values()))
-    has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
+    has_layers = not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
+    # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
+    # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
+    stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
     made, unknown = {}, {}
-    for name, decorated in methods.items() if wanted and has_layers else ():
-        inner = inside(decorated) if experts else None
-        function = decorated if inner is None else inner
-        if experts or wanted.intersection(function.__code__.co_names):
+    for name, function in methods.items() if wanted and (has_layers or stacked) else ():
+        if not has_layers and _has_loop(function):
+            continue
+        if stacked or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, decorated, _roles(callees))
-            if rewritten is not None and inner is not None:
-                rewritten = _decorated_again(decorated, inner, rewritten)
+            rewritten, left = _rewritten(function, name, _roles(callees))
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
     return made, list(unknown.values())
@@ -159,13 +158,18 @@ def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
 
 
 @functools.cache
+def _has_loop(function: FunctionType) -> bool:
+    tree = effects.readable(function)
+    return tree is not None and any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
+
+
+@functools.cache
 def _rewritten(
-    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
 ) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
-    depends on nothing else but what its callees are, so that the layers of a model share it.
+    The outcome depends on nothing else but what its callees are, so that the layers of a model share it.
     """
     named = dict(roles)
     if sites.PROJECTION not in named.values() and sites.ACTIVATIONS.isdisjoint(named.values()):
@@ -188,19 +192,11 @@ def _rewritten(
     made = None
     if found:
         names = {**_NAMES, **{_name_of_pattern(site.pattern): site.pattern for site in found}}
-        made = function_of(tree, function, names, switching.instead_of(name, method, function))
+        made = function_of(tree, function, names, switching.instead_of(name, function, function))
         setattr(made, _SITES, tuple(found))
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
     return made, tuple(site.act for site in left)
-
-
-def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
-    """The decorator's function around what was made of the function inside it."""
-    made = around(decorated, inner, rewritten)
-    setattr(made, _SITES, getattr(rewritten, _SITES))
-    _made.add(made)
-    return made
 
 
 def _call(site: sites.Site) -> ast.expr:

@@ -62,15 +62,6 @@ def inside(function: FunctionType) -> Optional[FunctionType]:
     return inner if held and isinstance(inner, FunctionType) else None
 
 
-@functools.cache
-def around(function: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
-    """A decorator's function as it is, but around ``other`` in place of ``inner``."""
-    closure = tuple(CellType(other) if _holds(cell, inner) else cell for cell in function.__closure__ or ())
-    made = _like(function, function.__code__, closure)
-    made.__wrapped__ = inner
-    return made
-
-
 def _holds(cell: CellType, value: Any) -> bool:
     return cell != CellType() and cell.cell_contents is value  # an empty cell equals a new one, and has no contents
 

@@ -29,6 +29,8 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     """Why the Triton kernels do not take ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
     if not INSTALLED:
         return "triton is not installed"
+    if op == "experts_mlp":
+        return "no Triton kernel for experts"
     if x.dtype not in _DTYPES:
         return f"no Triton kernel for {x.dtype}"
     if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates
