@@ -61,7 +61,7 @@ def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch
     assert not _supports_cuda_capability(archs, (7, 5))
     assert "9.0a" in archs
     native = sys.modules[f"{fused_mlp.__name__}.backends.native"]
-    monkeypatch.setitem(native._BACKEND, "archs", archs)
+    monkeypatch.setitem(native.BUILT_FOR, "archs", archs)
     for gpu in GPUS:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda index, gpu=gpu: gpu)
         assert native._gpu_refusal(0) is None
