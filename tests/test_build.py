@@ -137,6 +137,7 @@ def test_variant_is_laid_out_for_the_loader(backend):
     assert metadata.id == variant.id, "the build is older than the sources: run `make build`"
     assert (str(metadata.name), metadata.version) == (project.name(), project.version())
     assert metadata.license == "Apache-2.0"
+    assert metadata.source == project.config()["general"]["source"]
     assert metadata.backend.backend_type == Backend.from_str(backend)
     assert metadata.backend.archs == (variant.archs or None)
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))

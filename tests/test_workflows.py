@@ -104,10 +104,12 @@ def test_the_first_real_compilation_is_not_the_release():
 
 
 def test_the_variants_without_compiled_ops_are_built():
-    """By kernel-builder as flake.lock has it, for this commit; and they come to the others, to be checked and uploaded."""
+    """By kernel-builder as flake.lock has it, for this commit; and they come to the others."""
     job = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]["noarch"]
     runs = [step.get("run", "") for step in job["steps"]]
-    source, described, built, hashed = (find(runs, what) for what in ("noarch.py", "create-pyproject", "setup.py", "hash"))
+    source, described, built, hashed = (
+        find(runs, what) for what in ("noarch.py", "create-pyproject", "setup.py", "hash")
+    )
     assert source < described < built < hashed
     for step in (described, hashed):
         assert runs[step].startswith("nix run --inputs-from . kernel-builder#kernel-builder -- ")
@@ -135,10 +137,21 @@ def test_runners_have_torch_for_cpus(workflow):
 def test_the_installer_of_the_runners_installs_everything():
     command = ["make", "--dry-run", "--always-make", "venv", "test", "coverage"]
     environment = {**os.environ, "INSTALLER": "the installer"}
-    shown = subprocess.run(command, cwd=project.ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        command, cwd=project.ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert " pip install" not in shown
     installed = set(re.findall(r"^the installer .*-r requirements/(\w+)\.txt$", shown, re.MULTILINE))
     assert {"build", "test", "bench", "lint", "timm", "coverage"} <= installed
+
+
+def test_what_is_attested():
+    """Every variant, with the action that the older ones for provenance alone have become."""
+    jobs = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]
+    for name in ("build", "noarch"):
+        (step,) = [step for step in jobs[name]["steps"] if "attest" in step.get("uses", "")]
+        assert step["uses"].startswith("actions/attest@")
+        assert "build/*/metadata.json" in step["with"]["subject-path"]  # which has the digests of all other files
 
 
 def find(commands: list[str], what: str) -> int:

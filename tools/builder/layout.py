@@ -62,6 +62,7 @@ def _metadata(variant: Variant, folder: Path) -> dict:
         "id": variant.id,
         "version": general["version"],
         "license": general["license"],
+        **({"source": general["source"]} if "source" in general else {}),
         "python-depends": [],
         "kernel-depends": [],
         "backend": backend,

@@ -89,7 +89,9 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
         if reason is None:
             return name, "; ".join(refusals) or "first choice for this device and dtype"
         refusals.append(f"not {name}: {reason}")
-    return "torch", "; ".join(refusals) or "the Triton kernels have not been run on such GPUs: backend('triton') takes them"
+    return "torch", "; ".join(
+        refusals
+    ) or "the Triton kernels have not been run on such GPUs: backend('triton') takes them"
 
 
 def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:

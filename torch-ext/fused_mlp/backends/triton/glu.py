@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
