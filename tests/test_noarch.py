@@ -94,7 +94,7 @@ def python(tmp_path: Path, build: Path, backend: str, *arguments: str, **more: s
 
 @pytest.mark.parametrize(("backend", "some", "passed"), [("rocm", "", 22), ("xpu", "gated_mlp", 4)])
 def test_the_kernels_compute(build, backend, some, passed, tmp_path):
-    """What kernel-builder runs on every variant, on Triton's interpreter: all of it for one of two that are the same."""
+    """What kernel-builder runs on every variant, on Triton's interpreter: all of it for one of the two."""
     tests = [str(project.ROOT / "tests/test_kernels_ci.py"), "--rootdir", str(tmp_path), "--noconftest"]
     options = ["-p", "torch_for", "-p", "no:cacheprovider", "-o", "markers=kernels_ci", "-k", some]
     done = python(tmp_path, build, backend, "-m", "pytest", *tests, *options, TRITON_INTERPRET="1")
