@@ -43,6 +43,7 @@ def test_exports(fused_mlp):
         "layers",
         "linear",
         "mlp",
+        "register_experts",
         "swiglu",
     }
     assert all(getattr(fused_mlp, name).__doc__ for name in fused_mlp.__all__)

@@ -4,6 +4,7 @@ from . import layers
 from .dispatch import backend
 from .explanation import explain
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
+from .models.mixtures import register_experts
 from .models.patching import fuse_mlps
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "layers",
     "linear",
     "mlp",
+    "register_experts",
     "swiglu",
 ]

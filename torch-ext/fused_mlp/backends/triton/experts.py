@@ -17,6 +17,7 @@ from ...activations import get_activation
 from ...experts import Form
 from .activations import activate
 from .configs import Config
+from .devices import device_of
 from .gemm import input_precision
 from .rows import as_rows
 
@@ -177,7 +178,7 @@ def experts_mlp(
     values = x.new_empty((slots, hidden))
     results = x.new_empty((slots, features))
     out = x.new_empty((tokens, features))
-    with torch.cuda.device_of(x):
+    with device_of(x):
         route_kernel[(experts,)](index, slot_of_row, ends, slots, BLOCK=route_block(slots))
         rows = (slot_of_row, ends, slots)
         _grouped(values, as_rows(x), gate_up_weight, gate_up_bias, rows, form, top_k=top_k)
@@ -237,7 +238,7 @@ def _grouped(
         GATED=form.gated,
         LIMITED=form.limit is not None or form.up_offset != 0,
         ACTIVATION=form.activation,
-        INPUT_PRECISION=input_precision(x.dtype),
+        INPUT_PRECISION=input_precision(x),
         EXPERTS=triton.next_power_of_2(experts),
         **config,
     )
