@@ -45,7 +45,7 @@ TITLES = {
     "ours": "fused-mlp",
 }
 TITLES |= {"ours-triton": "ours, Triton"}
-_MOST_BATCHED = 64  # batched_mm copies the weights of every choice
+_MOST_BATCHED = 16  # batched_mm copies the weights of every choice
 
 
 @dataclass(frozen=True)
