@@ -82,6 +82,7 @@ def parts() -> dict[str, str]:
         "generate": generate_table(),
         "widths": widths_table(),
         "floors": floors_table(),
+        "experts": experts_table(),
     }
     sentences = {
         "machine": machine(),
@@ -89,6 +90,7 @@ def parts() -> dict[str, str]:
         "sweep": sweep_sentence(),
         "between": between_sentence(),
         "cpu": cpu_sentence(),
+        "experts-machine": experts_machine(),
         "coverage": coverage_sentence(),
     }
     return tables | {name: textwrap.fill(text, 120) for name, text in sentences.items()}
@@ -238,6 +240,33 @@ def cpu_sentence() -> str:
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, "
         f"{run['dtype']}: a gated MLP of {shape['batch'] * shape['seq']} x {shape['dim']} x {shape['hidden']} takes "
         f"{ms['ours']:.0f} ms, eager {ms['eager']:.0f} and torch.compile {ms['compile']:.0f}."
+    )
+
+
+# Experts of mixtures.
+
+EXPERTS = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "ours": HEADS["ours"]}
+
+
+def experts_table() -> str:
+    """Milliseconds; the ratio is to the best of transformers' ways."""
+    rows = []
+    for result in run("cpu-experts")["results"]:
+        ms = {name: figures["wall_us"] / 1e3 for name, figures in result["providers"].items()}
+        best = min(time for name, time in ms.items() if name != "ours")
+        cells = [f"{ms[name]:.1f}" if name in ms else "" for name in EXPERTS]
+        what = f"{result['tokens']}, {result['routing']}" + (", with backward" if result["backward"] else "")
+        rows.append((what, *cells[:-1], f"{cells[-1]} ({ms['ours'] / best:.2f})"))
+    return documents.table(("tokens, routing", *EXPERTS.values()), rows, left=1)
+
+
+def experts_machine() -> str:
+    found = run("cpu-experts")
+    facts, shape = found["machine"], found["results"][0]
+    return (
+        f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
+        f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
+        f"{shape['top_k']} a token. Milliseconds; in brackets the ratio to the best of transformers' ways."
     )
 
 
