@@ -249,24 +249,27 @@ EXPERTS = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_
 
 
 def experts_table() -> str:
-    """Milliseconds; the ratio is to the best of transformers' ways."""
+    """Ratios to the best of transformers' ways."""
     rows = []
     for result in run("cpu-experts")["results"]:
-        ms = {name: figures["wall_us"] / 1e3 for name, figures in result["providers"].items()}
-        best = min(time for name, time in ms.items() if name != "ours")
-        cells = [f"{ms[name]:.1f}" if name in ms else "" for name in EXPERTS]
-        what = f"{result['tokens']}, {result['routing']}" + (", with backward" if result["backward"] else "")
-        rows.append((what, *cells[:-1], f"{cells[-1]} ({ms['ours'] / best:.2f})"))
+        times = {name: figures["wall_us"] for name, figures in result["providers"].items()}
+        best = min(time for name, time in times.items() if name != "ours")
+        cells = (f"{times[name] / best:.2f}" if name in times else "" for name in EXPERTS)
+        backward = ", with backward" if result["backward"] else ""
+        rows.append((f"{result['tokens']}, {result['routing']}{backward}", *cells))
     return documents.table(("tokens, routing", *EXPERTS.values()), rows, left=1)
 
 
 def experts_machine() -> str:
     found = run("cpu-experts")
     facts, shape = found["machine"], found["results"][0]
+    spreads = [way["wall_us_spread"] for result in found["results"] for way in result["providers"].values()]
     return (
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
-        f"{shape['top_k']} a token. Milliseconds; in brackets the ratio to the best of transformers' ways."
+        f"{shape['top_k']} a token. Wall time as a part of the best of transformers' ways. The machine was busy with "
+        f"other work: the turns of one way differ by {statistics.median(spreads):.0%} of their median, and the times "
+        "themselves say nothing."
     )
 
 
