@@ -20,7 +20,7 @@ _OWN = {name: f"{name}_experts_forward" for name in ("batched_mm", "grouped_mm")
 
 
 def functions() -> Any:
-    """The interface's table of functions, of the transformers that is imported: a kernel of the Hub imports torch alone.
+    """The interface's table of functions, of the transformers that is imported: a kernel imports torch alone.
 
     Raises ImportError where it is not there, or has none.
     """
