@@ -20,20 +20,22 @@ _OWN = {name: f"{name}_experts_forward" for name in ("batched_mm", "grouped_mm")
 
 
 def functions() -> Any:
-    """The interface's table of functions, of the transformers that is imported: a kernel imports torch alone.
+    """The interface's table of functions, with transformers imported.
 
     Raises ImportError where it is not there, or has none.
     """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        raise ImportError("register_experts needs transformers: import it first")
     try:
-        return transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS  # its modules import themselves
-    except (ImportError, AttributeError) as error:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"register_experts needs transformers, which cannot be imported: {error}") from error
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
         raise ImportError(
             f"register_experts needs transformers 5.0 or later, whose experts have an interface; this is "
             f"{transformers.__version__}"
         ) from error
+    return ALL_EXPERTS_FUNCTIONS
 
 
 @functools.cache

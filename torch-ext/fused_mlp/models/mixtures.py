@@ -95,7 +95,7 @@ def register_experts() -> None:
     of a type of its own), transformers' ``grouped_mm`` runs: ``explain(model)`` says so.
 
     Raises:
-        ImportError: transformers has not been imported, or has no such interface.
+        ImportError: transformers is not there, or has no such interface.
     """
     interface.functions().register(interface.NAME, registered)
 
