@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any, Optional, Sequence, Tuple
 
 import torch
@@ -12,12 +10,9 @@ from torch import Tensor
 
 from .. import operands, strides
 from .._ops import add_op_namespace_prefix, ops
-from . import plans
+from . import BUILT_FOR, plans
 
-# The builder's own record of what this build holds.
-_BACKEND = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
-
-DEVICE_TYPE: str = _BACKEND["type"]  # "cuda" or "cpu"
+DEVICE_TYPE: str = BUILT_FOR["type"]  # "cuda" or "cpu"
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
@@ -49,7 +44,7 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
 
 def _gpu_refusal(device_index: int) -> Optional[str]:
     major, minor = torch.cuda.get_device_capability(device_index)
-    for arch in _BACKEND["archs"]:
+    for arch in BUILT_FOR["archs"]:
         number = arch.replace("+PTX", "")
         arch_major, arch_minor = (int(part) for part in number.rstrip("af").split("."))
         exact = number.endswith("a")
@@ -59,7 +54,7 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
             return None
         if arch.endswith("+PTX") and (major, minor) > (arch_major, arch_minor):
             return None
-    return f"GPU of compute capability {major}.{minor}, built for {', '.join(_BACKEND['archs'])}"
+    return f"GPU of compute capability {major}.{minor}, built for {', '.join(BUILT_FOR['archs'])}"
 
 
 _cached_gpu_refusal = functools.cache(_gpu_refusal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from types import CodeType, FunctionType
@@ -25,17 +26,16 @@ def functions() -> Any:
     Raises ImportError where it is not there, or has none.
     """
     try:
-        import transformers
+        transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(f"register_experts needs transformers, which cannot be imported: {error}") from error
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
+        return importlib.import_module(_MODULE).ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError) as error:
         raise ImportError(
             f"register_experts needs transformers 5.0 or later, whose experts have an interface; this is "
             f"{transformers.__version__}"
         ) from error
-    return ALL_EXPERTS_FUNCTIONS
 
 
 @functools.cache

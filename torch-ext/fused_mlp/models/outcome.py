@@ -158,6 +158,8 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
     around = obstacles.of_surroundings()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
+    if any(mlp.halves.values()):  # then their parts are not looked at
+        return list(called(mlp.halves))
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
     unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
@@ -165,4 +167,5 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    return ", ".join(dict.fromkeys(str(mlp.pattern) for mlp in mlps))
+    words = (f"{mlp.pattern} in two modules" if mlp.halves else str(mlp.pattern) for mlp in mlps)
+    return ", ".join(dict.fromkeys(words))

@@ -39,15 +39,16 @@ def function_of(
     definition: ast.FunctionDef,
     original: FunctionType,
     names: Dict[str, Any],
-    instead: Callable[[Any], Optional[Callable[..., Any]]],
+    instead: Optional[Callable[[Any], Optional[Callable[..., Any]]]] = None,
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
     It sees ``names`` beside what the original sees. Where ``instead(self)`` is a function, it calls that, and does
     nothing else.
     """
-    names = {**names, _INSTEAD: instead}
-    definition.body.insert(0, _call_of_another(definition))
+    if instead is not None:
+        names = {**names, _INSTEAD: instead}
+        definition.body.insert(0, _call_of_another(definition))
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
