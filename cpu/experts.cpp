@@ -226,9 +226,9 @@ void run_tiles(const Tensor& x, const Experts& experts, const Routing& routing, 
   int64_t longest = 0;
   for (const Block& block : blocks) longest = std::max(longest, block.rows);
 
-  // With many blocks each thread takes whole ones through both layers. Few blocks are shared out by their panels.
+  // With enough blocks each thread takes whole ones through both layers. Few blocks are shared out by their panels.
   constexpr int64_t kUnitsPerThread = 4;
-  const bool whole = count >= kUnitsPerThread * threads;
+  const bool whole = count >= 2 * threads;
   const int64_t slots = whole ? threads : count;
   const int64_t in_size = amx::packed_size(longest, in_features);
   const int64_t hidden_size = amx::packed_size(longest, experts.hidden());

@@ -404,7 +404,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=[words for *_, words in WRONG])
 def test_what_does_not_fit(fused_mlp, changes, error, words):
     made = drawn() | changes
     for call in (fused_mlp.experts_mlp, functools.partial(fused_mlp.explain, fused_mlp.experts_mlp)):

@@ -130,6 +130,32 @@ def gemm_types(op, dtype, config, descriptors):
     return types
 
 
+def experts_cases(dtype, activation, tokens, experts=128, top_k=8):
+    """The four kernels of experts_mlp: gated, with biases and limits, then down."""
+    name, code = activation
+    experts_module, slots = backend("experts"), tokens * top_k
+    integers = dict.fromkeys(("slots", "experts", "row_tiles", "N", "K", "x_stride", "features"), "i32")
+    strides = dict.fromkeys(("expert_stride", "feature_stride", "up_weight_offset", "up_bias_offset"), "i32")
+    strides["bias_expert_stride"] = "i32"
+    lists = {"index_ptr": "*i64", "slots_ptr": "*i32", "ends_ptr": "*i32", "weights_ptr": "*fp32"}
+    tensors = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr", "rows_ptr"), f"*{dtype}")
+    types = {**integers, **strides, **lists, **tensors, "limit": "fp32", "up_offset": "fp32"}
+    for kernel, constants in (
+        ("route_kernel", {"BLOCK": experts_module.route_block(slots)}),
+        ("add_up_kernel", {"TOP_K": top_k, "BLOCK": experts_module.add_up_block(N)}),
+    ):
+        yield Case(f"{kernel} {dtype} tokens={tokens}", f"experts.{kernel}", types, constants, {})
+    for gated in (True, False):
+        config = experts_module.tiles(slots, experts, gated, 4 if dtype == "fp32" else 2)
+        options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
+        way = {"TOP_K": top_k if gated else 0, "SCATTER": not gated, "GATED": gated, "LIMITED": gated}
+        constants = {**way, "ACTIVATION": code, "INPUT_PRECISION": "ieee", "EXPERTS": experts, **config}
+        constants.update(column_stride=1, bias_stride=1)
+        tile = f"{config['BLOCK_M']}x{config['BLOCK_N']}x{config['BLOCK_K']}"
+        label = f"experts {'gate and up' if gated else 'down'} {dtype} {name} tokens={tokens} {tile}"
+        yield Case(label, "experts.grouped_kernel", types, constants, options)
+
+
 def cases(gpu, dtypes, activations):
     """Each activation in each kernel, and the first of them in every form that the kernels take."""
     first, *others = activations.items()
@@ -137,6 +163,8 @@ def cases(gpu, dtypes, activations):
         yield from pointwise_cases("bf16", first)
         yield from gemm_cases("bf16", first, gpu, (1, 64, 8192))
         yield from gemm_cases("bf16", first, gpu, (1, 8192), aligned=False)
+        for tokens in (1, 4096):
+            yield from experts_cases("bf16", first, tokens)
         for activation in others:
             yield from pointwise_cases("bf16", activation, rows=(8192,))
             yield from gemm_cases("bf16", activation, gpu, (8192,), ops=("gated_linear",))
@@ -146,6 +174,7 @@ def cases(gpu, dtypes, activations):
         yield from gemm_cases("fp32", first, gpu, (64, 8192))
         yield from gemm_cases("fp32", first, gpu, (8192,), aligned=False)
         yield from gemm_cases("fp32", first, gpu, (8192,), precision="tf32")
+        yield from experts_cases("fp32", first, 4096)
 
 
 def compile_case(case, target):

@@ -251,11 +251,10 @@ def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """[E, M, N] of a [S, M] and b [S, N]: a transposed, times b, for every group."""
-    out = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
+    out = a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
-        if end > begin:
-            torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])  # zero where there are no rows
         begin = end
     return out
 

@@ -17,11 +17,20 @@ INTERPRETED = False
 if INSTALLED:
     import triton
 
-    from .ops import act_and_mul, act_and_mul_backward, gated_linear, gated_mlp, linear, mlp
+    from .ops import act_and_mul, act_and_mul_backward, experts_mlp, gated_linear, gated_mlp, linear, mlp
 
     INTERPRETED = triton.knobs.runtime.interpret  # when the kernels were defined, which is what counts
 
-__all__ = ["act_and_mul", "act_and_mul_backward", "gated_linear", "gated_mlp", "linear", "mlp", "refusal"]
+__all__ = [
+    "act_and_mul",
+    "act_and_mul_backward",
+    "experts_mlp",
+    "gated_linear",
+    "gated_mlp",
+    "linear",
+    "mlp",
+    "refusal",
+]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MIN_CAPABILITY = (8, 0)
@@ -31,8 +40,6 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     """Why the Triton kernels do not take ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
     if not INSTALLED:
         return "triton is not installed"
-    if op == "experts_mlp":
-        return "no Triton kernel for experts"
     if x.dtype not in _DTYPES:
         return f"no Triton kernel for {x.dtype}"
     if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates

@@ -126,7 +126,7 @@ def gated_linear(
 
 def _torch_multiplies(x: Tensor) -> bool:
     """Whether the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
-    return on_gpu(x) and x.dtype == torch.float32 and _input_precision(x) == "ieee"
+    return on_gpu(x) and x.dtype == torch.float32 and input_precision(x) == "ieee"
 
 
 def _matmul(
@@ -142,7 +142,7 @@ def _matmul(
     if out.numel():
         x = as_rows(x)
         (M, K), N = x.shape, weight.shape[0]
-        tensor_cores = x.dtype != torch.float32 or _input_precision(x) == "tf32"
+        tensor_cores = x.dtype != torch.float32 or input_precision(x) == "tf32"
         wide = tensor_cores and all(_vectorizes(matrix) for matrix in (x, weight, up_weight) if matrix is not None)
         device = gpu(x.device) if on_gpu(x) else INTERPRETER
         config = launch_config(op, M, N, K, x.element_size(), wide, device)
@@ -190,12 +190,12 @@ def launch(
             *weight.stride(),
             *(weight if up_weight is None else up_weight).stride(),
             ACTIVATION=activation,
-            INPUT_PRECISION=_input_precision(x),
+            INPUT_PRECISION=input_precision(x),
             **{**config, "DESCRIPTORS": descriptors},
         )
 
 
-def _input_precision(x: Tensor) -> str:
+def input_precision(x: Tensor) -> str:
     """How fp32 operands are multiplied: as PyTorch was told to, on NVIDIA's GPUs. Without effect on 16-bit ones."""
     asked = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if asked and torch.version.hip is None and not x.is_xpu else "ieee"
