@@ -19,9 +19,6 @@
 #include "pointwise.h"
 
 namespace fused_mlp {
-namespace {
-
-using torch::headeronly::ScalarType;
 
 const PointwiseKernels& pointwise() {
 #if defined(__x86_64__)
@@ -37,6 +34,10 @@ const PointwiseKernels& pointwise() {
 #endif
   return scalar::kPointwise;
 }
+
+namespace {
+
+using torch::headeronly::ScalarType;
 
 DType dtype_of(const Tensor& tensor, const char* name) {
   const ScalarType dtype = tensor.scalar_type();

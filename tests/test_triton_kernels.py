@@ -302,7 +302,7 @@ def test_nearest_tuned_rows(backend, tuned):
 
 def test_tuned_parameters_are_used(forced, backend, tuned, device, monkeypatch):
     configs, gemm = backend("configs"), backend("gemm")
-    gpu = configs.INTERPRETER if INTERPRETED else configs.gpu(torch.cuda.current_device())
+    gpu = configs.INTERPRETER if INTERPRETED else configs.gpu(torch.device("cuda", torch.cuda.current_device()))
     config = configs.default_config("gated_linear", 70, 96, 2, True, gpu) | {"BLOCK_M": 32, "BLOCK_N": 16}
     tuned(configs.file_name("gated_linear", 96, 64, gpu.name), {"64": config})
     used = []
@@ -341,7 +341,7 @@ def test_shipped_parameters(backend):
 @on_a_gpu
 def test_shipped_parameters_compute(forced, backend, device):
     configs = backend("configs")
-    gpu = configs.gpu(torch.cuda.current_device())
+    gpu = configs.gpu(torch.device("cuda", torch.cuda.current_device()))
     for path in configs.DIRECTORY.glob("*"):
         op, N, K = re.match(r"(\w+),N=(\d+),K=(\d+),", path.name).groups()
         if path.name == configs.file_name(op, int(N), int(K), gpu.name):

@@ -20,6 +20,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "mlp(Tensor x, Tensor fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
       "int activation) -> Tensor");
+  ops.def(
+      "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
+      "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
+      "float? limit, float up_offset) -> Tensor");
+  ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, bool transposed) -> str");
 }
 
 #if defined(CUDA_KERNEL)
@@ -38,6 +43,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("plan", TORCH_BOX(&fused_mlp::plan));
   ops.impl("gated_mlp", TORCH_BOX(&fused_mlp::gated_mlp));
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
+#if defined(CPU_KERNEL)
+  ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
+  ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
+#endif
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -8,6 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .devices import on_gpu
+
 _SPEC = find_spec("triton")
 INSTALLED = _SPEC is not None and _SPEC.origin is not None  # a mere folder of that name has no origin
 INTERPRETED = False
@@ -29,13 +31,16 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     """Why the Triton kernels do not take ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
     if not INSTALLED:
         return "triton is not installed"
+    if op == "experts_mlp":
+        return "no Triton kernel for experts"
     if x.dtype not in _DTYPES:
         return f"no Triton kernel for {x.dtype}"
     if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates
         return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
-    if x.device.type != "cuda":
+    if not on_gpu(x):
         return f"Triton kernels run on GPUs and x is on {x.device.type}"
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability < _MIN_CAPABILITY:
-        return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
+    if x.is_cuda and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(x.device)
+        if capability < _MIN_CAPABILITY:
+            return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
     return None

@@ -12,7 +12,7 @@ from ... import strides
 from ..._ops import add_op_namespace_prefix, ops
 from . import gemm, glu
 
-_DEVICES = ("cuda", "cpu")  # the interpreter's tensors are on the CPU
+_DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
