@@ -13,8 +13,8 @@ WORKSPACE = 64 << 20
 # Of cublasLt.h.
 COMPUTE_32F, R_32F, TYPES = 68, 0, {torch.float16: 2, torch.bfloat16: 14}
 TRANSPOSE_A, OPERATION_T = 3, 1
-CAP_TILES, CAP_STAGES, CAP_CUSTOM = 6, 13, 7
-SET_TILE, SET_SWIZZLING, SET_CUSTOM, SET_STAGES = 1, 4, 5, 6
+CAP_TILES, CAP_STAGES = 6, 13
+SET_TILE, SET_SWIZZLING, SET_STAGES = 1, 4, 6
 
 
 class Algorithm(ctypes.Structure):
@@ -82,20 +82,15 @@ class Product:
             first = Algorithm()
             if self.library.cublasLtMatmulAlgoInit(self.handle, *types, number, ctypes.byref(first)):
                 continue
-            customs = range(min((self._capability(first, CAP_CUSTOM) or [0])[0], 3) + 1)
             for tile in self._capability(first, CAP_TILES) or [0]:
                 for stages in self._capability(first, CAP_STAGES) or [0]:
-                    for custom in customs:
-                        for swizzling in (0, 1):
-                            made = Algorithm.from_buffer_copy(first)
-                            set_values = ((SET_TILE, tile), (SET_STAGES, stages), (SET_CUSTOM, custom))
-                            for attribute, value in (*set_values, (SET_SWIZZLING, swizzling)):
-                                number = ctypes.c_int(value)
-                                size = ctypes.c_size_t(4)
-                                set_to = (ctypes.byref(made), attribute, ctypes.byref(number), size)
-                                self.library.cublasLtMatmulAlgoConfigSetAttribute(*set_to)
-                            if self._takes(made):
-                                found.append(made)
+                    for swizzling in (0, 1):
+                        made = Algorithm.from_buffer_copy(first)
+                        for attribute, value in ((SET_TILE, tile), (SET_STAGES, stages), (SET_SWIZZLING, swizzling)):
+                            set_to = (attribute, ctypes.byref(ctypes.c_int(value)), ctypes.c_size_t(4))
+                            self.library.cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(made), *set_to)
+                        if self._takes(made):
+                            found.append(made)
         return found
 
     def _capability(self, algorithm: Algorithm, which: int) -> list[int]:
@@ -123,19 +118,30 @@ class Product:
                 continue
             runnable.append(algorithm)
         torch.cuda.synchronize()
-        found = []
-        for algorithm in runnable:
-            names = kernel_names(lambda algorithm=algorithm: self.run(algorithm))
-            if len(names) == 1 and AMPERE.search(names[0]) and not NEWER.search(names[0]):
-                found.append((names[0], algorithm))
-        return found
+        launched = launches([lambda each=each: self.run(each) for each in runnable])
+        return [
+            (names[0], algorithm)
+            for algorithm, names in zip(runnable, launched, strict=True)
+            if len(names) == 1 and AMPERE.search(names[0]) and not NEWER.search(names[0])
+        ]
 
 
-def kernel_names(run: Callable[[], None]) -> list[str]:
+def launches(runs: list[Callable[[], None]]) -> list[list[str]]:
+    """The names of the kernels that each of them launches, of one profile: a fill stands between two."""
+    marker = torch.empty(1, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run()
+        for run in runs:
+            marker.fill_(1.0)
+            run()
         torch.cuda.synchronize()
-    return [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found: list[list[str]] = []
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if "FillFunctor" in event.name:
+            found.append([])
+        else:
+            found[-1].append(event.name)
+    return found
 
 
 def _loaded(name: str) -> ctypes.CDLL | None:

@@ -66,6 +66,10 @@ def library(fused_mlp) -> ctypes.CDLL:
 _forced: list[tuple[bytes | None, int]] = [(None, -1)]
 
 
+def any_forced() -> bool:
+    return len(_forced) > 1
+
+
 @contextlib.contextmanager
 def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
     """Within this, an architecture's GEMMs compute all that they can: cuda/gemm/choice.cpp."""

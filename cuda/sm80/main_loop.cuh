@@ -84,11 +84,12 @@ struct SideLoader {
   __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) const {
     const uint32_t shared = side + swizzled<Tile::kRowBytes>(row(), piece());
     const bool present = begin + piece() * kPiece < k;
+    const int offset = present ? begin : 0;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (pass % kOf != first) continue;
       if (kRows % kRowsOfPass == 0 || pass * kRowsOfPass + row() < kRows) {
-        cp_async_16(shared + pass * kRowsOfPass * Tile::kRowBytes, source[pass] + begin, present);
+        cp_async_16(shared + pass * kRowsOfPass * Tile::kRowBytes, source[pass] + offset, present);
       }
     }
   }
