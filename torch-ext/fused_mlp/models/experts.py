@@ -74,6 +74,20 @@ def looks_like_experts(module: nn.Module) -> bool:
     return interface.original_of(method) is not None or (len(_stacks(module)) == 2 and takes_routing(method))
 
 
+def constantly_of(module: nn.Module) -> Optional[Experts]:
+    """:func:`of` for torch.compile, which takes what it is at the time for a constant; None also where unknown."""
+    plain = _plainly_of(module)
+    return None if plain is None else Experts(Weights(*plain[0]), Form(*plain[1]), *plain[2:])
+
+
+@torch.compiler.assume_constant_result
+def _plainly_of(module: nn.Module) -> Optional[Tuple[Any, ...]]:
+    found = of(module)
+    if not isinstance(found, Experts):
+        return None
+    return tuple(found.weights), tuple(found.form), found.loop, found.wide
+
+
 def of(module: nn.Module) -> Optional[Union[Experts, Unknown]]:
     """What a module computes that looks like experts; None for one that is none after all.
 
@@ -120,7 +134,7 @@ def tensors_of(module: nn.Module, weights: Weights) -> Tuple[Optional[Tensor], .
 
 def method_of(module: nn.Module) -> FunctionType:
     """The forward that the class of a module has, or had before it was fused."""
-    return (getattr(module, switching.FUSED, None) or type(module)).forward
+    return switching.class_of(module).forward
 
 
 def _stacks(module: nn.Module) -> List[str]:
@@ -141,7 +155,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 
 def _key(module: nn.Module, method: FunctionType) -> Tuple[Any, ...]:
     """What decides what a module computes, but for its weights."""
-    kind, state = type(module), module.__dict__
+    kind, state = switching.class_of(module), module.__dict__
     gate, parts = getattr(kind, "_apply_gate", None), state["_modules"]
     key = [method, gate, "_apply_gate" in state]
     for name in _names_read(method, gate):

@@ -47,6 +47,11 @@ def original_of(method: Any) -> Optional[FunctionType]:
     return inside(method) if method.__code__ in _codes(inspect.unwrap(decorate).__code__) else None
 
 
+def decorates(method: Any) -> bool:
+    """Whether a method is what the interface's decorator made."""
+    return original_of(method) is not None
+
+
 def implementation_of(module: nn.Module) -> str:
     """The name of the implementation that a decorated module is set to."""
     return getattr(module.__dict__.get("config"), "_experts_implementation", None) or "eager"
@@ -61,6 +66,11 @@ def is_own(name: str, method: FunctionType) -> bool:
     if name == NAME:
         return getattr(function, "__module__", "").startswith(f"{__package__}.")
     return name in _OWN and function is getattr(sys.modules.get(_MODULE), _OWN[name], None)
+
+
+# What torch.compile takes for constants.
+constantly_decorates = torch.compiler.assume_constant_result(decorates)
+is_constantly_own = torch.compiler.assume_constant_result(is_own)
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:

@@ -34,14 +34,17 @@ def miniature(module: nn.Module, sizes: Dict[int, int]) -> nn.Module:
 
 
 def _shrunk(module: nn.Module, sizes: Dict[int, int], generator: torch.Generator) -> nn.Module:
-    kind = getattr(module, switching.FUSED, None) or type(module)
+    kind = switching.class_of(module)
     small = kind.__new__(kind)
     nn.Module.__init__(small)
     own = set(vars(small))
     vars(small).update({name: _small(value, sizes) for name, value in vars(module).items() if name not in own})
-    for name, parameter in module._parameters.items():
+    parts, parameters = dict(module._modules), dict(module._parameters)
+    for name in parts.pop("parametrizations", ()):
+        parameters[name] = getattr(module, name)
+    for name, parameter in parameters.items():
         small._parameters[name] = None if parameter is None else _weights(parameter, sizes, generator)
-    for name, part in module._modules.items():
+    for name, part in parts.items():
         has_weights = part is not None and next(part.parameters(), None) is not None
         small._modules[name] = _shrunk(part, sizes, generator) if has_weights else part
     if any(buffer is not None for buffer in module._buffers.values()):

@@ -19,6 +19,7 @@ from ..backends import reference
 from . import experts, interface, obstacles, switching
 from .experts import Experts, Unknown
 
+_is_compiling = torch.compiler.is_compiling
 _PLAIN = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -111,7 +112,7 @@ def obstacle(module: nn.Module) -> Optional[str]:
 
 def _fused(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Optional[Tensor]:
     """The output of experts by one call; None where their forward is to run as it was written."""
-    found = experts.of(module)
+    found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
     if type(found) is not Experts:
         return None
     tensors, way = experts.tensors_of(module, found.weights), _way(module)
@@ -124,10 +125,8 @@ def _fused(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Opti
 
 def _way(module: nn.Module) -> str:
     """By which name transformers computes a module of experts; another word where it has no part in it."""
-    method = experts.method_of(module)
-    if interface.original_of(method) is None:
-        return _OWN_LOOP
-    return interface.implementation_of(module)
+    decorated = interface.constantly_decorates if _is_compiling() else interface.decorates
+    return interface.implementation_of(module) if decorated(experts.method_of(module)) else _OWN_LOOP
 
 
 _OWN_LOOP = "own loop"
@@ -161,7 +160,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
             return "a loop of its own that computes something else"
         if found.wide and up.dtype != torch.float32:
             return "a loop of its own that computes in float32"
-    elif not interface.is_own(way, experts.method_of(module)):
+    elif not (interface.is_constantly_own if _is_compiling() else interface.is_own)(way, experts.method_of(module)):
         return f"experts_implementation {way!r}"
     return None
 
