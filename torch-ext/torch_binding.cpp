@@ -20,6 +20,16 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "mlp(Tensor x, Tensor fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
       "int activation) -> Tensor");
+  ops.def(
+      "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
+      "Tensor? up_bias, Tensor? second_bias, int activation, bool keep) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
+      "Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs) -> Tensor[]");
+  ops.def(
+      "training_backward_(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? "
+      "bias, "
+      "Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)
@@ -38,6 +48,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("plan", TORCH_BOX(&fused_mlp::plan));
   ops.impl("gated_mlp", TORCH_BOX(&fused_mlp::gated_mlp));
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
+  ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
+  ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
+  ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -6,11 +6,11 @@ import inspect
 from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import calls, dispatch, functional, layers, operands
+from . import calls, dispatch, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import outcome, patching, report
@@ -23,8 +23,9 @@ class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
     or "original"; ``reason`` says why, in words.
 
-    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed. For a
-    module: what became of each MLP in it, as :func:`fuse_mlps` reports it.
+    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed, or where
+    autograd follows, what is kept for the backward. For a module: what became of each MLP in it, as :func:`fuse_mlps`
+    reports it.
     """
 
     operation: str
@@ -69,11 +70,17 @@ _OPERATIONS = {
 def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Explanation:
     op = _OPERATIONS[function]
     call.apply_defaults()
-    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate")]
+    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate", "memory")]
+    memory = call.arguments.get("memory", training.KEPT)
+    training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
+    if op != "act_and_mul" and calls.autograd_follows(*given):
+        explanation = _explain_recorded(function.__name__, op, calls.autocast(given), memory)
+        if explanation is not None:
+            return explanation
     pointwise, composed = calls.pointwise_reason(*given), calls.composition_reason(*given)
     recorded = _recorded(op, call)
     if op == "act_and_mul":
@@ -82,6 +89,8 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
         part = "torch" if pointwise is not None else dispatch.reasoned("act_and_mul", given[0], recorded)[0]
         composed = f"{composed}; pointwise part: {part}"
     if composed is not None:
+        if memory == training.RECOMPUTED and calls.autograd_follows(*given):
+            composed = f"{composed}; the backward runs the parts again"
         return Explanation(function.__name__, "torch", composed)
     name, reason = dispatch.reasoned(op, given[0], recorded)
     if name != native.DEVICE_TYPE or op == "act_and_mul":
@@ -90,6 +99,15 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
+
+
+def _explain_recorded(function: str, op: str, given: Sequence[Optional[Tensor]], memory: str) -> Optional[Explanation]:
+    """A call that autograd follows, where it is one op."""
+    if calls.recording_reason(op, *given) is not None:
+        return None
+    name, reason = dispatch.reasoned(op, given[0])
+    kept = plans.Kept(*training.kept(op, given, memory))
+    return Explanation(function, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
 
 
 def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:

@@ -10,7 +10,7 @@ import ast
 import copy
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -26,6 +26,7 @@ from .recognition import looks_like_activation, name_of, recognise
 from .source import around, function_of, inside, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
+_MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
 
 
@@ -44,12 +45,12 @@ class FoundMLP:
         return forms.row_of(self.act)
 
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
         if _mlps_in_sequence(module):
-            return {"forward": forwards.sequential}, []
+            return {"forward": forwards.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in sites.ACTIVATIONS}
@@ -63,7 +64,7 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
         function = decorated if inner is None else inner
         if experts or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, decorated, _roles(callees))
+            rewritten, left = _rewritten(function, name, decorated, _roles(callees), memory)
             if rewritten is not None and inner is not None:
                 rewritten = _decorated_again(decorated, inner, rewritten)
             made.update({name: rewritten} if rewritten is not None else {})
@@ -73,12 +74,17 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
 
 def is_fused(function: Any) -> bool:
     """Whether a function is one that :func:`fused_methods` makes."""
-    return function is forwards.sequential or function in _made
+    return function in forwards.SEQUENTIAL.values() or function in _made
+
+
+def memory_of(function: FunctionType) -> str:
+    """What training keeps in a fused method."""
+    return "recompute" if function is forwards.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
-    if function is forwards.sequential:
+    if function in forwards.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
@@ -160,7 +166,7 @@ def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
 ) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
@@ -187,9 +193,11 @@ def _rewritten(
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        names = {**_NAMES, **{_name_of_pattern(site.pattern): site.pattern for site in found}}
+        patterns = {_name_of_pattern(site.pattern): replace(site.pattern, memory=memory) for site in found}
+        names = {**_NAMES, **patterns}
         made = function_of(tree, function, names, switching.instead_of(name, method, function))
         setattr(made, _SITES, tuple(found))
+        setattr(made, _MEMORY, memory)
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
     return made, tuple(site.act for site in left)
@@ -199,6 +207,7 @@ def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: Fu
     """The decorator's function around what was made of the function inside it."""
     made = around(decorated, inner, rewritten)
     setattr(made, _SITES, getattr(rewritten, _SITES))
+    setattr(made, _MEMORY, getattr(rewritten, _MEMORY))
     _made.add(made)
     return made
 
