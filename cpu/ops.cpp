@@ -78,12 +78,17 @@ Tensor flatten_rows(const Tensor& x) {
   return torch::stable::reshape(x, {rows, sizes[x.dim() - 1]});
 }
 
-// [rows, cols] back to the leading dimensions of x.
-Tensor restore_leading_dims(const Tensor& flat, const Tensor& x) {
-  if (x.dim() == 2) return flat;
+// A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
+// could not be changed in place under autograd.
+Tensor new_result(const Tensor& x, int64_t features) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = flat.size(1);
-  return torch::stable::view(flat, sizes);
+  sizes.back() = features;
+  return new_dense(x, sizes);
+}
+
+Tensor matrix_of(const Tensor& result, int64_t rows) {
+  const int64_t cols = result.size(-1);
+  return matrix_view(result, {rows, cols}, {cols, 1});
 }
 
 Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
@@ -236,16 +241,17 @@ struct Cpu {
 // Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const Tensor flat = flatten_rows(x);
-  const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
-  if (out.numel() == 0) return restore_leading_dims(out, x);
+  const Tensor out = new_result(x, output ? output->features() : hidden.features());
+  if (out.numel() == 0) return out;
+  const Tensor out_rows = matrix_of(out, flat.size(0));
 #if defined(__x86_64__)
   if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
-    run_tiles(flat, hidden, output, out);
-    return restore_leading_dims(out, x);
+    run_tiles(flat, hidden, output, out_rows);
+    return out;
   }
 #endif
-  run_blocks(gemm_rows(flat), hidden, output, out);
-  return restore_leading_dims(out, x);
+  run_blocks(gemm_rows(flat), hidden, output, out_rows);
+  return out;
 }
 
 }  // namespace
@@ -342,13 +348,13 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
       second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
   const OutputLayer* const output = second ? &*second : nullptr;
   if (!keep) return {run(x, hidden, output), new_dense(x, {0}), new_dense(x, {0})};
-  const Tensor flat = flatten_rows(x);
-  const int64_t rows = flat.size(0), features = hidden.features();
-  const Tensor out = new_dense(x, {rows, output ? output->features() : features});
-  const Kept kept{new_dense(x, {rows, features}), new_dense(x, {hidden.gated() ? rows : 0, features})};
-  run_blocks(gemm_rows(flat), hidden, output, out, &kept);
-  return {restore_leading_dims(out, x), restore_leading_dims(kept.gate, x),
-          hidden.gated() ? restore_leading_dims(kept.up, x) : new_dense(x, {0})};
+  const Tensor flat = flatten_rows(x), out = new_result(x, output ? output->features() : hidden.features());
+  const Tensor gate = new_result(x, hidden.features());
+  const Tensor up = hidden.gated() ? new_result(x, hidden.features()) : new_dense(x, {0});
+  const int64_t rows = flat.size(0);
+  const Kept kept{matrix_of(gate, rows), hidden.gated() ? matrix_of(up, rows) : up};
+  run_blocks(gemm_rows(flat), hidden, output, matrix_of(out, rows), &kept);
+  return {out, gate, up};
 }
 
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

@@ -2,9 +2,9 @@
 
 The functions are those of ``functional``, with a row of the table of activations in the place of its name. A call is
 one op of one backend wherever nothing has to see the parts; where autograd follows, an op of ``training``. Where
-something has to see them (autocast with operands to cast, a tensor subclass with ways of its own, an export, a transform
-of ``torch.func``), torch runs the GEMMs and only the pointwise part is fused, or nothing: ``composition_reason`` and
-``recording_reason`` say which.
+something has to see them (autocast with operands to cast, a tensor subclass with ways of its own, an export, a
+transform of ``torch.func``), torch runs the GEMMs and only the pointwise part is fused, or nothing:
+``composition_reason`` and ``recording_reason`` say which.
 """
 
 from __future__ import annotations

@@ -151,10 +151,11 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
         found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation)
     else:
-        # What was kept may go where nobody reads it later: another backward, or who has got hold of it through the node.
         alone = ctx.alone and gate is not None and not _keeps_graph() and not _dispatch_modes()
-        alone = alone and getrefcount(gate) <= 2 and (up is None or getrefcount(up) <= 2)
-        backward = _backward_in_place if alone and _uses(gate) <= 2 and _uses(up) <= 2 else _backward
+        # Nor has anybody got hold of it through the node: there is this name, autograd's and the question's.
+        alone = alone and getrefcount(gate) <= 3 and _uses(gate) <= 2
+        alone = alone and (up is None or (getrefcount(up) <= 3 and _uses(up) <= 2))
+        backward = _backward_in_place if alone else _backward
         found = backward(grad, *given, gate, up, ctx.activation, sum(need << index for index, need in enumerate(needs)))
     found = iter(found)
     return (*(next(found) if need else None for need in needs), None, None)
