@@ -115,14 +115,16 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 
 def recording_reason(op: str, *given: Optional[Tensor]) -> Optional[str]:
-    """Why a call that autograd follows, on operands as autocast has cast them, cannot be one op, or None if it can."""
+    """Why a call that autograd follows, on operands as autocast has cast them, is not one op, or None if it is."""
     reason = pointwise_reason(*given) or training.refusal(op)
     if reason is not None:
         return reason
     x = given[0]
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
         return "operands of several dtypes"
-    return None if dispatch.select(op, x) is native else "autograd follows the parts"
+    if dispatch.select(op, x) is native:
+        return None
+    return f"autograd follows the parts: {dispatch.reasoned(op, x)[1]}"
 
 
 def autograd_follows(*given: Optional[Tensor]) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -78,10 +78,17 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
     if op != "act_and_mul" and calls.autograd_follows(*given):
-        explanation = _explain_recorded(function.__name__, op, calls.autocast(given), memory)
-        if explanation is not None:
-            return explanation
-    pointwise, composed = calls.pointwise_reason(*given), calls.composition_reason(*given)
+        cast = calls.autocast(given)
+        composed = calls.recording_reason(op, *cast)
+        if composed is None:
+            name, reason = dispatch.reasoned(op, cast[0])
+            kept = plans.Kept(*training.kept(op, cast, memory))
+            return Explanation(function.__name__, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
+        if memory == training.RECOMPUTED:
+            composed = f"{composed}; the backward runs the parts again"
+    else:
+        composed = calls.composition_reason(*given)
+    pointwise = calls.pointwise_reason(*given)
     recorded = _recorded(op, call)
     if op == "act_and_mul":
         composed = pointwise
@@ -89,8 +96,6 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
         part = "torch" if pointwise is not None else dispatch.reasoned("act_and_mul", given[0], recorded)[0]
         composed = f"{composed}; pointwise part: {part}"
     if composed is not None:
-        if memory == training.RECOMPUTED and calls.autograd_follows(*given):
-            composed = f"{composed}; the backward runs the parts again"
         return Explanation(function.__name__, "torch", composed)
     name, reason = dispatch.reasoned(op, given[0], recorded)
     if name != native.DEVICE_TYPE or op == "act_and_mul":
@@ -99,15 +104,6 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
-
-
-def _explain_recorded(function: str, op: str, given: Sequence[Optional[Tensor]], memory: str) -> Optional[Explanation]:
-    """A call that autograd follows, where it is one op."""
-    if calls.recording_reason(op, *given) is not None:
-        return None
-    name, reason = dispatch.reasoned(op, given[0])
-    kept = plans.Kept(*training.kept(op, given, memory))
-    return Explanation(function, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
 
 
 def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:
