@@ -74,8 +74,9 @@ class Backward {
     OptionalTensor dhidden;
     if (second_weight) {
       if (needs(kSecondWeight)) {
-        const Tensor values = new_dense(gate, sizes);
+        const Tensor values = in_place && !needs_first() ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
+        if (up && in_place && !needs_first()) release(*up);
         found_[kSecondWeight] = of_weight(grad_, values, *second_weight);
       }
       if (needs(kSecondBias)) found_[kSecondBias] = of_bias(grad_);

@@ -55,23 +55,53 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
         return (), 0
     x, weight = given[:2]
     names = ("fc1",) if op == "mlp" else ("gate", "up")
+    if _is_first_frozen(*_full(op, given)):
+        names = ("hidden",)
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
 
 def run(op: str, given: Operands, activation: int, memory: str) -> Tensor:
     """The result of a function of this package on its operands, followed by autograd."""
-    if op == "mlp":
-        x, weight, second_weight, bias, second_bias = given
-        given = (x, weight, None, second_weight, bias, None, second_bias)
-    elif op == "gated_linear":
-        x, weight, up_weight, bias, up_bias = given
-        given = (x, weight, up_weight, None, bias, up_bias, None)
+    given = _full(op, given)
+    if memory == KEPT and _is_first_frozen(*given):
+        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
+        if up_weight is None:
+            hidden = native.linear(x, weight, bias, activation)
+        else:
+            hidden = native.gated_linear(x, weight, up_weight, bias, up_bias, activation)
+        return F.linear(hidden, second_weight, second_bias)
     if _is_compiling() or _dispatch_modes():
         return _forward(*given, activation, memory == KEPT)[0]
     return _Recorded.apply(*given, activation, memory == KEPT)[0]
 
 
 _NAMES = frozenset(("gated_linear", "mlp", "gated_mlp"))
+
+
+def _full(op: str, given: Operands) -> Operands:
+    """The operands of a function as those of the op."""
+    if op == "gated_mlp":
+        return given
+    if op == "mlp":
+        x, weight, second_weight, bias, second_bias = given
+        return (x, weight, None, second_weight, bias, None, second_bias)
+    x, weight, up_weight, bias, up_bias = given
+    return (x, weight, up_weight, None, bias, up_bias, None)
+
+
+def _is_first_frozen(
+    x: Tensor,
+    weight: Tensor,
+    up_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+) -> bool:
+    """Whether only the last layer is trained: it needs its input, and nothing from before the activation."""
+    if weight.requires_grad or x.requires_grad or second_weight is None:
+        return False
+    return not any(tensor is not None and tensor.requires_grad for tensor in (up_weight, bias, up_bias))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("training_forward"))

@@ -86,7 +86,8 @@ class Kept:
     def __str__(self) -> str:
         if not self.names:
             return "keeps nothing but the operands, and makes the rest again"
-        return f"keeps {' and '.join(self.names)} before the activation, {self.bytes / 2**20:.1f} MiB"
+        before = "" if self.names == ("hidden",) else " before the activation"
+        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB"
 
 
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:

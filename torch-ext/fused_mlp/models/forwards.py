@@ -6,12 +6,15 @@ through before the last projection: dropout modules and their like, or probabili
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Callable, List, Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .. import calls
+from .. import calls, training
 from ..activations import Activation
 from . import obstacles, switching
 from .pattern import Pattern
@@ -49,6 +52,9 @@ def fused(
             gate_weight, up_weight, gate_bias, up_bias = gate_and_up
             operands = (x, gate_weight, up_weight, weight, gate_bias, up_bias, bias)
             return calls.gated_mlp(*operands, activation, pattern.memory)
+    if found is not None and pattern.packed and pattern.memory == training.RECOMPUTED and torch.is_grad_enabled():
+        kept = dataclasses.replace(pattern, memory=training.KEPT)  # two products of views are no one op: see below
+        return checkpoint(fused, kept, x, projections, activation, act, between, use_reentrant=False)
     *others, last = projections
     found = None if activation is None else _parameters(others)
     return _last(_hidden(pattern, x, others, found, activation, act), between, last)
