@@ -78,6 +78,23 @@ class Part:
         return f"torch's GEMM on blocks of rows and {self.pointwise} pointwise kernels"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a call that autograd follows keeps for its backward beside its operands: names of values, and their bytes.
+
+    torch's GEMMs compute such a call, with pointwise kernels between them.
+    """
+
+    names: Tuple[str, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        if not self.names:
+            return "keeps nothing but the operands, and makes the rest again"
+        before = "" if self.names == ("hidden",) else " before the activation"
+        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB"
+
+
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:
     """The parts of a call, named in the order of its layers."""
     return tuple(Part(layer, **values) for layer, values in zip(layers, json.loads(record)))
