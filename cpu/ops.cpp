@@ -20,9 +20,6 @@
 #include "pointwise.h"
 
 namespace fused_mlp {
-namespace {
-
-using torch::headeronly::ScalarType;
 
 const PointwiseKernels& pointwise() {
 #if defined(__x86_64__)
@@ -38,6 +35,10 @@ const PointwiseKernels& pointwise() {
 #endif
   return scalar::kPointwise;
 }
+
+namespace {
+
+using torch::headeronly::ScalarType;
 
 DType dtype_of(const Tensor& tensor, const char* name) {
   const ScalarType dtype = tensor.scalar_type();
@@ -120,6 +121,39 @@ struct OutputLayer {
 struct Kept {
   Tensor gate, up;
 };
+// Whether `second` begins where `first` ends: both are halves of one tensor, as of a packed projection.
+bool follows(const Tensor& first, const Tensor& second) {
+  const int64_t bytes = first.size(0) * first.stride(0) * element_bytes(dtype_of(first, "weight"));
+  if (first.dim() == 2 && (first.stride(1) != 1 || second.stride(1) != 1)) return false;
+  return first.stride(0) == second.stride(0) && first.size(0) == second.size(0) && bytes > 0 &&
+         static_cast<const char*>(first.const_data_ptr()) + bytes == second.const_data_ptr();
+}
+
+bool follows(const Tensor& first, const OptionalTensor& first_bias, const Tensor& second,
+             const OptionalTensor& second_bias) {
+  if (!follows(first, second)) return false;
+  return first_bias && second_bias ? follows(*first_bias, *second_bias) : !first_bias && !second_bias;
+}
+
+// The two halves as one.
+Tensor doubled(const Tensor& first) {
+  if (first.dim() == 1) return view_of(first, std::array{2 * first.size(0)}, std::array{first.stride(0)});
+  return matrix_view(first, {2 * first.size(0), first.size(1)}, {first.stride(0), first.stride(1)});
+}
+
+// Gate and up of x as one product, in the order in which they lie, and the product of the two.
+void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const Tensor& both, const Tensor& out) {
+  const Tensor& first = up_first ? *hidden.up_weight : hidden.weight;
+  const OptionalTensor& first_bias = up_first ? *hidden.up_bias : hidden.bias;
+  torch_linear(both, x, doubled(first), first_bias ? OptionalTensor(doubled(*first_bias)) : std::nullopt);
+  const int64_t features = hidden.features();
+  const DType dtype = dtype_of(x, "x");
+  char* const data = static_cast<char*>(both.mutable_data_ptr());
+  char* const other = data + features * element_bytes(dtype);
+  run_pointwise(pointwise().act_and_mul, {dtype, x.size(0), features}, hidden.activation,
+                Matrix{up_first ? other : data, 2 * features}, Matrix{up_first ? data : other, 2 * features},
+                dense_matrix(out, features));
+}
 
 // Runs both layers, or, without `output`, the hidden one, with torch's GEMMs on blocks of x [rows, in].
 void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
@@ -130,11 +164,17 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   // as its hidden values stay in the caches, and their buffers stay so small that the allocator keeps them between
   // calls.
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
-  const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
+  const bool up_follows = hidden.gated() && follows(hidden.weight, hidden.bias, *hidden.up_weight, *hidden.up_bias);
+  const bool gate_follows = hidden.gated() && follows(*hidden.up_weight, *hidden.up_bias, hidden.weight, hidden.bias);
+  const bool packed = up_follows || gate_follows;
+  const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) *
+                            (packed           ? 3
+                             : hidden.gated() ? 2
+                                              : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
   const OptionalTensor hidden_block = output ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
   const OptionalTensor up_block =
-      hidden.gated() && !kept ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
+      hidden.gated() && !kept ? OptionalTensor(new_dense(x, {block, packed ? 2 * features : features})) : std::nullopt;
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     const Tensor x_rows = rows_of(x, begin, count), out_rows = rows_of(out, begin, count);
@@ -142,13 +182,17 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
     const Tensor gate_rows = kept ? rows_of(kept->gate, begin, count) : hidden_rows;
     const PointwiseShape shape{dtype, count, features};
     const Matrix gate = dense_matrix(gate_rows, features), values = dense_matrix(hidden_rows, features);
-    torch_linear(gate_rows, x_rows, hidden.weight, hidden.bias);
-    if (hidden.gated()) {
-      const Tensor up_rows = kept ? rows_of(kept->up, begin, count) : rows_of(*up_block, 0, count);
-      torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
-      run_pointwise(pointwise().act_and_mul, shape, hidden.activation, gate, dense_matrix(up_rows, features), values);
-    } else if (kept || static_cast<Activation>(hidden.activation) != Activation::kLinear) {
-      run_pointwise(pointwise().act, shape, hidden.activation, gate, values);
+    if (packed && !kept) {
+      run_packed(x_rows, hidden, gate_follows, rows_of(*up_block, 0, count), hidden_rows);
+    } else {
+      torch_linear(gate_rows, x_rows, hidden.weight, hidden.bias);
+      if (hidden.gated()) {
+        const Tensor up_rows = kept ? rows_of(kept->up, begin, count) : rows_of(*up_block, 0, count);
+        torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
+        run_pointwise(pointwise().act_and_mul, shape, hidden.activation, gate, dense_matrix(up_rows, features), values);
+      } else if (kept || static_cast<Activation>(hidden.activation) != Activation::kLinear) {
+        run_pointwise(pointwise().act, shape, hidden.activation, gate, values);
+      }
     }
     if (output) torch_linear(out_rows, hidden_rows, output->weight, output->bias);
   }

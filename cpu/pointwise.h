@@ -26,6 +26,9 @@ struct PointwiseKernels {
                                Matrix dgate, Matrix dup);
 };
 
+// Those of the best instruction set that this CPU has.
+const PointwiseKernels& pointwise();
+
 namespace scalar {
 extern const PointwiseKernels kPointwise;
 }

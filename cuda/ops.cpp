@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -60,17 +61,36 @@ Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable
 constexpr Matrix kNoMatrix{nullptr, 0};
 constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
+Gpu describe_gpu(int device) {
+  const auto attribute = [&](cudaDeviceAttr name) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  Gpu gpu{};
+  gpu.major = attribute(cudaDevAttrComputeCapabilityMajor);
+  gpu.minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  gpu.shared_of_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  gpu.shared_of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  gpu.cycles_per_microsecond = attribute(cudaDevAttrClockRate) / 1e3;  // from kHz
+  // Memory moves data twice in a cycle of its clock.
+  gpu.bytes_per_microsecond =
+      attribute(cudaDevAttrMemoryClockRate) / 1e3 * 2 * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
+  gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device));
+  gpu.geforce = std::strstr(properties.name, "GeForce") != nullptr;
+  return gpu;
+}
+
 // The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
 const Gpu& gpu(int32_t device) {
   static const std::vector<Gpu> gpus = [] {
     int count = 0;
     check(cudaGetDeviceCount(&count));
     std::vector<Gpu> found(count);
-    for (int i = 0; i < count; ++i) {
-      check(cudaDeviceGetAttribute(&found[i].major, cudaDevAttrComputeCapabilityMajor, i));
-      check(cudaDeviceGetAttribute(&found[i].minor, cudaDevAttrComputeCapabilityMinor, i));
-      check(cudaDeviceGetAttribute(&found[i].multiprocessors, cudaDevAttrMultiProcessorCount, i));
-    }
+    for (int i = 0; i < count; ++i) found[i] = describe_gpu(i);
     return found;
   }();
   return gpus.at(device);
@@ -248,6 +268,7 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
     plan->set("implementation", gemm.architecture->name).set("kernel", name(kernel.loop));
     plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
     plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
+    if (gemm.architecture->modelled()) plan->set("basis", "model");
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));

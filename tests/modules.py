@@ -65,6 +65,38 @@ class Intermediate(nn.Module):
         return self.intermediate_act_fn(self.dense(hidden_states))
 
 
+class Output(nn.Module):
+    """The second half of BERT's MLP, and what comes after it."""
+
+    def __init__(self, sizes=(88, 32)):
+        super().__init__()
+        self.dense = nn.Linear(*sizes)
+        self.LayerNorm = nn.LayerNorm(sizes[1])
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden_states, input_tensor):
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        return self.LayerNorm(hidden_states + input_tensor)
+
+
+class Halves(nn.Module):
+    """BERT's layer without its attention: the two halves of an MLP are modules."""
+
+    def __init__(self, act=nn.GELU, bias=True):
+        super().__init__()
+        self.intermediate = Intermediate(act, bias)
+        self.output = Output()
+
+    def forward(self, x):
+        return self.feed_forward_chunk(x)
+
+    def feed_forward_chunk(self, attention_output):
+        intermediate_output = self.intermediate(attention_output)
+        layer_output = self.output(intermediate_output, attention_output)
+        return layer_output
+
+
 class Decoder(nn.Module):
     """A layer with its MLP written inline, and more arguments than one."""
 

@@ -16,7 +16,8 @@ from tiny_models import GQA
 
 WAYS = ("fuse_mlps", "kernelize")
 ways = pytest.mark.parametrize("way", WAYS)
-kinds = pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Intermediate])
+KINDS = (Gated, PackedGated, Plain, Intermediate)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 LAYER_OF = {
     Gated: "GatedMLP",

@@ -61,7 +61,7 @@ def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch
     assert not _supports_cuda_capability(archs, (7, 5))
     assert "9.0a" in archs
     native = sys.modules[f"{fused_mlp.__name__}.backends.native"]
-    monkeypatch.setitem(native._BACKEND, "archs", archs)
+    monkeypatch.setitem(native.BUILT_FOR, "archs", archs)
     for gpu in GPUS:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda index, gpu=gpu: gpu)
         assert native._gpu_refusal(0) is None
@@ -137,6 +137,7 @@ def test_variant_is_laid_out_for_the_loader(backend):
     assert metadata.id == variant.id, "the build is older than the sources: run `make build`"
     assert (str(metadata.name), metadata.version) == (project.name(), project.version())
     assert metadata.license == "Apache-2.0"
+    assert metadata.source == project.config()["general"]["source"]
     assert metadata.backend.backend_type == Backend.from_str(backend)
     assert metadata.backend.archs == (variant.archs or None)
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))

@@ -9,8 +9,15 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, ScaledLinear
-from safety import assert_close, fuse, kinds, ways, x_of
+from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, Halves, Intermediate, Output, ScaledLinear
+from safety import KINDS, WAYS, assert_close, fuse, x_of
+
+cases = pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, way) for kind in KINDS for way in WAYS), (Halves, "fuse_mlps")],
+    ids=lambda case: case if isinstance(case, str) else case.__name__,
+)
+PARTS = {**PROJECTIONS, Halves: ("intermediate.dense", "output.dense")}
 
 
 class Halved(nn.Module):
@@ -103,33 +110,45 @@ OF_PROJECTIONS = {
     "pruned": lambda part: prune.l1_unstructured(part, "weight", 0.5),
 }
 
+
+def owner(module, path):
+    """The module that holds a part, and the part's name there."""
+    path, _, name = path.rpartition(".")
+    return module.get_submodule(path), name
+
+
 # What may happen to the module itself; the last projection and the activation by name.
 OF_MODULES = {
     **{
-        name: lambda module, last, act, wrap=wrap: setattr(module, last, wrap(getattr(module, last)))
+        name: lambda module, last, act, wrap=wrap: setattr(*owner(module, last), wrap(module.get_submodule(last)))
         for name, wrap in WRAPPERS.items()
     },
-    "new projection": lambda module, last, act: setattr(module, last, Halved()),
-    "projection behind its back": lambda module, last, act: module._modules.update({last: Halved()}),
-    "projection as an attribute": lambda module, last, act: vars(module).update({last: Halved()}),
-    "other activation": lambda module, last, act: setattr(module, act, nn.ReLU()),
-    "unknown activation": lambda module, last, act: setattr(module, act, Sine()),
-    "activation with a hook": lambda module, last, act: getattr(module, act).register_forward_hook(
+    "new projection": lambda module, last, act: setattr(*owner(module, last), Halved()),
+    "projection behind its back": lambda module, last, act: owner(module, last)[0]._modules.update(
+        {owner(module, last)[1]: Halved()}
+    ),
+    "projection as an attribute": lambda module, last, act: vars(owner(module, last)[0]).update(
+        {owner(module, last)[1]: Halved()}
+    ),
+    "other activation": lambda module, last, act: setattr(*owner(module, act), nn.ReLU()),
+    "unknown activation": lambda module, last, act: setattr(*owner(module, act), Sine()),
+    "activation with a hook": lambda module, last, act: module.get_submodule(act).register_forward_hook(
         lambda part, args, output: 2 * output
     ),
     "activation with a forward of its own": lambda module, last, act: setattr(
-        getattr(module, act), "forward", MethodType(doubled, getattr(module, act))
+        module.get_submodule(act), "forward", MethodType(doubled, module.get_submodule(act))
     ),
-    "activation of other class": lambda module, last, act: setattr(getattr(module, act), "__class__", Sine),
+    "activation of other class": lambda module, last, act: setattr(module.get_submodule(act), "__class__", Sine),
     "hook": lambda module, last, act: module.register_forward_hook(lambda part, args, output: 2 * output),
     "bfloat16": lambda module, last, act: module.bfloat16(),
     "float64": lambda module, last, act: module.double(),
-    "one part in float64": lambda module, last, act: getattr(module, last).double(),
+    "one part in float64": lambda module, last, act: module.get_submodule(last).double(),
 }
 
 
 def outcomes(module, x):
     """Result and gradients, and the result without autograd; an error's type where there is one."""
+    torch.manual_seed(0)
     try:
         with torch.no_grad():
             without = module(x)
@@ -148,7 +167,7 @@ def plain(tensor):
 
 def changed_alike(fused_mlp, way, kind, device, change):
     """A module and a fused one, both run before and after the same change."""
-    model = kind(bias=True).to(device)
+    model = kind(bias=True).to(device).eval()
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     x = x_of(device)
     before = outcomes(model, x)
@@ -166,27 +185,71 @@ def changed_alike(fused_mlp, way, kind, device, change):
         assert_close(got, expected, tolerance)
 
 
-@ways
-@kinds
+@cases
 @pytest.mark.parametrize("change", OF_PROJECTIONS)
 @pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_changes_of_a_projection(fused_mlp, device, way, kind, change, index):
-    name = PROJECTIONS[kind][index]
-    changed_alike(fused_mlp, way, kind, device, lambda module: OF_PROJECTIONS[change](getattr(module, name)))
+    name = PARTS[kind][index]
+    changed_alike(fused_mlp, way, kind, device, lambda module: OF_PROJECTIONS[change](module.get_submodule(name)))
 
 
-@ways
-@kinds
+@cases
 @pytest.mark.parametrize("change", OF_MODULES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_changes_of_a_module(fused_mlp, device, way, kind, change):
-    last = PROJECTIONS[kind][-1]
+    last = PARTS[kind][-1]
     changed_alike(fused_mlp, way, kind, device, lambda module: OF_MODULES[change](module, last, act_of(module)))
 
 
 def act_of(module):
-    return next(name for name, part in module.named_children() if isinstance(part, (nn.SiLU, nn.GELU)))
+    return next(name for name, part in module.named_modules() if isinstance(part, (nn.SiLU, nn.GELU)))
+
+
+# What may happen to the halves of an MLP, as modules.
+OF_HALVES = {
+    "forward hook": hook("register_forward_hook", lambda module, args, output: 2 * output),
+    "forward pre-hook": hook("register_forward_pre_hook", lambda module, args: (2 * args[0], *args[1:])),
+    "backward hook": hook("register_full_backward_hook", lambda module, into, out: (3 * into[0], *into[1:])),
+    "other dictionary of hooks": replaced_hooks,
+    "forward of its own": lambda part: setattr(part, "forward", MethodType(doubled, part)),
+    "other class": lambda part: setattr(part, "__class__", type(part.__class__.__name__, (Doubled, type(part)), {})),
+    "training": lambda part: part.train(),
+    "frozen": lambda part: part.requires_grad_(False),
+}
+
+
+class Doubled:
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+@pytest.mark.parametrize("change", OF_HALVES)
+@pytest.mark.parametrize("name", ["intermediate", "output"])
+def test_changes_of_a_half(fused_mlp, device, change, name):
+    changed_alike(fused_mlp, "fuse_mlps", Halves, device, lambda module: OF_HALVES[change](module.get_submodule(name)))
+
+
+@pytest.mark.parametrize("names", [("intermediate",), ("output",), ("intermediate", "output")], ids=", ".join)
+def test_other_modules_in_the_place_of_halves(fused_mlp, device, names):
+    def changed(module):
+        for name in names:
+            other = nn.Linear(32, 88) if name == "intermediate" else nn.Bilinear(88, 32, 32)
+            setattr(module, name, other)
+
+    changed_alike(fused_mlp, "fuse_mlps", Halves, device, changed)
+
+
+@pytest.mark.parametrize("kind", [Halves, Intermediate, Output], ids=lambda kind: kind.__name__)
+def test_a_class_patched_later(fused_mlp, device, monkeypatch, kind):
+    """The method of the parent, or the forward of a half."""
+    name = "feed_forward_chunk" if kind is Halves else "forward"
+    original = getattr(kind, name)
+    module = Halves().to(device).eval()
+    fused = fuse(fused_mlp, "fuse_mlps", copy.deepcopy(module))
+    monkeypatch.setattr(kind, name, lambda self, *args: 2 * original(self, *args))
+    x = x_of(device)
+    assert_close(outcomes(fused, x), outcomes(module, x))
 
 
 def test_an_option_of_the_activation(fused_mlp, device):
@@ -206,11 +269,10 @@ SURROUNDINGS = {
 }
 
 
-@ways
-@kinds
+@cases
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_surroundings_that_change(fused_mlp, device, way, kind, surroundings):
-    model = kind(bias=True).to(device)
+    model = kind(bias=True).to(device).eval()
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     x = x_of(device)
     for around in (SURROUNDINGS[surroundings], SURROUNDINGS["no grad"], SURROUNDINGS[surroundings]):

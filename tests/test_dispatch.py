@@ -94,11 +94,13 @@ def test_every_record_has_words(fused_mlp):
     records += [{**kernel, "kernel": "streamed", "schedule": "swapped"}, {"implementation": "amx"}]
     for schedule in codes_in("cuda/gemm/problem.h", "kNames"):
         records.append({**kernel, "kernel": "tiled", "schedule": schedule})
+    records.append({**kernel, "implementation": "sm80", "kernel": "tiled", "schedule": "cooperative", "basis": "model"})
     parts = plans.parsed(json.dumps(records), [f"layer {i}" for i in range(len(records))])
     assert [part.fused for part in parts] == ["refusal" not in record for record in records]
     words = plans.in_words(parts)
     assert none == "none" and all(plans.REFUSALS[refusal] in words for refusal in refusals)
     assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
+    assert words.endswith("all warps share each tile; chosen by a model of this GPU, not a measurement")
 
 
 @pytest.mark.parametrize("memory", ["activations", "recompute"])

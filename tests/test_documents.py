@@ -50,11 +50,12 @@ def test_shares_of_the_mlps(monkeypatch, tmp_path):
     monkeypatch.setattr(fill_documents, "COVERAGE", tmp_path / "coverage.md")
     fill_documents.COVERAGE.write_text(
         "Made by `make coverage`: a tiny model of every type in transformers\n1.2.3 (9 of 10), fused.\n"
-        "| all of these | 9 | 100 | 80 | 15 | 5 | 95.0% |\n| MoE experts |  | 50 | 0 | 10 | 40 | 20.0% |\n"
+        "| all of these | 9 | 100 | 80 | 15 | 5 | 95.0% |\n| MoE experts |  | 50 | 35 | 10 | 5 | 90.0% |\n"
     )
     words = fill_documents.coverage_sentence()
     assert "100 MLPs in the 9 model types of transformers 1.2.3" in words
-    assert "80.0% are fused" in words and "and 95.0% with" in words and "20.0% of 50" in words
+    assert "80.0% are fused" in words and "and 95.0% with" in words
+    assert "of 50, 70.0% are fused" in words and "10 in the product" in words
 
 
 def test_an_unknown_part_is_refused():

@@ -35,6 +35,13 @@ def test_nix_reads_the_flake(tmp_path):
         check_flake.flake_inputs(broken)
 
 
+def test_nothing_promises_what_the_flake_has_not():
+    """kernel-builder's outputs have no checks, so that `nix flake check` would check nothing."""
+    places = [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md"), project.ROOT / "Makefile"]
+    places += (project.ROOT / ".github/workflows").iterdir()
+    assert not [place for place in places if "flake check" in place.read_text()]
+
+
 def a_short_commit(lock):
     lock["nodes"]["nixpkgs"]["locked"]["rev"] = "ec1a112"
 

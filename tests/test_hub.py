@@ -28,6 +28,7 @@ from kernels.verify import DEFAULT_POLICIES
 
 import checkout
 import machine
+import noarch
 import project
 from builder.plan import base
 from hub import Hub
@@ -474,4 +475,7 @@ def test_the_card_states_the_facts_of_build_toml():
     assert f"for PyTorch {torch_version} and every later version" in card
     oldest = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
     assert f"Python {oldest} and later, not free-threaded" in card
-    assert f"kernels benchmark {REPO}" in card
+    assert f"kernels benchmark {REPO}" in card  # the section is there where there is a benchmarks/benchmark.py
+    assert 'pip install "kernels>=0.15.1"' in card  # the first that knows the names of variants for the stable ABI
+    assert "the one variant that fits your torch" in card
+    assert f"`{'`, `'.join(f'torch-{backend}' for backend in noarch.BACKENDS)}`" in card

@@ -110,6 +110,15 @@ def test_the_newest_of_each_minor_version_of_torch():
     assert compat.oldest() == "2.11"
 
 
+def test_the_document_says_which_variant_a_torch_takes():
+    """One for CUDA 12 takes that of 12.6, whatever its minor version."""
+    section = compat.chosen_variants()
+    assert compat.DOCUMENT.read_text().endswith(f"\n\n{section}")
+    assert re.findall(r"^\| (12\.\d) \| `(.*)` \|$", section, re.MULTILINE) == [
+        (minor, "torch-stable-abi211-cu126-x86_64-linux") for minor in ("12.6", "12.8", "12.9")
+    ]
+
+
 def smoke(backend: str, local_kernels: str) -> dict[str, str | None]:
     command = [sys.executable, str(compat.SMOKE), project.repo_id(), str(project.version()), backend]
     environment = {**os.environ, "LOCAL_KERNELS": local_kernels, "HF_HUB_OFFLINE": "1"}

@@ -34,6 +34,7 @@ def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "act_and_mul",
         "backend",
+        "experts_mlp",
         "explain",
         "fuse_mlps",
         "gated_linear",
@@ -42,6 +43,7 @@ def test_exports(fused_mlp):
         "layers",
         "linear",
         "mlp",
+        "register_experts",
         "swiglu",
     }
     assert all(getattr(fused_mlp, name).__doc__ for name in fused_mlp.__all__)
@@ -142,8 +144,9 @@ def test_instruction_sets(isa):
     if not FLAGS[isa] <= cpu_flags():
         pytest.skip(f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or any_call"
+    files = ("tests/test_functional.py", "tests/test_experts.py")
     done = run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_functional.py", "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
         LOCAL_KERNELS=local_kernels(),
         FUSED_MLP_CPU_ISA=isa,
         CUDA_VISIBLE_DEVICES="",

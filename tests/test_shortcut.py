@@ -39,7 +39,7 @@ def fused_pair(fused_mlp, module, device):
     return module, fused
 
 
-@pytest.mark.parametrize("kind", [Decoder, Gated, Intermediate, Plain])
+@pytest.mark.parametrize("kind", [Decoder, Gated, Intermediate, PackedGated, Plain])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode):
     module, fused = fused_pair(fused_mlp, kind(), device)
@@ -77,12 +77,30 @@ def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
     assert long_way == []
 
 
-def test_one_layer_under_autograd_and_packed_weights_go_the_long_way(fused_mlp, device, long_way):
+def test_one_layer_and_packed_weights_under_autograd_go_the_long_way(fused_mlp, device, long_way):
     module, fused = fused_pair(fused_mlp, Intermediate(), device)
     long_way.clear()
     x = x_of(device)
     assert_close(fused(x), module(x))
     module, packed = fused_pair(fused_mlp, PackedGated(), device)
-    with torch.no_grad():
-        assert_close(packed(x), module(x))
+    assert_close(packed(x), module(x))
     assert long_way[0] == "linear" and "packed gated" in long_way[-1]
+
+
+@pytest.mark.parametrize("rows", [2, 1, 3], ids=["even", "one", "odd"])
+def test_halves_of_a_packed_projection(fused_mlp, device, rows):
+    """Of an odd number of rows there are none: the error is the original's."""
+    module, fused = fused_pair(fused_mlp, PackedGated(bias=True, sizes=(32, 1, 32)), device)
+    for each in (module, fused):
+        each.gate_up_proj = nn.Linear(32, rows).to(device)
+        torch.manual_seed(0)
+        nn.init.normal_(each.gate_up_proj.weight), nn.init.normal_(each.gate_up_proj.bias)
+    outcomes = []
+    with torch.no_grad():
+        for each in (fused, module):
+            try:
+                torch.manual_seed(1)
+                outcomes.append(each(x_of(device)))
+            except (RuntimeError, ValueError) as error:
+                outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1] if isinstance(outcomes[1], type) else torch.allclose(*outcomes, atol=1e-5)

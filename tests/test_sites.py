@@ -19,6 +19,8 @@ ROLES = {
     "self.drop": "passing",
     "dropout": "dropout",
     "self.norm": "layer",
+    "self.head": "head",
+    "self.tail": "tail",
     **dict.fromkeys(("self.view", "other"), "other"),
 }
 
@@ -171,6 +173,46 @@ REBOUND = [
 ]
 
 
+# Methods that call halves of MLPs, and whether these become one call.
+HALVES = {
+    "return self.tail(self.head(x), x)": True,
+    "return self.tail(self.head(self.norm(x)))": True,
+    "h = self.head(x); return self.tail(h, x, 1, scale=y)": True,
+    "h = self.head(x); n = x.shape[0]; h = self.tail(h, x); return h, n": True,
+    "x = self.norm(x); x = self.head(x); x = self.tail(x, y); return x": True,
+    "return y + self.tail(self.head(x))": True,
+    "h = self.head(x); return self.tail(h, x), h": False,
+    "h = self.head(x); x = y; return self.tail(h, x)": False,
+    "h = self.head(x); other(); return self.tail(h, x)": False,
+    "h = self.head(x); return self.tail(h, x) if y else x": False,
+    "return self.tail(self.head(x), self.norm(x))": False,
+    "return self.tail(self.head(x), self.residual)": False,  # which a hook of the head may set
+    "return self.tail(self.head(x), *y)": False,
+    "return self.tail(self.head(x), **y)": False,
+    "return self.tail(x, self.head(x))": False,
+    "return self.tail(self.head(x, y))": False,
+    "return self.tail(self.head(x)[0])": False,
+    "return self.tail(self.norm(self.head(x)))": False,
+    "return self.head(self.tail(x))": False,
+}
+
+# What a module begins with, with `h` its argument, and whether that is the last projection of an MLP.
+STARTS = {
+    "return self.d(h)": True,
+    "return self.norm(self.d(h) + y)": True,
+    "h = self.d(h); return self.norm(h + y)": True,
+    "'A docstring.'; h = self.drop(self.d(self.drop(h))); return h + y": True,
+    "z = self.d(h); return z + h": False,
+    "return self.d(h) + self.d(h)": False,
+    "y = y + 1; return self.d(h)": False,
+    "return self.norm(y) + self.d(h)": False,
+    "return self.d(h) if y else h": False,
+    "return self.d(self.norm(h))": False,
+    "return self.d(y)": False,
+    "z = self.d(h); return lambda: h": False,
+}
+
+
 def found(fused_mlp, body):
     """The sites of a method with this body, and the method with `fused` in their places."""
     sites = importlib.import_module(f"{fused_mlp.__name__}.models.sites")
@@ -193,6 +235,22 @@ def test_expressions(fused_mlp, expression):
 @pytest.mark.parametrize("body", BODIES)
 def test_bodies(fused_mlp, body):
     assert patterns(fused_mlp, body.replace("; ", "\n")) == BODIES[body]
+
+
+@pytest.mark.parametrize("body", HALVES)
+def test_halves(fused_mlp, body):
+    sites, _ = found(fused_mlp, body.replace("; ", "\n"))
+    assert [type(site).__name__ for site in sites] == ["Joint"] * HALVES[body]
+
+
+@pytest.mark.parametrize("body", STARTS)
+def test_starts(fused_mlp, body):
+    sites = importlib.import_module(f"{fused_mlp.__name__}.models.sites")
+    tree = ast.parse("def forward(self, h, y=None):\n" + textwrap.indent(body.replace("; ", "\n"), "    ")).body[0]
+    start = sites.start_of(tree, lambda node: ROLES.get(ast.unparse(node)))
+    assert (start is not None) == STARTS[body]
+    if start is not None:
+        assert (ast.unparse(start.projection), start.argument.id) == ("self.d", "h")
 
 
 @pytest.mark.parametrize("statement", REBOUND)

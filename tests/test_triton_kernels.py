@@ -14,6 +14,7 @@ import layouts
 import machine
 import reference
 import special_values
+import test_experts
 from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -233,6 +234,53 @@ def test_tf32_where_pytorch_was_told_to(forced, device, function, monkeypatch):
     assert 1e-5 < error < 1.4e-3  # operands cut to TF32 give up to 1.02e-3, in bfloat16 at least 1.64e-3
 
 
+# Experts
+
+
+@dtypes
+def test_experts_of_any_form(forced, device, dtype):
+    for form in test_experts.forms():
+        with reference.poisoned_memory(device):
+            made = test_experts.drawn(5, 2, 3, (20, 12, 17), dtype=dtype, device=device, biases=True, **form)
+            test_experts.check(forced, "triton", made, **form)
+
+
+EXPERTS = [(1, 1, 1, (1, 1, 1)), (0, 2, 3, (8, 8, 8)), (2, 2, 3, (4, 0, 6)), (40, 2, 3, (70, 34, 130))]
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts_of_any_shape(forced, device, case):
+    test_experts.check(forced, "triton", test_experts.drawn(*case, dtype=torch.half, device=device))
+
+
+@pytest.mark.parametrize("routing", test_experts.ROUTINGS)
+def test_experts_of_any_routing(forced, device, routing):
+    made = test_experts.drawn(30, 3, 8, (8, 8, 8), device=device)
+    test_experts.ROUTINGS[routing](made["top_k_index"], 8)
+    made["top_k_weights"] = torch.rand(30, 3, device=device)
+    test_experts.check(forced, "triton", made)
+
+
+def test_many_experts(forced, device):
+    test_experts.check(forced, "triton", test_experts.drawn(5, 2, 130, (3, 2, 3), device=device))
+
+
+def test_experts_as_an_op(forced, device):
+    ops = importlib.import_module(f"{forced.__name__}._ops").ops
+    sample = (
+        *test_experts.drawn(2, 2, 2, (3, 4, 5), device=device, biases=True).values(),
+        4,
+        True,
+        False,
+        False,
+        0.5,
+        1.0,
+    )
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ops.triton_experts_mlp.default, sample, test_utils=tests)
+    assert torch.equal(ops.triton_experts_mlp(*sample), ops.triton_experts_mlp(*sample))
+
+
 # Ways to be called
 
 
@@ -302,7 +350,7 @@ def test_nearest_tuned_rows(backend, tuned):
 
 def test_tuned_parameters_are_used(forced, backend, tuned, device, monkeypatch):
     configs, gemm = backend("configs"), backend("gemm")
-    gpu = configs.INTERPRETER if INTERPRETED else configs.gpu(torch.cuda.current_device())
+    gpu = configs.INTERPRETER if INTERPRETED else configs.gpu(torch.device("cuda", torch.cuda.current_device()))
     config = configs.default_config("gated_linear", 70, 96, 2, True, gpu) | {"BLOCK_M": 32, "BLOCK_N": 16}
     tuned(configs.file_name("gated_linear", 96, 64, gpu.name), {"64": config})
     used = []
@@ -341,7 +389,7 @@ def test_shipped_parameters(backend):
 @on_a_gpu
 def test_shipped_parameters_compute(forced, backend, device):
     configs = backend("configs")
-    gpu = configs.gpu(torch.cuda.current_device())
+    gpu = configs.gpu(torch.device("cuda", torch.cuda.current_device()))
     for path in configs.DIRECTORY.glob("*"):
         op, N, K = re.match(r"(\w+),N=(\d+),K=(\d+),", path.name).groups()
         if path.name == configs.file_name(op, int(N), int(K), gpu.name):

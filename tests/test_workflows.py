@@ -1,6 +1,8 @@
 """The workflows: what they run is there, and what they use is pinned."""
 
+import os
 import re
+import subprocess
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +101,63 @@ def test_the_first_real_compilation_is_not_the_release():
     listed = [source for table in (config["torch"], *config["kernel"].values()) for source in table["src"]]
     for source in ["build.toml", "flake.nix", "flake.lock", *listed]:
         assert any(fnmatch(source, pattern) for pattern in on["push"]["paths"]), source
+
+
+def test_the_variants_without_compiled_ops_are_built():
+    """By kernel-builder as flake.lock has it, for this commit; and they come to the others."""
+    job = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]["noarch"]
+    runs = [step.get("run", "") for step in job["steps"]]
+    source, described, built, hashed = (
+        find(runs, what) for what in ("noarch.py", "create-pyproject", "setup.py", "hash")
+    )
+    assert source < described < built < hashed
+    for step in (described, hashed):
+        assert runs[step].startswith("nix run --inputs-from . kernel-builder#kernel-builder -- ")
+    assert '--kernel-sha "$GITHUB_SHA"' in runs[described]
+    artifact = job["steps"][-1]["with"]["name"]
+    release = yaml.safe_load((project.ROOT / ".github/workflows/release.yaml").read_text())["jobs"]["stage"]["steps"]
+    (pattern,) = [step["with"]["pattern"] for step in release if "pattern" in step.get("with", {})]
+    assert fnmatch(artifact, pattern)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_runners_have_torch_for_cpus(workflow):
+    """Else `kernels` looks for a variant for CUDA there. `make compat` brings its own, `make lint` has none."""
+    loaded = yaml.safe_load(workflow.read_text())
+    for name, job in loaded["jobs"].items():
+        runs = [step.get("run", "") for step in job.get("steps", [])]
+        made = {target for run in runs for target in re.findall(r"^make ([a-z-]+)", run)}
+        if made - {"lint", "compat"}:
+            environment = loaded.get("env", {}) | job.get("env", {})
+            assert environment.get("UV_TORCH_BACKEND") == "cpu", name
+            assert environment.get("INSTALLER") == "uv pip install --python .venv/bin/python", name
+            assert [run for run in runs if re.fullmatch(r"pip install uv==[\d.]+", run)], name
+
+
+def test_the_variant_for_aarch64_runs_somewhere():
+    job = yaml.safe_load((project.ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["test"]
+    runners = {row["runner"] for row in job["strategy"]["matrix"]["include"]}
+    assert "ubuntu-24.04-arm" in runners and job["runs-on"] == "${{ matrix.runner }}"
+
+
+def test_the_installer_of_the_runners_installs_everything():
+    command = ["make", "--dry-run", "--always-make", "venv", "test", "coverage"]
+    environment = {**os.environ, "INSTALLER": "the installer"}
+    shown = subprocess.run(
+        command, cwd=project.ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert " pip install" not in shown
+    installed = set(re.findall(r"^the installer .*-r requirements/(\w+)\.txt$", shown, re.MULTILINE))
+    assert {"build", "test", "bench", "lint", "timm", "coverage"} <= installed
+
+
+def test_what_is_attested():
+    """Every variant, with the action that the older ones for provenance alone have become."""
+    jobs = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]
+    for name in ("build", "noarch"):
+        (step,) = [step for step in jobs[name]["steps"] if "attest" in step.get("uses", "")]
+        assert step["uses"].startswith("actions/attest@")
+        assert "build/*/metadata.json" in step["with"]["subject-path"]  # which has the digests of all other files
 
 
 def find(commands: list[str], what: str) -> int:

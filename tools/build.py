@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Builds the kernel for development and tests: for the CPU, and for CUDA wherever there is an nvcc (no GPU needed).
+"""Builds the kernel for development and tests: for the CPU, for CUDA wherever there is an nvcc (no GPU needed), and the
+variants without compiled ops (noarch.py).
 
 Releases are built by kernel-builder (flake.nix), in a sandbox and for every version of CUDA that the Hub asks for.
 This reads the same build.toml and lays out the same build/<variant>/ with the compilers of this machine.
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import noarch
 import project
 from builder import abi, plan, toolchain
 from builder.toolchain import BuildError
@@ -30,7 +32,7 @@ NO_NVCC = "no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
 @dataclass(frozen=True)
 class Built:
     variant: plan.Variant
-    bytes: int
+    bytes: int | None  # of the extension, where there is one
     seconds: float
     checks: list[abi.Check]
 
@@ -41,7 +43,7 @@ class Built:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = project.config()["general"]["backends"]
+    known = [*project.config()["general"]["backends"], *noarch.BACKENDS]
     parser.add_argument("--backend", nargs="+", choices=known, help="what to build for (default: all that can be)")
     parser.add_argument("--out", type=Path, default=project.BUILD, help="the folder of the variants (default: build)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at a time")
@@ -71,6 +73,10 @@ def main() -> None:
 
 def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_archs: frozenset[str]) -> Built:
     start = time.monotonic()
+    if backend in noarch.BACKENDS:
+        variant = plan.noarch(backend)
+        layout.install(variant, None, out / variant.label)
+        return Built(variant, None, time.monotonic() - start, [])
     nvcc = nvcc if backend == "cuda" else None
     variant = plan.variant(backend, nvcc, cuda_archs)
     extension = compile(variant, out / ".cache" / variant.label, nvcc, jobs)
@@ -91,10 +97,12 @@ def report(builds: list[Built]) -> None:
     """Prints a table of the builds, and below it the symbols that a check found."""
     if not builds:
         return
-    rows = [["variant", "archs", "size", "time", *(check.name for check in builds[0].checks)]]
+    names = next(([check.name for check in built.checks] for built in builds if built.checks), [])
+    rows = [["variant", "archs", "size", "time", *names]]
     for built in builds:
-        numbers = [f"{built.bytes / 2**20:.1f} MiB", f"{built.seconds:.1f} s"]
-        rows.append([built.variant.label, " ".join(built.variant.archs) or "-", *numbers, *map(str, built.checks)])
+        numbers = ["-" if built.bytes is None else f"{built.bytes / 2**20:.1f} MiB", f"{built.seconds:.1f} s"]
+        checks = [*map(str, built.checks)] or ["-"] * len(names)
+        rows.append([built.variant.label, " ".join(built.variant.archs) or "-", *numbers, *checks])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -2,7 +2,7 @@
 """Loads the local build under every minor version of torch since the oldest it is built for, and tries it there.
 
 Each version is installed from PyPI into an environment of its own, which is deleted afterwards: several GB at a time.
-Prints a table and writes it to docs/compatibility.md.
+Prints a table and writes it to docs/compatibility.md, with the variants that `kernels` chooses of a release.
 """
 
 import argparse
@@ -16,6 +16,9 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.backends import CUDA
+from kernels.variants import _resolve_variant_for_system, parse_variant
+from packaging.version import Version
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +30,9 @@ SMOKE = project.ROOT / "tools/compatibility/smoke.py"
 DOCUMENT = project.ROOT / "docs/compatibility.md"
 ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
+# Of CUDA: what kernel-builder, as flake.lock has it, builds for, and what a torch since 2.11 may be built for.
+BUILT = ("12.6", "13.0", "13.2")
+TORCHS = ("12.6", "12.8", "12.9", "13.0", "13.2")
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,31 @@ Python {python} and each version of torch, on a machine without a GPU. *Computes
 gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
 
 {documents.table(COLUMNS, [row.cells() for row in rows])}
+
+{chosen_variants()}"""
+
+
+def chosen_variants() -> str:
+    """Which variant of a release the loader takes under each CUDA that a torch is built for."""
+    abi = oldest().replace(".", "")
+    names = [f"torch-stable-abi{abi}-cu{version.replace('.', '')}-x86_64-linux" for version in BUILT]
+    rows = []
+    for version in TORCHS:
+        system = {"cpu": "x86_64", "os": "linux", "torch_cxx11_abi": True, "tvm_ffi_version": None}
+        torch, backend = Version(oldest()), CUDA(version=Version(version))
+        resolved, _ = _resolve_variant_for_system(
+            [parse_variant(name) for name in names], selected_backend=backend, torch_version=torch, **system
+        )
+        rows.append((version, f"`{resolved[0].variant_str}`"))
+    built = f"{', '.join(BUILT[:-1])} and {BUILT[-1]}"
+    return f"""## Which variant a torch for CUDA takes
+
+A release has variants for CUDA {built}. By the rule of `kernels`, a torch takes the newest of its own
+major version of CUDA that is not newer than itself. The table above has no torch for CUDA 12: since 2.11, PyPI has
+torch for CUDA 13 alone. What is known of the variant for CUDA 12.6 is that the compilers of 12.6 and 12.8 accept its
+code (`make matrix`).
+
+{documents.table(("CUDA of torch", "variant"), rows, left=2)}
 """
 
 

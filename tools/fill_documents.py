@@ -274,12 +274,12 @@ def coverage_sentence() -> str:
         ]
 
     types, total, fused, pointwise, _ = counts("all of these")
-    experts, _, experts_pointwise, _ = counts("MoE experts")
+    experts, experts_fused, experts_pointwise, _ = counts("MoE experts")
     return (
         f"Of the {total} MLPs in the {types} model types of transformers {version} that can be built from a "
         f"configuration, {fused / total:.1%} are fused, GEMMs included, and {(fused + pointwise) / total:.1%} with "
-        f"those of which only `act(gate) * up` is. Experts of mixtures are counted apart: "
-        f"{experts_pointwise / experts:.1%} of {experts}, the product alone."
+        f"those of which only `act(gate) * up` is. Groups of experts are counted apart: of {experts}, "
+        f"{experts_fused / experts:.1%} are fused as a whole on a CPU, and {experts_pointwise} in the product alone."
     )
 
 

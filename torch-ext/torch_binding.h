@@ -67,5 +67,20 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, cons
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
                                        const OptionalTensor& up, int64_t activation, int64_t needs);
+// The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
+// weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.
+//
+// Weights [E, 2 * hidden, in] or, where not gated, [E, hidden, in], and [E, out, hidden]; where transposed, the last
+// two dimensions the other way round. Gates come before ups, or alternate with them where interleaved. With a limit,
+// gates count as that at most, and ups as that in magnitude; up_offset is then added to the ups.
+//
+// CPU only: on a GPU there is no such kernel yet.
+Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                   const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                   const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
+                   std::optional<double> limit, double up_offset);
+
+// How it would be computed, as `plan` says it of the other ops.
+std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed);
 
 }  // namespace fused_mlp

@@ -136,7 +136,7 @@ def compute_once(op, M, N, K, config):
 def tune(op, M, N, K, compilers):
     """The best parameters for op on x [M, K] and weights [N, K], and microseconds: theirs, the default's, PyTorch's."""
     configs = package_module("backends.triton.configs")
-    gpu = configs.gpu(torch.cuda.current_device())
+    gpu = configs.gpu(torch.device("cuda", torch.cuda.current_device()))
     tried = list(candidates(op, M, gpu))
     checked = min(M, CHECKED_ROWS)
     compiled = compilers.map(compute_once, *zip(*((op, checked, N, K, config) for config in tried)))

@@ -14,9 +14,7 @@ from .plan import Variant, package_files
 
 OPS = '''\
 import torch
-
-from . import {id}
-
+{import_extension}
 ops = torch.ops.{id}
 
 
@@ -26,11 +24,13 @@ def add_op_namespace_prefix(op_name: str):
 '''
 
 
-def install(variant: Variant, extension: Path, folder: Path) -> None:
+def install(variant: Variant, extension: Path | None, folder: Path) -> None:
     """Makes `folder` the variant: what differs is replaced, what does not belong is removed."""
     files = {place: path.read_bytes() for place, path in package_files().items()}
-    files["_ops.py"] = OPS.format(id=variant.id).encode()
-    files[f"{variant.id}.abi3.so"] = extension.read_bytes()
+    import_extension = "" if extension is None else f"\nfrom . import {variant.id}\n"
+    files["_ops.py"] = OPS.format(id=variant.id, import_extension=import_extension).encode()
+    if extension is not None:
+        files[f"{variant.id}.abi3.so"] = extension.read_bytes()
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in files:
             path.unlink()
@@ -62,6 +62,7 @@ def _metadata(variant: Variant, folder: Path) -> dict:
         "id": variant.id,
         "version": general["version"],
         "license": general["license"],
+        **({"source": general["source"]} if "source" in general else {}),
         "python-depends": [],
         "kernel-depends": [],
         "backend": backend,

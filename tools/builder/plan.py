@@ -28,7 +28,7 @@ class Section:
 class Variant:
     backend: str
     label: str  # the name of its folder, by which the loader chooses
-    stable_abi: str  # the torch version whose stable ABI it keeps to
+    stable_abi: str  # the torch version whose stable ABI it keeps to; empty where nothing is compiled
     id: str  # of the module, and the namespace of the ops
     sections: tuple[Section, ...]
 
@@ -54,6 +54,17 @@ def variant(backend: str, nvcc: Nvcc | None = None, only_archs: frozenset[str] =
         stable_abi=stable_abi,
         id=f"_{project.python_name()}_{backend}_{_fingerprint(sections)}",
         sections=tuple(sections),
+    )
+
+
+def noarch(backend: str) -> Variant:
+    """The variant of a backend that nothing is compiled for: the package's Python alone."""
+    return Variant(
+        backend=backend,
+        label=f"torch-{backend}",
+        stable_abi="",
+        id=f"_{project.python_name()}_{backend}_{_fingerprint([])}",
+        sections=(),
     )
 
 

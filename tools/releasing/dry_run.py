@@ -76,9 +76,9 @@ def _table(build: Path) -> Table:
     table = Table(whole[0], "archs", *whole[1:], box=SIMPLE_HEAD, pad_edge=False)
     for folder in variants.variants(build):
         metadata = Metadata.read_from_file(folder / "metadata.json")
-        (extension,) = folder.glob("*.so")
+        extensions = [*folder.glob("*.so")]
         archs = " ".join(metadata.backend.archs or ["-"])
-        size = f"{extension.stat().st_size / 2**20:.1f} MiB"
-        symbols = "\n".join(f"{check.name}: {check}" for check in abi.check(extension))
+        size = "\n".join(f"{extension.stat().st_size / 2**20:.1f} MiB" for extension in extensions) or "-"
+        symbols = "\n".join(f"{check.name}: {check}" for path in extensions for check in abi.check(path)) or "-"
         table.add_row(folder.name, archs, size, f"{len(metadata.digest.files)} ok", symbols)
     return table

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kernels._rust import Digest, DigestValidationError, Metadata
-from kernels.variants import parse_variant
+from kernels.variants import NoarchVariant, parse_variant
 
 import project
 from builder import abi
@@ -68,10 +68,15 @@ def _digest(metadata: Metadata, folder: Path) -> Iterator[str]:
         yield from map(str, error.violations)
 
 
+def is_noarch(folder: Path) -> bool:
+    """Whether a variant is of Python alone, by its name: torch-rocm and the like."""
+    return isinstance(parse_variant(folder.name), NoarchVariant)
+
+
 def _symbols(folder: Path) -> Iterator[str]:
     extensions = list(folder.glob("*.so"))
-    if len(extensions) != 1:
-        yield f"has {len(extensions)} extensions, not one"
+    if len(extensions) != (meant := 0 if is_noarch(folder) else 1):
+        yield f"has {len(extensions)} extensions, not {'none' if meant == 0 else 'one'}"
     for extension in extensions:
         for check in abi.check(extension):
             if check.symbols is None:

@@ -3,12 +3,14 @@
 from . import layers
 from .dispatch import backend
 from .explanation import explain
-from .functional import act_and_mul, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
+from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
+from .models.mixtures import register_experts
 from .models.patching import fuse_mlps
 
 __all__ = [
     "act_and_mul",
     "backend",
+    "experts_mlp",
     "explain",
     "fuse_mlps",
     "gated_linear",
@@ -17,5 +19,6 @@ __all__ = [
     "layers",
     "linear",
     "mlp",
+    "register_experts",
     "swiglu",
 ]

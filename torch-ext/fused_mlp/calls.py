@@ -9,7 +9,7 @@ transform of ``torch.func``), torch runs the GEMMs and only the pointwise part i
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from . import dispatch, operands, training
+from . import dispatch, experts, operands, training
 from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
@@ -58,7 +58,7 @@ def gated_linear(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    result = _short_way("gated_linear", given, activation.code, memory)
+    result = _short_way("gated_linear", given, activation.code, memory=memory)
     if result is None:
         check = operands.check_gated_linear
         result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code, memory)
@@ -77,7 +77,7 @@ def gated_mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    result = _short_way("gated_mlp", given, activation.code, memory)
+    result = _short_way("gated_mlp", given, activation.code, memory=memory)
     if result is None:
         result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code, memory)
     return result
@@ -93,10 +93,39 @@ def mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    result = _short_way("mlp", given, activation.code, memory)
+    result = _short_way("mlp", given, activation.code, memory=memory)
     if result is None:
         result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code, memory)
     return result
+
+
+def experts_mlp(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    form: experts.Form,
+) -> Tensor:
+    given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    result = _short_way("experts_mlp", given, *form)
+    if result is not None:
+        return result
+    operands.check_experts_mlp(*given, *form[1:])
+    compute = _composed_experts
+    if experts_reason(*given) is None:
+        compute = dispatch.select("experts_mlp", x).experts_mlp
+    flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
+    result = compute(*flat, *given[3:], *form)
+    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def experts_reason(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Optional[Tensor]) -> Optional[str]:
+    """:func:`composition_reason` of a call of ``experts_mlp``, whose routing is of other dtypes than the rest."""
+    reason = pointwise_reason(top_k_index, top_k_weights) or composition_reason(x, *others)
+    return "autograd follows the parts" if reason is None and autograd_follows(top_k_weights) else reason
 
 
 def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -153,12 +182,14 @@ def _ambient_reason() -> Optional[str]:
     return None
 
 
-_COMPILED_OPS = {name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp")}
+_COMPILED_OPS = {
+    name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
+}
 _PLAIN_TYPES = frozenset(PLAIN_TENSORS)
 
 
 def _short_way(
-    op: str, given: Tuple[Optional[Tensor], ...], activation: int, memory: str = training.KEPT
+    op: str, given: Tuple[Optional[Tensor], ...], *rest: Any, memory: str = training.KEPT
 ) -> Optional[Tensor]:
     """The result of the compiled op where a call plainly can be one, else None.
 
@@ -179,8 +210,8 @@ def _short_way(
         return None
     try:
         if recorded:
-            return None if training.refusal(op) is not None else training.run(op, given, activation, memory)
-        return _COMPILED_OPS[op](*given, activation)
+            return None if training.refusal(op) is not None else training.run(op, given, *rest, memory)
+        return _COMPILED_OPS[op](*given, *rest)
     except RuntimeError:
         return None
 
@@ -238,6 +269,27 @@ def _composed_gated_mlp(
 ) -> Tensor:
     hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
     return F.linear(hidden, down_weight, down_bias)
+
+
+def _composed_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    *form: Any,
+) -> Tensor:
+    given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    plain = pointwise_reason(top_k_index, top_k_weights, *given) is None
+    if autocasts(x):  # which knows nothing of products of groups
+        dtype = torch.get_autocast_dtype(x.device.type)
+        kept = (None, torch.float64)
+        given = tuple(given if getattr(given, "dtype", None) in kept else given.to(dtype) for given in given)
+    x, *others = given
+    compute = experts.composed if plain else experts.traceable
+    return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul)
 
 
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:

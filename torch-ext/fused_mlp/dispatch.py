@@ -11,12 +11,18 @@ from torch import Tensor
 
 from .backends import native, reference, triton
 
-_BACKENDS: Dict[str, ModuleType] = {native.DEVICE_TYPE: native, "triton": triton, "torch": reference}
+_BACKENDS: Dict[str, ModuleType] = {"triton": triton, "torch": reference}
+if native.DEVICE_TYPE is not None:
+    _BACKENDS[native.DEVICE_TYPE] = native
 _NAMES = ("cuda", "triton", "cpu", "torch")
 
 # Measured order: the compiled ops win wherever they exist, the Triton kernels where a build has no code for the GPU.
-_AUTO = ("cuda", "triton") if native.DEVICE_TYPE == "cuda" else ("cpu",)
+# What has never run on a kind of GPU, which is all that a build without compiled ops holds, is for those who force it.
+_AUTO: Tuple[str, ...] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), None: ()}[native.DEVICE_TYPE]
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
+
+# What was never measured is not chosen; backend() forces it.
+_FORCED_ONLY = {"experts_mlp": (triton,)}
 
 # On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
 _LEAST_RECORDED = 1 << 17
@@ -67,7 +73,7 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
     for implementation in () if _is_too_small(x, recorded) else _AUTO_BACKENDS:
-        if implementation.refusal(op, x) is None:
+        if implementation.refusal(op, x) is None and implementation not in _FORCED_ONLY.get(op, ()):
             return implementation
     return reference
 
@@ -83,10 +89,14 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
+        if reason is None and _BACKENDS[name] in _FORCED_ONLY.get(op, ()):
+            reason = "not measured yet"
         if reason is None:
             return name, "; ".join(refusals) or "first choice for this device and dtype"
         refusals.append(f"not {name}: {reason}")
-    return "torch", "; ".join(refusals)
+    return "torch", "; ".join(
+        refusals
+    ) or "the Triton kernels have not been run on such GPUs: backend('triton') takes them"
 
 
 def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:
@@ -96,5 +106,5 @@ def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:
     if name not in _BACKENDS:
-        return f"this build holds {native.DEVICE_TYPE} kernels"
+        return f"this build holds {native.DEVICE_TYPE or 'Triton'} kernels"
     return _BACKENDS[name].refusal(op, x)

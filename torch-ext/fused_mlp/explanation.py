@@ -64,12 +64,15 @@ _OPERATIONS = {
     functional.gated_linear: "gated_linear",
     functional.gated_mlp: "gated_mlp",
     functional.mlp: "mlp",
+    functional.experts_mlp: "experts_mlp",
 }
 
 
 def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Explanation:
     op = _OPERATIONS[function]
     call.apply_defaults()
+    if op == "experts_mlp":
+        return _explain_experts(**call.arguments)
     given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate", "memory")]
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
@@ -104,6 +107,20 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
+
+
+def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
+    get_activation(activation)
+    operands.check_experts_mlp(**given)
+    x, gate_up_weight, down_weight = (given[name] for name in ("x", "gate_up_weight", "down_weight"))
+    composed = calls.experts_reason(*list(given.values())[:7])
+    if composed is not None:
+        return Explanation("experts_mlp", "torch", composed)
+    name, reason = dispatch.reasoned("experts_mlp", x)
+    if name != native.DEVICE_TYPE:
+        return Explanation("experts_mlp", name, reason)
+    parts = native.plan_experts(x, gate_up_weight, down_weight, given["transposed"])
+    return Explanation("experts_mlp", name, f"{reason}; {plans.in_words(parts)}", parts)
 
 
 def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import calls, training
 from .activations import get_activation
+from .experts import Form
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:
@@ -147,3 +148,47 @@ def mlp(
     """
     training.check_memory(memory)
     return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, get_activation(activation), memory)
+
+
+def experts_mlp(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor] = None,
+    down_bias: Optional[Tensor] = None,
+    activation: Optional[str] = "silu",
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    limit: Optional[float] = None,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """The experts of a mixture: of every token, the weighted sum of the MLPs that a router has chosen for it.
+
+    The terms of the sum are added in the order of ``top_k_index``, in float32: the same bits on every run.
+
+    Args:
+        x: ``[..., in]``, the tokens.
+        top_k_index: ``[..., k]``, integers: the experts of each token. What names no expert, negative or past the last
+            one, is skipped: it adds nothing, and its weight is not read. With expert parallelism, those are of others.
+        top_k_weights: ``[..., k]``, of any floating dtype: what each expert's result is multiplied by.
+        gate_up_weight: ``[experts, 2 * hidden, in]``, gates and ups; ``[experts, hidden, in]`` where not ``gated``.
+        down_weight: ``[experts, out, hidden]``.
+        gate_up_bias: ``[experts, 2 * hidden]``, or ``[experts, hidden]``, or None.
+        down_bias: ``[experts, out]`` or None.
+        activation: see :func:`act_and_mul`.
+        gated: whether an expert is ``act(gate) * up`` between its products, or ``act`` alone.
+        interleaved: whether gates and ups alternate in ``gate_up_weight`` and its bias; else the gates come first.
+        transposed: whether both weights are stored as ``[experts, in, out]``.
+        limit: what gates may be at most, and ups in magnitude, before the activation; None for no bounds.
+        up_offset: what is added to the ups after that. The gate of gpt-oss is that of the activation
+            ``x * sigmoid(1.702 x)``, with ``limit=7.0`` and ``up_offset=1.0``.
+
+    Returns:
+        ``[..., out]``, in the dtype of ``x``.
+    """
+    form = Form(get_activation(activation).code, gated, interleaved, transposed, limit, up_offset)
+    return calls.experts_mlp(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, form)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
+
 
 class OperandTypeError(TypeError, RuntimeError):
     """A TypeError that is a RuntimeError too, which is what PyTorch raises for many such operands."""
@@ -70,6 +72,76 @@ def check_mlp(
     _check_input(x)
     _check_projection(x, "x", x.shape[-1], "fc1_weight", fc1_weight, "fc1_bias", fc1_bias)
     _check_projection(x, "fc1_weight", fc1_weight.shape[0], "fc2_weight", fc2_weight, "fc2_bias", fc2_bias)
+
+
+def check_experts_mlp(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    limit: Optional[float],
+    up_offset: float,
+) -> None:
+    _check_input(x)
+    _check_routing(x, top_k_index, top_k_weights)
+    _check_like(x, "gate_up_weight", gate_up_weight)
+    _check_like(x, "down_weight", down_weight)
+    layout = "[experts, in, out]" if transposed else "[experts, out, in]"
+    in_dim, out_dim = (1, 2) if transposed else (2, 1)
+    if gate_up_weight.dim() != 3 or gate_up_weight.shape[in_dim] != x.shape[-1] or gate_up_weight.shape[0] == 0:
+        raise OperandValueError(
+            f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x, and an expert at least, "
+            f"got {_shape(gate_up_weight)}"
+        )
+    experts, hidden = gate_up_weight.shape[0], gate_up_weight.shape[out_dim]
+    if gated and hidden % 2 != 0:
+        raise OperandValueError(
+            f"gate_up_weight must be {layout} with an even out, being gated, got {_shape(gate_up_weight)}"
+        )
+    hidden = hidden // 2 if gated else hidden
+    if down_weight.dim() != 3 or down_weight.shape[0] != experts or down_weight.shape[in_dim] != hidden:
+        raise OperandValueError(
+            f"down_weight must be {layout} with experts = {experts} and in = {hidden} to fit gate_up_weight, "
+            f"got {_shape(down_weight)}"
+        )
+    for name, bias, weight in (("gate_up", gate_up_bias, gate_up_weight), ("down", down_bias, down_weight)):
+        if bias is not None:
+            _check_like(x, f"{name}_bias", bias)
+            features = weight.shape[out_dim]
+            if bias.dim() != 2 or bias.shape[0] != experts or bias.shape[1] != features:
+                raise OperandValueError(
+                    f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {_shape(bias)}"
+                )
+    if not gated and (interleaved or limit is not None or up_offset != 0):
+        raise OperandValueError("interleaved, limit and up_offset must be left out where gated is False")
+    if limit is not None and not limit > 0:
+        raise OperandValueError(f"limit must be positive or None, got {limit}")
+
+
+def _check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        if not isinstance(tensor, Tensor):
+            raise OperandTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.device != x.device:
+            raise OperandValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+    if top_k_index.dtype not in _INDEX_DTYPES:
+        raise OperandTypeError(f"top_k_index must be of a signed integer dtype, got {top_k_index.dtype}")
+    _check_tensor("top_k_weights", top_k_weights)
+    if top_k_index.dim() != x.dim() or top_k_index.shape[:-1] != x.shape[:-1] or x.dim() < 2:
+        raise OperandValueError(
+            f"top_k_index must be [tokens, k] and x [tokens, in], of the same leading dimensions, "
+            f"got {_shape(top_k_index)} and {_shape(x)}"
+        )
+    if top_k_weights.shape != top_k_index.shape:
+        raise OperandValueError(
+            f"top_k_weights must have the shape of top_k_index, {_shape(top_k_index)}, got {_shape(top_k_weights)}"
+        )
 
 
 def autocasts(x: Tensor) -> bool:

@@ -2,4 +2,19 @@
 
 Every backend is a module with the same functions over operands that ``functional`` has checked, the activation given
 by its code, and ``refusal(op, x)``: why it does not take a call on ``x``, or None if it does. No backend knows another.
+
+``native`` is the one of the compiled ops. A build that has none, for ``rocm`` and ``xpu``, has ``uncompiled`` there.
 """
+
+import json
+from pathlib import Path
+
+# The builder's own record of what this build holds.
+BUILT_FOR = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
+
+if BUILT_FOR["type"] in ("cuda", "cpu"):
+    from . import native
+else:
+    from . import uncompiled as native
+
+__all__ = ["BUILT_FOR", "native"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any, Optional, Sequence, Tuple
 
 import torch
@@ -12,12 +10,9 @@ from torch import Tensor
 
 from .. import operands, strides
 from .._ops import add_op_namespace_prefix, ops
-from . import plans
+from . import BUILT_FOR, plans
 
-# The builder's own record of what this build holds.
-_BACKEND = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
-
-DEVICE_TYPE: str = _BACKEND["type"]  # "cuda" or "cpu"
+DEVICE_TYPE: str = BUILT_FOR["type"]  # "cuda" or "cpu"
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
@@ -30,6 +25,7 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+experts_mlp = ops.experts_mlp.default
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
@@ -40,13 +36,15 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
         return None
+    if op == "experts_mlp":
+        return "no CUDA kernel for experts"
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:
     major, minor = torch.cuda.get_device_capability(device_index)
-    for arch in _BACKEND["archs"]:
+    for arch in BUILT_FOR["archs"]:
         number = arch.replace("+PTX", "")
         arch_major, arch_minor = (int(part) for part in number.rstrip("af").split("."))
         exact = number.endswith("a")
@@ -56,7 +54,7 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
             return None
         if arch.endswith("+PTX") and (major, minor) > (arch_major, arch_minor):
             return None
-    return f"GPU of compute capability {major}.{minor}, built for {', '.join(_BACKEND['archs'])}"
+    return f"GPU of compute capability {major}.{minor}, built for {', '.join(BUILT_FOR['archs'])}"
 
 
 _cached_gpu_refusal = functools.cache(_gpu_refusal)
@@ -65,6 +63,12 @@ _cached_gpu_refusal = functools.cache(_gpu_refusal)
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
     """How the compiled ops would compute a call, by its named layers; the arguments are those of the op ``plan``."""
     return plans.parsed(ops.plan.default(x, *rest), layers)
+
+
+def plan_experts(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool) -> Tuple[plans.Part, ...]:
+    """The same for ``experts_mlp``."""
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, transposed)
+    return plans.parsed(record, ("gate and up", "down"))
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -127,3 +131,24 @@ def _(
 ) -> Tensor:
     operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    limit: Optional[float],
+    up_offset: float,
+) -> Tensor:
+    given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    operands.check_experts_mlp(*given, gated, interleaved, transposed, limit, up_offset)
+    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import experts
 from ..activations import BY_CODE
 
 
@@ -64,3 +65,17 @@ def mlp(
     activation: int,
 ) -> Tensor:
     return F.linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias)
+
+
+def experts_mlp(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    *form: Any,
+) -> Tensor:
+    tensors = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    return experts.composed(*tensors, experts.Form(*form), act_and_mul)

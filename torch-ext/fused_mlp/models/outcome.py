@@ -9,7 +9,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, obstacles, recognition, rewriting, shape
+from . import forwards, mixtures, obstacles, recognition, rewriting, shape
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
@@ -39,6 +39,7 @@ NO_FUNCTION = "no function"
 NO_SOURCE = "no source"
 UNKNOWN_FORM = "unknown form"
 DISAGREES = "disagrees"
+OWN_WAY = "own way"
 ERROR = "error"
 
 _REASON_WORDS = {
@@ -53,6 +54,7 @@ _REASON_WORDS = {
     NO_SOURCE: "source of its code not found",
     UNKNOWN_FORM: "code in a form that is not known",
     DISAGREES: "{detail}",
+    OWN_WAY: "runs as it is: {detail}",
     ERROR: "cannot be changed: {detail}",
 }
 
@@ -81,14 +83,31 @@ class Outcome:
 
 def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Outcome:
     """How far the MLPs in fused methods of a module are fused."""
+    methods = list(methods)
+    if any(map(mixtures.is_fused, methods)):
+        return of_experts(module)
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
     reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
     full = any(mlp.projections for mlp in mlps)
     return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))
 
 
+def of_experts(module: nn.Module) -> Outcome:
+    """Whether a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
+    obstacle = mixtures.obstacle(module)
+    if obstacle is None:
+        return Outcome(FULL, (), _EXPERTS)
+    return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
+
+
+_EXPERTS = "experts"
+
+
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Outcome:
     """That a module was left as it was, though these methods of it could be made."""
+    methods = list(methods)
+    if any(map(mixtures.is_fused, methods)):
+        return Outcome(NONE, (reason,), _EXPERTS)
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
 
 
@@ -139,6 +158,8 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
     around = obstacles.of_surroundings()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
+    if any(mlp.halves.values()):  # then their parts are not looked at
+        return list(called(mlp.halves))
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     found.update({name: forwards.alteration(part) for name, part in mlp.between.items()})
     unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
@@ -146,4 +167,5 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    return ", ".join(dict.fromkeys(str(mlp.pattern) for mlp in mlps))
+    words = (f"{mlp.pattern} in two modules" if mlp.halves else str(mlp.pattern) for mlp in mlps)
+    return ", ".join(dict.fromkeys(words))

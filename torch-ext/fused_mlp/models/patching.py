@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import training
-from . import outcome, rewriting, switching, verification
+from . import mixtures, outcome, rewriting, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -59,7 +59,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
             found = _fuse(module, check, memory)
             if found is not None:
                 report.modules.append(of_module(path, module, found))
-            if found is not None and found.extent != outcome.NONE:
+            if found is not None and is_fused(module):
                 report._restoring.append(partial(_restore, weakref.ref(module)))
     except BaseException:
         for module, methods in before:
@@ -81,6 +81,8 @@ def outcome_of(module: nn.Module) -> Optional[Outcome]:
     methods = switching.methods_in(module)
     if methods:
         return outcome.of_methods(module, methods.values())
+    if mixtures.is_registered(module):
+        return outcome.of_experts(module)
     methods, found = _plan(module, None, training.KEPT)
     return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
 
@@ -120,19 +122,26 @@ def _plan_of(
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
     methods, unknown = switching.restored_in(module), ()
     if not methods:
+        methods = mixtures.fused_methods(module)
+    if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
         return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
     if not methods:
-        return {}, outcome.of_nothing(module)
+        return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
     if isinstance(module, torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
         own = vars(module).get(name)
         own = getattr(own, "__func__", own)
-        if own not in (None, getattr(type(module), name)) and not rewriting.is_fused(own):
+        if own not in (None, getattr(type(module), name)) and not (rewriting.is_fused(own) or mixtures.is_fused(own)):
             return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
-        words = check and check.disagreement(rewriting.mlps_in(method, module))
+        if check is None:
+            words = None
+        elif mixtures.is_fused(method):
+            words = check.disagreement_of_experts(module)
+        else:
+            words = check.disagreement(rewriting.mlps_in(method, module))
         if words is not None:
             return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
     return methods, outcome.of_methods(module, methods.values())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import effects, forms, forwards, obstacles, shortcut, sites, switching
+from . import effects, forms, forwards, halves, obstacles, shortcut, sites, switching
+from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
-from .source import around, function_of, inside, value_of, values_of
+from .source import function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -32,17 +34,22 @@ _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do n
 
 @dataclass(frozen=True)
 class FoundMLP:
-    """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there."""
+    """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
+
+    ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
+    from being skipped, or None.
+    """
 
     pattern: Pattern
     projections: Dict[str, nn.Module]
-    act: Callable
+    act: Optional[Callable]
     between: Dict[str, Any]
+    halves: Dict[str, Optional[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def activation(self) -> Optional[Activation]:
         """The row of the table that the activation computes now, or None."""
-        return forms.row_of(self.act)
+        return None if self.act is None else forms.row_of(self.act)
 
 
 def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
@@ -53,20 +60,18 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
             return {"forward": forwards.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
-    wanted = {name for name, role in parts.items() if role == sites.PROJECTION or role in sites.ACTIVATIONS}
-    # Experts hold their weights themselves, stacked. What runs them one by one may stand in a decorator, which chooses
-    # between it and other ways.
-    experts = any(map(_is_stacked, module._parameters.values()))
-    has_layers = experts or not {sites.PROJECTION, sites.LAYER}.isdisjoint(parts.values())
+    wanted = {name for name, role in parts.items() if role in _WANTED}
+    has_layers = not {sites.PROJECTION, *sites.LAYERS}.isdisjoint(parts.values())
+    # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
+    # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
+    stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
     made, unknown = {}, {}
-    for name, decorated in methods.items() if wanted and has_layers else ():
-        inner = inside(decorated) if experts else None
-        function = decorated if inner is None else inner
-        if experts or wanted.intersection(function.__code__.co_names):
+    for name, function in methods.items() if wanted and (has_layers or stacked) else ():
+        if not has_layers and _has_loop(function):
+            continue
+        if stacked or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, decorated, _roles(callees), memory)
-            if rewritten is not None and inner is not None:
-                rewritten = _decorated_again(decorated, inner, rewritten)
+            rewritten, left = _rewritten(function, name, _roles(callees), memory)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
     return made, list(unknown.values())
@@ -88,6 +93,9 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         return _mlps_in_sequence(module)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
+        if isinstance(site, sites.Joint):
+            found += _mlps_across(site, original, module)
+            continue
         act = _act_of(site.act, original, module)
         between = {_name(node): _between(node, original, module) for node in site.between}
         projections = [list(values_of(node, original, module).items()) for node in site.projections]
@@ -128,9 +136,22 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.UNKNOWN
     if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
-    return sites.LAYER if next(part.parameters(), None) is not None else sites.OTHER
+    return _role_of_layer(part) if next(part.parameters(), None) is not None else sites.OTHER
 
 
+def _role_of_layer(part: nn.Module) -> str:
+    """Whether a layer is half of an MLP: by its forward, if it has a projection itself."""
+    forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
+    if not isinstance(forward, FunctionType):
+        return sites.LAYER
+    if all(obstacles.of_projection(child) is not None for child in part.children()):
+        return sites.LAYER
+    forward = forward.__wrapped__ if forward in _made else forward
+    callees = {text: values_of(node, forward, part) for text, node in _callees(forward).items()}
+    return _half(forward, _roles(callees))
+
+
+_WANTED = {sites.PROJECTION, sites.HEAD, *sites.ACTIVATIONS}
 _BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
 _ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE}
 
@@ -165,54 +186,61 @@ def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
 
 
 @functools.cache
+def _has_loop(function: FunctionType) -> bool:
+    tree = effects.readable(function)
+    return tree is not None and any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
+
+
+@functools.cache
 def _rewritten(
-    function: FunctionType, name: str, method: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str = "activations"
 ) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    ``method`` is what the class has under ``name``: the function itself, or a decorator's around it. The outcome
-    depends on nothing else but what its callees are, so that the layers of a model share it.
+    The outcome depends on nothing else but what its callees are, so that the layers of a model share it.
     """
-    named = dict(roles)
-    if sites.PROJECTION not in named.values() and sites.ACTIVATIONS.isdisjoint(named.values()):
+    if _WANTED.isdisjoint(kind for _, kind in roles):
         return None, ()
-    tree = copy.deepcopy(effects.readable(function))
+    tree, role = copy.deepcopy(effects.readable(function)), _role_by_text(roles)
 
-    def role(node: ast.expr) -> Optional[str]:
-        return named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
-
-    def is_known(site: sites.Site) -> bool:
+    def is_known(site: sites.AnySite) -> bool:
+        if isinstance(site, sites.Joint):
+            return True
         if site.act.role == sites.SIGMOID:
             return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
         return site.act.role != sites.UNKNOWN
 
-    def is_unknown(site: sites.Site) -> bool:
-        return site.act.role == sites.UNKNOWN and not site.pattern.pointwise
+    def is_unknown(site: sites.AnySite) -> bool:
+        return isinstance(site, sites.Site) and site.act.role == sites.UNKNOWN and not site.pattern.pointwise
 
     found = sites.rewrite(tree, role, is_known, _call)
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        patterns = {_name_of_pattern(site.pattern): replace(site.pattern, memory=memory) for site in found}
-        names = {**_NAMES, **patterns}
-        made = function_of(tree, function, names, switching.instead_of(name, method, function))
+        patterns = (site.pattern for site in found if isinstance(site, sites.Site))
+        names = {
+            **_NAMES,
+            **{_name_of_pattern(pattern): dataclasses.replace(pattern, memory=memory) for pattern in patterns},
+        }
+        head = _head(tree, function, found, names) if name == "forward" else None
+        made = function_of(tree, function, names, switching.instead_of(name, function, function))
         setattr(made, _SITES, tuple(found))
         setattr(made, _MEMORY, memory)
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
+        if head is not None:
+            halves.heads[function] = halves.heads[made] = head
     return made, tuple(site.act for site in left)
 
 
-def _decorated_again(decorated: FunctionType, inner: FunctionType, rewritten: FunctionType) -> FunctionType:
-    """The decorator's function around what was made of the function inside it."""
-    made = around(decorated, inner, rewritten)
-    setattr(made, _SITES, getattr(rewritten, _SITES))
-    setattr(made, _MEMORY, getattr(rewritten, _MEMORY))
-    _made.add(made)
-    return made
+def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
+    named = dict(roles)
+    return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-def _call(site: sites.Site) -> ast.expr:
+def _call(site: sites.AnySite) -> ast.expr:
+    if isinstance(site, sites.Joint):
+        return _made_call("joined", site.tail, site.head, site.x, *site.rest, named=site.named)
     act = _act(site.act)
     if site.pattern.pointwise:
         gate, up = site.inputs
@@ -242,6 +270,72 @@ def _name_of_pattern(pattern: Pattern) -> str:
 
 def _made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = ()) -> ast.expr:
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
+
+
+# Halves of MLPs.
+
+
+@functools.cache
+def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
+    """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
+    if effects.readable(forward) is None or sites.PROJECTION not in dict(roles).values():
+        return sites.LAYER
+    made, _ = _rewritten(forward, "forward", roles)
+    if made is not None:
+        return sites.HEAD if halves.heads.get(made) is not None else sites.LAYER
+    tree = copy.deepcopy(effects.readable(forward))
+    start = sites.start_of(tree, _role_by_text(roles))
+    if start is None:
+        return sites.LAYER
+    node = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
+    sites.replace(tree, start.node, node)
+    halves.tails[forward] = halves.Half(forward, start, function_of(tree, forward, _NAMES))
+    return sites.TAIL
+
+
+def _head(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], names: Dict[str, Any]
+) -> Optional[halves.Half]:
+    """What a forward that was rewritten hands over as a head; None if it is none: it does more than one fused call."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    call = sites.returned(tree)
+    is_hidden = isinstance(site, sites.Site) and not (site.pattern.pointwise or site.pattern.whole)
+    if not is_hidden or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+        return None
+    if ast.unparse(site.inputs[0]) != arguments[1].arg:
+        return None
+    tree = copy.deepcopy(tree)
+    tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
+    whole = {_name_of_pattern(site.pattern): dataclasses.replace(site.pattern, whole=True), "@fused": halves.Pending}
+    return halves.Half(forward, site, function_of(tree, forward, {**names, **whole}))
+
+
+def _mlps_across(joint: sites.Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    """The MLPs that pairs of modules hold, which a method calls one after the other."""
+    pairs = [list(values_of(node, function, module).items()) for node in (joint.head, joint.tail)]
+    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # of a loop
+    return [_mlp_across(*(parts[min(turn, len(parts) - 1)] for parts in pairs)) for turn in turns]
+
+
+def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> FoundMLP:
+    (head_name, head), (tail_name, tail) = named_head, named_tail
+    first, last = halves.running(head, halves.heads), halves.running(tail, halves.tails)
+    words = {head_name: first, tail_name: last}
+    words = {name: known if isinstance(known, str) else None for name, known in words.items()}
+    if any(words.values()):
+        return FoundMLP(forwards.PLAIN, {}, None, {}, words)
+    site, start = first.found, last.found
+
+    def parts(name: str, half: nn.Module, forward: FunctionType, node: ast.expr) -> Dict[str, Any]:
+        return {f"{name}.{path}": part for path, part in values_of(node, forward, half).items()}
+
+    projections: Dict[str, Any] = {}
+    for node in site.projections:
+        projections.update(parts(head_name, head, first.forward, node))
+    projections.update(parts(tail_name, tail, last.forward, start.projection))
+    between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
+    act, pattern = _act_of(site.act, first.forward, head), dataclasses.replace(site.pattern, whole=True)
+    return FoundMLP(pattern, projections, act, between, words)
 
 
 # What was found.
@@ -324,5 +418,6 @@ def _product(left, right):
     return left * right
 
 
-_CALLS = {"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS}
+_CALLS = {"joined": halves.joined, "finished": halves.finished}
+_CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 _NAMES = {f"@{name}": function for name, function in _CALLS.items()}

@@ -75,7 +75,7 @@ class _Flow:
             return node.id in self._hidden
         if isinstance(node, ast.Call):
             role = self._role(node.func)
-            if role in (sites.PROJECTION, sites.LAYER):  # what comes out of another layer is not hidden any more
+            if role in (sites.PROJECTION, *sites.LAYERS):  # what comes out of another layer is not hidden any more
                 return role == sites.PROJECTION
         return any(map(self._holds, ast.iter_child_nodes(node)))
 

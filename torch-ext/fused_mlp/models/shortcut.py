@@ -74,7 +74,7 @@ def _short_way(
     between: Sequence[Union[nn.Module, float]],
 ) -> Optional[Tensor]:
     """The result, where one compiled op plainly computes it."""
-    if _is_compiling() or type(x) is not Tensor or pattern.packed:
+    if _is_compiling() or type(x) is not Tensor:
         return None
     grad = _is_grad_enabled()
     recorded = grad and x.requires_grad
@@ -156,6 +156,14 @@ def _short_way(
         return None
     if not x.is_cuda or _gpu_refusal(x.get_device()) is not None if _on_gpu else not x.is_cpu:
         return None
+    if pattern.packed:
+        if recorded:
+            return None
+        weights[:1], biases[:1] = weights[0].chunk(2), (None, None) if biases[0] is None else biases[0].chunk(2)
+        if pattern.up_first:
+            weights[:2], biases[:2] = weights[1::-1], biases[1::-1]
+        if not len(weights) == len(biases) == len(projections) + 1:  # there is no second half
+            return None
     count = len(weights)
     op = _linear if count == 1 else _gated_mlp if count == 3 else _mlp if pattern.whole else _gated_linear
     try:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
-from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple
+from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
 
 from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; LAYER: another module, with parameters; OTHER: what is known to be none of these.
+# torch.square; LAYER: another module, with parameters; HEAD: one that computes the hidden values of an MLP; TAIL: one
+# that begins with the last projection of an MLP; OTHER: what is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
+HEAD, TAIL = "head", "tail"
+LAYERS = (LAYER, HEAD, TAIL)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
 GLU, SQUARE, OTHER = "glu", "square", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
@@ -87,9 +90,39 @@ class Site:
         return (*self.inputs, *self.projections, *self.act.parts, *self.between)
 
 
+@dataclass(frozen=True)
+class Joint:
+    """``tail(head(x), *rest, **named)``: an MLP whose halves are two modules."""
+
+    tail: ast.expr
+    head: ast.expr
+    x: ast.expr
+    rest: Tuple[ast.expr, ...]
+    named: Tuple[ast.keyword, ...]
+    read: FrozenSet[ast.Name]
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        return (self.tail, self.head, self.x, *self.rest, *(word.value for word in self.named))
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the code of a module begins with: ``projection(...(h))`` of its first argument, which nothing else reads."""
+
+    node: ast.Call
+    argument: ast.Name
+    projection: ast.expr
+    between: Tuple[ast.expr, ...]
+
+
+AnySite = Union[Site, Joint]
+
+
 def rewrite(
-    function: ast.FunctionDef, role: Role, wanted: Callable[[Site], bool], replacement: Callable[[Site], ast.expr]
-) -> List[Site]:
+    function: ast.FunctionDef, role: Role, wanted: Callable[[AnySite], bool], replacement: Callable[[AnySite], ast.expr]
+) -> List[AnySite]:
     """Puts ``replacement(site)`` in the place of every wanted site of ``function``, and returns these sites."""
     sites: List[Site] = []
     local = _bound_in_body(function)
@@ -102,12 +135,28 @@ def rewrite(
                 index -= 1
                 continue
             sites.append(site)
-            block[index] = _Replacement(node, replacement(site)).visit(block[index])
+            block[index] = replace(block[index], node, replacement(site))
             for k in sorted(absorbed, reverse=True):
                 del block[k]
             index -= len(absorbed)
     _keep_local(function, local - _bound_in_body(function))
     return sites
+
+
+def replace(holder: ast.AST, old: ast.expr, new: ast.expr) -> ast.AST:
+    """The holder with another expression in the place of one in it."""
+    return _Replacement(old, new).visit(holder)
+
+
+def returned(function: ast.FunctionDef) -> Optional[ast.Call]:
+    """The call whose result a function returns, if it does nothing else."""
+    first, *statements = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
+    value = first.value if isinstance(first, ast.Return) and not statements else None
+    if len(statements) == 1 and isinstance(statements[0], ast.Return):
+        target, given = _assignment(first)
+        named = isinstance(target, ast.Name) and statements[0].value is not None
+        value = given if named and _is_name(statements[0].value, target.id) else None
+    return value if isinstance(value, ast.Call) else None
 
 
 def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
@@ -150,12 +199,14 @@ class _Value:
         return _follow(_Value(node, self.place, self.read))
 
 
-def _sites(place: _Place, role: Role, wanted: Callable[[Site], bool]) -> Iterator[Tuple[Site, ast.expr, Set[int]]]:
+def _sites(
+    place: _Place, role: Role, wanted: Callable[[AnySite], bool]
+) -> Iterator[Tuple[AnySite, ast.expr, Set[int]]]:
     """The sites in a statement, the outermost first, and the statements that each takes in."""
     if not isinstance(place.block[place.index], _SIMPLE):
         return
     for node in _expressions(place.block[place.index]):
-        for match in (_whole, _hidden, _pointwise):
+        for match in (_joint, _whole, _hidden, _pointwise):
             site = match(_Value(node, place), role)
             absorbed = _absorbed(site, node, place, role) if site is not None and wanted(site) else None
             if absorbed is not None:
@@ -169,18 +220,55 @@ def _whole(value: _Value, role: Role) -> Optional[Site]:
     """``P(...(hidden))``"""
     if not _is_call(value.node, role, PROJECTION):
         return None
-    last, between = value.node.func, []
-    value = value.part(value.node.args[0])
+    last = value.node.func
+    value, between = _through(value.part(value.node.args[0]), role)
+    site = _hidden(value, role)
+    if site is None:
+        return None
+    pattern = dataclasses.replace(site.pattern, whole=True)
+    return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=between)
+
+
+def _through(value: _Value, role: Role) -> Tuple[_Value, Tuple[ast.expr, ...]]:
+    """What goes into the modules, and dropouts, that a value comes out of; and these."""
+    between: List[ast.expr] = []
     part = _between(value, role)
     while part is not None:
         between.insert(0, part)
         value = value.part(value.node.args[0])
         part = _between(value, role)
-    site = _hidden(value, role)
-    if site is None:
+    return value, tuple(between)
+
+
+def _joint(value: _Value, role: Role) -> Optional[Joint]:
+    """``tail(head(x), ...)``; what the tail is given besides are names, which the head cannot bind anew."""
+    node = value.node
+    if not (isinstance(node, ast.Call) and node.args and role(node.func) == TAIL):
         return None
-    pattern = dataclasses.replace(site.pattern, whole=True)
-    return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=tuple(between))
+    rest, named = tuple(node.args[1:]), tuple(node.keywords)
+    given = [*rest, *(word.value for word in named)]
+    if any(word.arg is None for word in named) or not all(isinstance(each, (ast.Name, ast.Constant)) for each in given):
+        return None
+    inner = value.part(node.args[0])
+    if inner.half is not None or not _is_call(inner.node, role, HEAD):
+        return None
+    return Joint(node.func, inner.node.func, inner.node.args[0], rest, named, inner.read)
+
+
+def start_of(function: ast.FunctionDef, role: Role) -> Optional[Start]:
+    """What a method begins with, if that is a projection of its first argument, or of what comes out of dropouts."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    index = int(ast.get_docstring(function, clean=False) is not None)
+    if len(arguments) < 2 or index == len(function.body) or not isinstance(function.body[index], _SIMPLE):
+        return None
+    name, place = arguments[1].arg, _Place(function, function.body, index)
+    for node in _expressions(function.body[index]):
+        if _is_call(node, role, PROJECTION):
+            inner, between = _through(_Value(node, place).part(node.args[0]), role)
+            if _is_name(inner.node, name) and _reads(name, _Place(function, function.body, -1)) == {inner.node}:
+                reached = is_reached(node, function.body[index], _harmless_calls(role))
+                return Start(node, inner.node, node.func, between) if reached else None
+    return None
 
 
 def _hidden(value: _Value, role: Role) -> Optional[Site]:
@@ -219,8 +307,8 @@ def _pointwise(value: _Value, role: Role) -> Optional[Site]:
             continue
         gate, direct, up_left = factor.node.args[0], factor.place == value.place, up is value.node.left
         if direct and not up_left:
-            fresh = _is_call(gate, role, LAYER) or _is_call(gate, role, PROJECTION)
-            is_safe = is_harmless(up, _harmless_calls(role, PROJECTION)) or (fresh and _is_call(up, role, LAYER))
+            fresh = _is_call(gate, role, *LAYERS, PROJECTION)
+            is_safe = is_harmless(up, _harmless_calls(role, PROJECTION)) or (fresh and _is_call(up, role, *LAYERS))
         else:  # in its place, or before a gate that was computed elsewhere
             is_safe = direct or is_harmless(up, _harmless_calls(role, None if up_left else PROJECTION))
         if is_safe:
@@ -315,8 +403,8 @@ def _between(value: _Value, role: Role) -> Optional[ast.expr]:
     return ast.IfExp(named["training"], named["p"], ast.Constant(0.0))
 
 
-def _is_call(node: ast.expr, role: Role, wanted: str) -> bool:
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or role(node.func) != wanted:
+def _is_call(node: ast.expr, role: Role, *wanted: str) -> bool:
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or role(node.func) not in wanted:
         return False
     return not isinstance(node.args[0], ast.Starred)
 
@@ -363,7 +451,7 @@ def _chunked(node: ast.expr) -> Optional[ast.expr]:
     return tensor if len(given) == 2 and named == {"chunks": "2", "dim": "-1"} else None
 
 
-def _absorbed(site: Site, node: ast.expr, place: _Place, role: Role) -> Optional[Set[int]]:
+def _absorbed(site: AnySite, node: ast.expr, place: _Place, role: Role) -> Optional[Set[int]]:
     """The statements that a site makes superfluous; None if it must not be where it is, or they are needed."""
     if any(isinstance(each, _BINDING) for part in site.parts for each in ast.walk(part)):
         return None

@@ -39,15 +39,16 @@ def function_of(
     definition: ast.FunctionDef,
     original: FunctionType,
     names: Dict[str, Any],
-    instead: Callable[[Any], Optional[Callable[..., Any]]],
+    instead: Optional[Callable[[Any], Optional[Callable[..., Any]]]] = None,
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
     It sees ``names`` beside what the original sees. Where ``instead(self)`` is a function, it calls that, and does
     nothing else.
     """
-    names = {**names, _INSTEAD: instead}
-    definition.body.insert(0, _call_of_another(definition))
+    if instead is not None:
+        names = {**names, _INSTEAD: instead}
+        definition.body.insert(0, _call_of_another(definition))
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
@@ -60,15 +61,6 @@ def inside(function: FunctionType) -> Optional[FunctionType]:
     inner = getattr(function, "__wrapped__", None)
     held = any(_holds(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
-
-
-@functools.cache
-def around(function: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
-    """A decorator's function as it is, but around ``other`` in place of ``inner``."""
-    closure = tuple(CellType(other) if _holds(cell, inner) else cell for cell in function.__closure__ or ())
-    made = _like(function, function.__code__, closure)
-    made.__wrapped__ = inner
-    return made
 
 
 def _holds(cell: CellType, value: Any) -> bool:

@@ -96,6 +96,12 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
     return found
 
 
+def class_of(module: nn.Module) -> type:
+    """The class of a module as it was written: without what was fused, and what torch parametrizes in it."""
+    kind = getattr(module, FUSED, None) or type(module)
+    return kind.__base__ if "parametrizations" in module._modules and "Parametrized" in kind.__name__ else kind
+
+
 def restored_in(module: nn.Module) -> Dict[str, FunctionType]:
     """The fused methods that a module keeps, since somebody's class stands on the fused one, and does not run."""
     return _held(module) if FUSED in vars(module) else {}

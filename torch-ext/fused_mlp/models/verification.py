@@ -10,12 +10,15 @@ without hooks and activations that are known are called, which read a module's w
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import forwards, obstacles
+from .. import calls
+from ..backends import reference
+from ..experts import traceable
+from . import experts, forwards, mixtures, obstacles
 from .rewriting import FoundMLP
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
@@ -45,6 +48,19 @@ class Verification:
             self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
 
+    def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
+        """The same for a module of experts, of which two are computed."""
+        if mixtures.obstacle(module) is not None:
+            return None
+        found = experts.of(module)
+        tensors = experts.tensors_of(module, found.weights)
+        if not all(tensor is None or _is_computable(tensor) for tensor in tensors):
+            return None
+        key = (found.form, *(None if tensor is None else _kind(tensor) for tensor in tensors))
+        if key not in self._known:
+            self._known[key] = _difference_of_experts(found, tensors)
+        return self._known[key]
+
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
     """Whether nobody would see it: no hooks, no modes, and weights that are here."""
@@ -64,13 +80,27 @@ def _kind(parameter: Tensor) -> Tuple[Any, ...]:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
+def _difference_of_experts(found: experts.Experts, tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
+    of_two = [None if tensor is None else tensor[:2] for tensor in tensors]
+    x = _rows(of_two[0][0].t() if found.form.transposed else of_two[0][0])
+    index = torch.arange(2, device=x.device).repeat(x.shape[0], 1)
+    given = (x, index, torch.full_like(index, 0.5, dtype=x.dtype), *of_two, found.form)
+    return _difference_between(lambda: calls.experts_mlp(*given), lambda: traceable(*given, reference.act_and_mul), x)
+
+
 def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
-    parts = tuple(mlp.projections.values())
-    x = _rows(weight)
+    x, parts = _rows(weight), tuple(mlp.projections.values())
+    return _difference_between(
+        lambda: forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act),
+        lambda: forwards.fused(mlp.pattern, x, parts, None, mlp.act),
+        x,
+    )
+
+
+def _difference_between(fused: Callable[[], Tensor], plain: Callable[[], Tensor], x: Tensor) -> Optional[str]:
     try:
-        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            got = forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act)
-            expected = forwards.fused(mlp.pattern, x, parts, None, mlp.act)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            got, expected = fused(), plain()
     except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
     difference = _difference(got, expected)

@@ -8,6 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .devices import on_gpu
+
 _SPEC = find_spec("triton")
 INSTALLED = _SPEC is not None and _SPEC.origin is not None  # a mere folder of that name has no origin
 INTERPRETED = False
@@ -15,11 +17,20 @@ INTERPRETED = False
 if INSTALLED:
     import triton
 
-    from .ops import act_and_mul, act_and_mul_backward, gated_linear, gated_mlp, linear, mlp
+    from .ops import act_and_mul, act_and_mul_backward, experts_mlp, gated_linear, gated_mlp, linear, mlp
 
     INTERPRETED = triton.knobs.runtime.interpret  # when the kernels were defined, which is what counts
 
-__all__ = ["act_and_mul", "act_and_mul_backward", "gated_linear", "gated_mlp", "linear", "mlp", "refusal"]
+__all__ = [
+    "act_and_mul",
+    "act_and_mul_backward",
+    "experts_mlp",
+    "gated_linear",
+    "gated_mlp",
+    "linear",
+    "mlp",
+    "refusal",
+]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MIN_CAPABILITY = (8, 0)
@@ -33,9 +44,10 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"no Triton kernel for {x.dtype}"
     if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates
         return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
-    if x.device.type != "cuda":
+    if not on_gpu(x):
         return f"Triton kernels run on GPUs and x is on {x.device.type}"
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability < _MIN_CAPABILITY:
-        return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
+    if x.is_cuda and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(x.device)
+        if capability < _MIN_CAPABILITY:
+            return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
     return None

@@ -24,14 +24,23 @@ class Gpu(NamedTuple):
     """What the choice of launch parameters depends on."""
 
     name: str
-    capability: int  # 90 for 9.0
+    capability: int  # 90 for 9.0, and 0 where the GPU is not NVIDIA's
     shared_memory: int  # bytes that one block may take
     multiprocessors: int
 
 
+# What the GPUs of AMD and Intel have at least, of which no more is known here: none has been measured.
+_LEAST_SHARED_MEMORY = 64 * 1024
+
+
 @functools.cache
-def gpu(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
+def gpu(device: torch.device) -> Gpu:
+    if device.type == "xpu":
+        properties = torch.xpu.get_device_properties(device)
+        return Gpu(properties.name, 0, _LEAST_SHARED_MEMORY, properties.gpu_subslice_count)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Gpu(properties.name, 0, _LEAST_SHARED_MEMORY, properties.multi_processor_count)
     return Gpu(
         properties.name,
         10 * properties.major + properties.minor,
@@ -90,7 +99,7 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         block_m //= 2
     # Bytes of a row that one step takes: a cache line, or two where rows are few, latency counts and three stages fit.
     rows, shared_memory = block_m + weights * block_n, gpu.shared_memory - 1024  # 1 KiB for the barriers
-    two_lines = block_m <= 64 and 3 * 256 * rows <= shared_memory
+    two_lines = gpu.capability and block_m <= 64 and 3 * 256 * rows <= shared_memory
     k_bytes = 64 if not wide else 256 if two_lines else 128
     config = {
         "BLOCK_M": block_m,
@@ -99,7 +108,7 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         "GROUP_M": 8,
         "DESCRIPTORS": wide and block_m >= 64 and gpu.capability >= 90,
         "num_warps": 4 if wide and weights * block_m * block_n < 128 * 128 else 8,
-        "num_stages": min(6 if block_m >= 64 else 4, shared_memory // (rows * k_bytes)),
+        "num_stages": min(6 if block_m >= 64 else 4, shared_memory // (rows * k_bytes)) if gpu.capability else 2,
     }
-    # Unless told that it may take every register, the assembler spills some to fit one block more.
-    return config if wide else {**config, "maxnreg": 255}
+    # Unless told that it may take every register, NVIDIA's assembler spills some to fit one block more.
+    return config if wide or not gpu.capability else {**config, "maxnreg": 255}

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...activations import BY_CODE
 from .activations import activate
 from .configs import INTERPRETER, Config, gpu, launch_config
+from .devices import device_of, on_gpu
 from .glu import act_and_mul
 from .rows import as_rows
 
@@ -125,7 +126,7 @@ def gated_linear(
 
 def _torch_multiplies(x: Tensor) -> bool:
     """Whether the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
-    return x.is_cuda and x.dtype == torch.float32 and _input_precision(x.dtype) == "ieee"
+    return on_gpu(x) and x.dtype == torch.float32 and input_precision(x) == "ieee"
 
 
 def _matmul(
@@ -141,9 +142,9 @@ def _matmul(
     if out.numel():
         x = as_rows(x)
         (M, K), N = x.shape, weight.shape[0]
-        tensor_cores = x.dtype != torch.float32 or _input_precision(x.dtype) == "tf32"
+        tensor_cores = x.dtype != torch.float32 or input_precision(x) == "tf32"
         wide = tensor_cores and all(_vectorizes(matrix) for matrix in (x, weight, up_weight) if matrix is not None)
-        device = gpu(x.device.index) if x.is_cuda else INTERPRETER
+        device = gpu(x.device) if on_gpu(x) else INTERPRETER
         config = launch_config(op, M, N, K, x.element_size(), wide, device)
         launch(out, x, weight, up_weight, bias, up_bias, activation, config)
     return out
@@ -174,7 +175,7 @@ def launch(
     else:
         x_operand, weight_operand, up_operand = x, weight, up_weight
     grid = (triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
-    with torch.cuda.device_of(x):
+    with device_of(x):
         matmul_kernel[grid](
             x_operand,
             weight_operand,
@@ -189,14 +190,15 @@ def launch(
             *weight.stride(),
             *(weight if up_weight is None else up_weight).stride(),
             ACTIVATION=activation,
-            INPUT_PRECISION=_input_precision(x.dtype),
+            INPUT_PRECISION=input_precision(x),
             **{**config, "DESCRIPTORS": descriptors},
         )
 
 
-def _input_precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: as PyTorch was told to. Without effect on 16-bit ones."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+def input_precision(x: Tensor) -> str:
+    """How fp32 operands are multiplied: as PyTorch was told to, on NVIDIA's GPUs. Without effect on 16-bit ones."""
+    asked = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if asked and torch.version.hip is None and not x.is_xpu else "ieee"
 
 
 def _vectorizes(matrix: Tensor) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Tuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import strides
 from .activations import activate, derivative
+from .devices import device_of
 from .rows import as_rows
 
 _TILE_BYTES = 4096  # of each operand: two 16-byte accesses a thread, so that loads overlap
@@ -103,7 +103,7 @@ def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], act
     rows, cols = inputs[0].shape
     tile_rows, tile_cols = tile_shape(rows, cols, inputs[0].element_size())
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(cols, tile_cols),)
-    with torch.cuda.device_of(inputs[0]):
+    with device_of(inputs[0]):
         kernel[grid](
             *inputs,
             *outputs,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ... import strides
 from ..._ops import add_op_namespace_prefix, ops
-from . import gemm, glu
+from . import experts, gemm, glu
 
-_DEVICES = ("cuda", "cpu")  # the interpreter's tensors are on the CPU
+_DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
@@ -34,10 +34,19 @@ torch.library.define(
     tags=_TAGS,
 )
 
+torch.library.define(
+    add_op_namespace_prefix("triton_experts_mlp"),
+    "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
+    "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
+    "float? limit, float up_offset) -> Tensor",
+    tags=_TAGS,
+)
+
 torch.library.impl(add_op_namespace_prefix("triton_act_and_mul"), _DEVICES, glu.act_and_mul)
 torch.library.impl(add_op_namespace_prefix("triton_act_and_mul_backward"), _DEVICES, glu.act_and_mul_backward)
 torch.library.impl(add_op_namespace_prefix("triton_linear"), _DEVICES, gemm.linear)
 torch.library.impl(add_op_namespace_prefix("triton_gated_linear"), _DEVICES, gemm.gated_linear)
+torch.library.impl(add_op_namespace_prefix("triton_experts_mlp"), _DEVICES, experts.experts_mlp)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul"))
@@ -67,10 +76,30 @@ def _(
     return x.new_empty((*x.shape[:-1], gate_weight.shape[0]))
 
 
+@torch.library.register_fake(add_op_namespace_prefix("triton_experts_mlp"))
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    limit: Optional[float],
+    up_offset: float,
+) -> Tensor:
+    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
+
+
 act_and_mul = ops.triton_act_and_mul.default
 act_and_mul_backward = ops.triton_act_and_mul_backward.default
 linear = ops.triton_linear.default
 gated_linear = ops.triton_gated_linear.default
+experts_mlp = ops.triton_experts_mlp.default
 
 
 def gated_mlp(

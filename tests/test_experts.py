@@ -1,0 +1,465 @@
+"""experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
+
+import functools
+import itertools
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import machine
+import reference
+from layouts import chunk, every_other_column, misaligned, transposed
+from reference import ACTIVATIONS, DTYPES, FORMULAS, assert_no_worse_than_eager
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+GPT_OSS = {"limit": 7.0, "up_offset": 1.0}
+
+
+def forms():
+    """Every way in which models store the weights of experts."""
+    for gated, interleaved, is_transposed, limits in itertools.product(
+        (True, False), (False, True), (False, True), ({}, {"limit": 0.5, "up_offset": 1.0})
+    ):
+        if gated or not (interleaved or limits):
+            yield {"gated": gated, "interleaved": interleaved, "transposed": is_transposed, **limits}
+
+
+def drawn(tokens=7, k=3, experts=4, sizes=(40, 24, 33), *, dtype=torch.float32, device="cpu", biases=False, **form):
+    """Random operands, some of whose indices name no expert; the weight of such a choice is NaN."""
+    n_in, hidden, out = sizes
+    first = hidden * 2 if form.get("gated", True) else hidden
+    shapes = {"gate_up_weight": (experts, first, n_in), "down_weight": (experts, out, hidden)}
+    made = {"x": torch.randn(tokens, n_in, device=device).to(dtype)}
+    made["top_k_index"] = torch.randint(-1, experts + 1, (tokens, k), device=device)
+    made["top_k_weights"] = torch.rand(tokens, k, device=device)
+    skipped = (made["top_k_index"] < 0) | (made["top_k_index"] >= experts)
+    made["top_k_weights"][skipped] = torch.nan
+    for name, shape in shapes.items():
+        weight = torch.randn(shape, device=device) * max(shape[2], 1) ** -0.5
+        made[name] = (weight.mT.contiguous() if form.get("transposed", False) else weight).to(dtype)
+    for name, shape in shapes.items() if biases else ():
+        made[name.replace("weight", "bias")] = torch.randn(shape[:2], device=device).to(dtype)
+    return made
+
+
+def loop(
+    act,
+    x,
+    top_k_index,
+    top_k_weights,
+    gate_up_weight,
+    down_weight,
+    gate_up_bias=None,
+    down_bias=None,
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    limit=None,
+    up_offset=0.0,
+):
+    """Expert by expert, in the dtype of the operands; sums in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    slots = x.new_zeros((*top_k_index.shape, down_weight.shape[2 if transposed else 1]), dtype=wide)
+    for expert, (first, second) in enumerate(zip(gate_up_weight, down_weight, strict=True)):
+        chosen = (top_k_index == expert).nonzero()
+        if len(chosen) == 0:
+            continue
+        token, slot = chosen.T
+        hidden = x[token] @ (first if transposed else first.T)
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias[expert]
+        if gated:
+            gate, up = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            hidden = act(gate) * (up + up_offset)
+        else:
+            hidden = act(hidden)
+        result = hidden @ (second if transposed else second.T)
+        if down_bias is not None:
+            result = result + down_bias[expert]
+        slots = slots.index_put((token, slot), result.to(wide) * top_k_weights[token, slot, None].to(wide))
+    return slots.sum(1).to(x.dtype)
+
+
+def exact(made, activation, form):
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
+    return loop(FORMULAS[activation].exact, **wide, **form)
+
+
+def eager(made, activation, form):
+    return loop(FORMULAS[activation].eager, **made, **form)
+
+
+def conditioning(compute, made):
+    floats = {name: value for name, value in made.items() if name not in ("top_k_index", "top_k_weights")}
+    rest = {name: made[name].double() if name == "top_k_weights" else made[name] for name in made if name not in floats}
+    return reference.conditioning(lambda moved: compute(rest | moved), floats)
+
+
+def forced(fused_mlp, implementation, dtype):
+    taken = machine.takes(implementation, dtype) and implementation != "cuda"  # which has no kernel for experts
+    return fused_mlp.backend(implementation if taken else "auto")
+
+
+def check(fused_mlp, implementation, made, activation="silu", **form):
+    before = {name: value.clone() for name, value in made.items()}
+    with forced(fused_mlp, implementation, made["x"].dtype), torch.no_grad():
+        result = fused_mlp.experts_mlp(**made, activation=activation, **form)
+    what = f"{activation}, {form}, {[(name, list(value.shape), value.stride()) for name, value in made.items()]}"
+    condition = conditioning(lambda moved: [exact(moved, activation, form)], made)
+    assert_no_worse_than_eager(
+        result, eager(made, activation, form), exact(made, activation, form), what, 8, conditioning=lambda: condition(0)
+    )
+    assert result.is_contiguous()
+    for name, value in made.items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), f"changed {name}"
+    return result
+
+
+@dtypes
+def test_any_form(fused_mlp, device, implementation, dtype):
+    for form, biases in itertools.product(forms(), (False, True)):
+        with reference.poisoned_memory(device):
+            made = drawn(dtype=dtype, device=device, biases=biases, **form)
+            check(fused_mlp, implementation, made, **form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_activations(fused_mlp, device, implementation, dtype):
+    for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
+        made = drawn(dtype=dtype, device=device, gated=gated)
+        check(fused_mlp, implementation, made, activation, gated=gated)
+
+
+def test_the_gate_of_gpt_oss(fused_mlp, device, implementation):
+    """As its class computes it, of large values too."""
+    form = {"interleaved": True, "transposed": True, **GPT_OSS}
+    made = drawn(biases=True, device=device, **form)
+    made["gate_up_bias"] *= 6
+    check(fused_mlp, implementation, made, "quick_gelu", **form)
+    gate_up = torch.randn(9, 16, dtype=torch.float64, device=device) * 6
+    gate, up = gate_up[..., ::2].clamp(max=7), gate_up[..., 1::2].clamp(-7, 7)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    identity = torch.eye(16, dtype=torch.float64, device=device)[None]
+    one = torch.zeros(9, 1, dtype=torch.int64, device=device), torch.ones(9, 1, dtype=torch.float64, device=device)
+    down = torch.eye(8, dtype=torch.float64, device=device)[None]
+    found = fused_mlp.experts_mlp(gate_up, *one, identity, down, activation="quick_gelu", interleaved=True, **GPT_OSS)
+    torch.testing.assert_close(found, expected)
+
+
+SHAPES = [
+    # tokens, k, experts, (in, hidden, out)
+    (1, 1, 1, (1, 1, 1)),
+    (0, 2, 3, (8, 8, 8)),
+    (5, 0, 3, (8, 8, 8)),
+    (1, 4, 8, (257, 65, 31)),
+    (33, 16, 5, (20, 7, 12)),
+    (70, 2, 512, (4, 3, 5)),
+    (64, 4, 64, (32, 16, 32)),
+    (600, 1, 2, (64, 48, 40)),
+    (5, 2, 3, (0, 4, 6)),
+    (5, 2, 3, (4, 0, 6)),
+    (5, 2, 3, (4, 6, 0)),
+    (300, 2, 3, (3000, 40, 33)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), SHAPES, ids=str)
+def test_shapes(fused_mlp, device, implementation, tokens, k, experts, sizes, dtype):
+    with reference.poisoned_memory(device):
+        for form in ({}, {"transposed": True, "interleaved": True}):
+            made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form)
+            check(fused_mlp, implementation, made, **form)
+
+
+ROUTINGS = {
+    "one expert": lambda index, experts: index.fill_(1),
+    "the same twice": lambda index, experts: index.copy_(index[:, :1].expand_as(index)),
+    "none": lambda index, experts: index.fill_(experts),
+    "far outside": lambda index, experts: index.fill_(1 << 40),
+    "in order": lambda index, experts: index.copy_((torch.arange(index.numel()) % experts).view_as(index)),
+    "skewed": lambda index, experts: index.copy_((torch.rand(index.shape) ** 4 * experts).long()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(fused_mlp, device, implementation, routing, dtype):
+    made = drawn(50, 4, 8, dtype=dtype, device=device)
+    ROUTINGS[routing](made["top_k_index"], 8)
+    made["top_k_weights"] = torch.rand(50, 4, device=device)
+    result = check(fused_mlp, implementation, made)
+    if routing in ("none", "far outside"):
+        assert not result.any()
+
+
+def test_dtypes_of_the_routing(fused_mlp, device, implementation):
+    made = drawn(device=device)
+    expected = check(fused_mlp, implementation, made)
+    for index in (torch.int32, torch.int16, torch.int8):
+        other = check(fused_mlp, implementation, made | {"top_k_index": made["top_k_index"].to(index)})
+        assert torch.equal(other, expected)
+    for weights in (torch.float64, torch.bfloat16, torch.float16):
+        check(fused_mlp, implementation, made | {"top_k_weights": made["top_k_weights"].to(weights)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [transposed, chunk, every_other_column, misaligned])
+def test_strides(fused_mlp, device, implementation, layout, dtype):
+    made = drawn(20, sizes=(33, 20, 17), dtype=dtype, device=device, biases=True)
+    for names in (*([name] for name in made), list(made)):
+        laid_out = {name: layout(made[name]) for name in names if not made[name].isnan().any()}
+        check(fused_mlp, implementation, made | laid_out)
+
+
+def test_experts_of_a_larger_stack(fused_mlp, device, implementation):
+    """As each process has them with expert parallelism: views, whose experts are a part of all."""
+    made = drawn(20, 4, 8, dtype=torch.bfloat16, device=device)
+    part = made | {name: made[name][2:5] for name in ("gate_up_weight", "down_weight")}
+    part["top_k_index"] = made["top_k_index"] - 2
+    check(fused_mlp, implementation, part)
+
+
+def test_leading_dimensions(fused_mlp, device):
+    made = drawn(12, device=device, biases=True)
+    expected = fused_mlp.experts_mlp(**made)
+    for lead in ((3, 4), (2, 1, 6)):
+        shaped = {name: made[name].unflatten(0, lead) for name in ("x", "top_k_index", "top_k_weights")}
+        assert torch.equal(fused_mlp.experts_mlp(**made | shaped), expected.unflatten(0, lead))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_same_bits_on_every_run(fused_mlp, device, dtype):
+    made = drawn(200, 6, 16, (64, 96, 64), dtype=dtype, device=device)
+    first = fused_mlp.experts_mlp(**made)
+    assert all(torch.equal(fused_mlp.experts_mlp(**made), first) for _ in range(5))
+
+
+# What is not one op
+
+
+def gradients(function, made, grad):
+    leaves = {
+        name: value.detach().clone().requires_grad_() if value.is_floating_point() else value
+        for name, value in made.items()
+    }
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    result = function(**leaves)
+    return dict(zip(wanted, torch.autograd.grad(result, wanted.values(), grad.to(result.dtype)), strict=True))
+
+
+@dtypes
+def test_gradients(fused_mlp, device, dtype):
+    """Of x, the routing's weights, all weights and biases."""
+    for form in (*forms(), {"interleaved": True, "transposed": True, **GPT_OSS}):
+        made = drawn(dtype=dtype, device=device, biases=True, **form)
+        made["top_k_weights"].nan_to_num_(0.3)
+        grad = torch.randn(7, 33, device=device).to(dtype)
+        got = gradients(functools.partial(fused_mlp.experts_mlp, activation="silu", **form), made, grad)
+        of_eager = gradients(functools.partial(loop, FORMULAS["silu"].eager, **form), made, grad)
+        for name, found in got.items():
+            assert found.stride() == made[name].stride()
+
+        def of_exact(made, form=form, grad=grad):
+            wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
+            return list(gradients(functools.partial(loop, FORMULAS["silu"].exact, **form), wide, grad).values())
+
+        condition = conditioning(of_exact, made)
+        for index, (name, expected) in enumerate(zip(got, of_exact(made), strict=True)):
+            assert_no_worse_than_eager(
+                got[name],
+                of_eager[name],
+                expected,
+                f"gradient of {name}, {form}",
+                16,
+                dtype=dtype,
+                conditioning=functools.partial(condition, index),
+            )
+
+
+def test_derivatives_of_every_order(fused_mlp, device):
+    for form in ({}, {"gated": False}, {"interleaved": True, "transposed": True, "limit": 0.7, "up_offset": 1.0}):
+        made = drawn(3, 2, 3, (3, 2, 2), dtype=torch.float64, device=device, biases=True, **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3).double()
+        names = [name for name, value in made.items() if value.is_floating_point()]
+
+        def call(*values, names=names, made=made, form=form):
+            return fused_mlp.experts_mlp(**made | dict(zip(names, values, strict=True)), **form)
+
+        leaves = [made[name].requires_grad_() for name in names]
+        torch.autograd.gradcheck(call, leaves, fast_mode=True, check_forward_ad=True)
+        torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+
+
+def test_func_transforms(fused_mlp, device):
+    made = drawn(5, device=device)
+    call = lambda x: fused_mlp.experts_mlp(**made | {"x": x})  # noqa: E731
+    stacked = torch.stack([made["x"], 2 * made["x"]])
+    expected = torch.stack([call(x) for x in stacked])
+    torch.testing.assert_close(torch.vmap(call)(stacked), expected)
+    grads = torch.func.grad(lambda x: call(x).sum())(made["x"])
+    leaf = made["x"].clone().requires_grad_()
+    torch.testing.assert_close(grads, torch.autograd.grad(call(leaf).sum(), leaf)[0])
+
+
+def test_autocast(fused_mlp, device):
+    made = drawn(device=device, biases=True)
+    made["top_k_weights"].nan_to_num_(0.3)
+    low = {name: value.bfloat16() if name != "top_k_weights" else value for name, value in made.items()}
+    low["top_k_index"] = made["top_k_index"]
+    expected = fused_mlp.experts_mlp(**low)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = fused_mlp.experts_mlp(**made)
+        made["gate_up_weight"].requires_grad_()
+        fused_mlp.experts_mlp(**made).sum().backward()
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert made["gate_up_weight"].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_compiled_without_breaks(fused_mlp, device, trained):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda made: fused_mlp.experts_mlp(**made), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (7, 12, 1):
+        made = drawn(tokens, device=device, biases=True)
+        made["top_k_weights"].nan_to_num_(0.3)
+        weight = made["gate_up_weight"].requires_grad_(trained)
+        expected, found = fused_mlp.experts_mlp(**made), compiled(made)
+        torch.testing.assert_close(found, expected)
+        if trained:
+            grads = [torch.autograd.grad(result.square().sum(), weight)[0] for result in (expected, found)]
+            torch.testing.assert_close(*grads)
+
+
+class Module(nn.Module):
+    def __init__(self, fused_mlp, made):
+        super().__init__()
+        self.call, self.rest = fused_mlp.experts_mlp, made
+
+    def forward(self, x):
+        return self.call(**self.rest | {"x": x})
+
+
+def test_exported(fused_mlp, device):
+    made = drawn(device=device)
+    module = Module(fused_mlp, made)
+    program = torch.export.export(module, (made["x"],))
+    torch.testing.assert_close(program.module()(made["x"]), module(made["x"]))
+    assert not any("fused_mlp" in str(node.target) for node in program.graph.nodes)
+
+
+def test_ops(fused_mlp, device):
+    """What torch asks of an op: its schema, and what it says of shapes that it has not computed."""
+    namespace = getattr(torch.ops, fused_mlp.__name__)
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
+    a, b = torch.randn(6, 4, device=device), torch.randn(6, 5, device=device)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        namespace.grouped_mm.default, (a, torch.randn(3, 4, 5, device=device), offsets), test_utils=tests
+    )
+    torch.library.opcheck(namespace.grouped_outer.default, (a, b, offsets), test_utils=tests)
+    if device.type == "cpu":
+        made = drawn(biases=True)
+        rest = (4, True, False, False, 0.5, 1.0)
+        torch.library.opcheck(namespace.experts_mlp.default, (*made.values(), *rest), test_utils=tests)
+
+
+# What does not fit
+
+WRONG = [
+    ({"x": 1.0}, TypeError, "x must be a tensor, got float"),
+    ({"top_k_index": None}, TypeError, "top_k_index must be a tensor, got NoneType"),
+    ({"top_k_index": torch.rand(7, 3)}, TypeError, "top_k_index must be of a signed integer dtype, got torch.float32"),
+    (
+        {"top_k_weights": torch.ones(7, 3).long()},
+        TypeError,
+        "top_k_weights must be of a floating dtype, got torch.int64",
+    ),
+    (
+        {"top_k_weights": torch.ones(7, 2)},
+        ValueError,
+        r"top_k_weights must have the shape of top_k_index, \[7, 3\], got",
+    ),
+    ({"x": torch.ones(6, 40)}, ValueError, r"top_k_index must be \[tokens, k\] .* got \[7, 3\] and \[6, 40\]"),
+    ({"x": torch.ones(7, 39)}, ValueError, r"gate_up_weight must be \[experts, out, in\] with in = 39 to fit x"),
+    ({"gate_up_weight": torch.ones(4, 47, 40)}, ValueError, "gate_up_weight must be .* even out"),
+    ({"gate_up_weight": torch.ones(0, 48, 40)}, ValueError, "gate_up_weight must be .* an expert at least"),
+    ({"down_weight": torch.ones(5, 33, 24)}, ValueError, "down_weight must be .* experts = 4 and in = 24"),
+    ({"down_weight": torch.ones(4, 33, 24).bfloat16()}, TypeError, "down_weight must have the dtype of x"),
+    ({"gate_up_bias": torch.ones(4, 24)}, ValueError, r"gate_up_bias must be \[4, 48\] to fit gate_up_weight"),
+    ({"down_bias": torch.ones(33)}, ValueError, r"down_bias must be \[4, 33\] to fit down_weight"),
+    ({"down_bias": torch.ones(4, 33, device="meta")}, ValueError, "down_bias must be on the device of x"),
+    ({"gated": False, "interleaved": True}, ValueError, "down_weight must be"),
+    ({"limit": -1.0}, ValueError, "limit must be positive or None, got -1.0"),
+    ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
+    ({"activation": "nothing"}, ValueError, "'nothing' is not known"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=[words for *_, words in WRONG])
+def test_what_does_not_fit(fused_mlp, changes, error, words):
+    made = drawn() | changes
+    for call in (fused_mlp.experts_mlp, functools.partial(fused_mlp.explain, fused_mlp.experts_mlp)):
+        with pytest.raises(error, match=words):
+            call(**made)
+
+
+def test_the_op_reads_nothing_that_does_not_fit(fused_mlp, device):
+    if device.type != "cpu":
+        pytest.skip("only CPUs have the op")
+    op = sys.modules[f"{fused_mlp.__name__}.backends.native"].experts_mlp
+    made = drawn(biases=True)
+    rest = (4, True, False, False, None, 0.0)
+    assert op(*made.values(), *rest).shape == (7, 33)
+    for name, value in made.items():
+        for fault in (value[None], value[..., :-1], value[:-1], value.to("meta"), value.to(torch.complex64)):
+            with pytest.raises(RuntimeError, match=r"must be|differs in|not on the device"):
+                op(*(made | {name: fault}).values(), *rest)
+    for code in (-1, 8):
+        with pytest.raises(RuntimeError, match="activation"):
+            op(*made.values(), code, *rest[1:])
+
+
+# What explains it
+
+
+def test_explained(fused_mlp, device):
+    made = drawn(device=device)
+
+    def explain(**changes):
+        return fused_mlp.explain(fused_mlp.experts_mlp, **made | changes)
+
+    found = explain()
+    assert found.operation == "experts_mlp"
+    if device.type == "cpu":
+        assert found.implementation == "cpu"
+        assert [part.layer for part in found.parts] == ["gate and up", "down"]
+        assert "float32" in found.reason
+    else:
+        assert (found.implementation, "not measured yet" in found.reason) == ("torch", True)
+    trained = explain(x=made["x"].clone().requires_grad_())
+    assert (trained.implementation, trained.reason) == ("torch", "autograd follows the parts")
+    assert explain(top_k_weights=torch.rand(7, 3, device=device).requires_grad_()).reason == trained.reason
+    with fused_mlp.backend("torch"):
+        assert explain().reason == "forced by backend()"
+
+
+def test_any_call(fused_mlp, device, implementation):
+    """What nobody thought of: everything drawn by chance."""
+    draw = random.Random(torch.randint(1 << 30, ()).item())
+    for _ in range(25):
+        form = draw.choice(list(forms()))
+        experts, k = draw.choice([1, 2, 3, 9, 40]), draw.choice([1, 2, 3, 8, 16])
+        sizes = tuple(draw.choice([1, 3, 8, 16, 33, 64, 130]) for _ in range(3))
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        tokens = draw.choice([1, 2, 5, 31, 64, 120])
+        made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, biases=draw.random() < 0.5, **form)
+        check(fused_mlp, implementation, made, draw.choice(ACTIVATIONS), **form)

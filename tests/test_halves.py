@@ -1,0 +1,224 @@
+"""MLPs whose halves are two modules: one op for both; one after the other as soon as anything watches their calls."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from modules import Halves, Intermediate, Output
+from safety import assert_close, x_of
+from survey import tiny
+from test_coverage import built, inputs_of, largest_error
+from tiny_models import LLM
+
+# Model types, and the class whose code calls the halves.
+TYPES = {
+    "bert": "BertLayer",
+    "roberta": "RobertaLayer",
+    "xlm-roberta-xl": "XLMRobertaXLLayer",
+    "mpnet": "MPNetLayer",
+    "electra": "ElectraLayer",
+    "deberta": "DebertaLayer",
+    "deberta-v2": "DebertaV2Layer",
+    "camembert": "CamembertLayer",
+    "convbert": "ConvBertLayer",
+    "megatron-bert": "MegatronBertLayer",
+    "fnet": "FNetLayer",
+    "layoutlm": "LayoutLMLayer",
+    "nystromformer": "NystromformerLayer",
+    "rembert": "RemBertLayer",
+    "splinter": "SplinterLayer",
+    "data2vec-vision": "Data2VecVisionLayer",
+    "dpt": "DPTViTLayer",
+}
+
+
+@pytest.fixture
+def whole(fused_mlp, monkeypatch):
+    """The shapes of what goes into whole MLPs that run as one op."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    taken, op = [], shortcut._mlp
+
+    def spy(x, *args):
+        taken.append(tuple(x.shape))
+        return op(x, *args)
+
+    monkeypatch.setattr(shortcut, "_mlp", spy)
+    return taken
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_models(fused_mlp, whole, model_type):
+    """One op a layer, and the same outputs; that training and `restore` are as before, test_coverage.py shows."""
+    model = built(model_type)
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        joined = [entry for entry in fused_mlp.fuse_mlps(model).fused if entry.pattern == "plain in two modules"]
+        assert {(entry.class_name, entry.extent) for entry in joined} == {(TYPES[model_type], "full")}
+        model(**inputs)  # the class of an activation is learnt at its first call
+        whole.clear()
+        assert largest_error([model(**inputs)[0]], [expected]) <= 5e-5
+    assert len(whole) == len(joined)
+
+
+def fused_pair(fused_mlp, device, module=None):
+    module = (module or Halves()).to(device).eval()
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused[0].pattern == "plain in two modules"
+    with torch.no_grad():
+        fused(x_of(device))
+    return module, fused
+
+
+def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
+    """The dropout behind the last projection is the tail's own code."""
+    module, fused = fused_pair(fused_mlp, device)
+    module.output.dropout.train(), fused.output.dropout.train()
+    whole.clear()
+    x = x_of(device)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = module(x)
+        torch.manual_seed(0)
+        assert_close(fused(x), expected)
+    assert len(whole) == 1
+
+
+WATCHED = {
+    "a hook of the head": lambda module: module.intermediate.register_forward_hook(lambda *_: None),
+    "a hook of the tail": lambda module: module.output.register_forward_hook(lambda *_: None),
+    "a backward hook": lambda module: module.output.register_full_backward_hook(lambda *_: None),
+    "all modules": lambda module: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("how", WATCHED)
+def test_what_watches_a_half_sees_it(fused_mlp, device, whole, how):
+    module, fused = fused_pair(fused_mlp, device)
+    whole.clear()
+    handle, x = WATCHED[how](fused), x_of(device)
+    try:
+        with torch.no_grad():
+            assert_close(fused(x), module(x))
+        explanation = fused_mlp.explain(fused)
+        assert whole == [] and explanation.implementation == "partly fused" and "hooks" in explanation.reason
+    finally:
+        handle.remove()
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert len(whole) == 1 and fused_mlp.explain(fused).implementation == "fused"
+
+
+def test_other_halves_are_explained(fused_mlp, device):
+    _, fused = fused_pair(fused_mlp, device)
+    fused.output = nn.Bilinear(88, 32, 32).to(device)
+    assert fused_mlp.explain(fused).parts[0].reason == "calls output (a Bilinear)"
+    fused.output = None
+    assert fused_mlp.explain(fused).parts[0].reason == "calls output (a NoneType)"
+
+
+def test_half_fused_before(fused_mlp, device, whole):
+    """Who fuses a part first, or the whole twice, has the same in the end."""
+    module = Halves().to(device).eval()
+    fused_mlp.fuse_mlps(module.intermediate)
+    first = fused_mlp.fuse_mlps(module)
+    assert fused_mlp.fuse_mlps(module).modules == first.modules
+    with torch.no_grad():
+        module(x_of(device)), module(x_of(device))
+    assert whole
+    first.restore()
+    assert fused_mlp.explain(module).implementation == "original"
+
+
+def test_chunks_and_captured_outputs(fused_mlp, device, whole):
+    """transformers hands a chunk of tokens to the method, and its hooks record what comes out of layers."""
+    config = transformers.BertConfig(**LLM, chunk_size_feed_forward=3)
+    model = transformers.BertModel(config).to(device).eval()
+    inputs = {"input_ids": torch.randint(3, 64, (2, 9), device=device)}
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True)
+        fused_mlp.fuse_mlps(model)
+        model(**inputs)
+        whole.clear()
+        got = model(**inputs, output_hidden_states=True)
+    assert whole == 6 * [(2, 3, 32)]
+    assert_close(list(got.hidden_states), list(expected.hidden_states))
+
+
+def test_compiled(fused_mlp, device):
+    """One graph, with one op for both halves."""
+    module, fused = fused_pair(fused_mlp, device)
+    targets, x = [], x_of(device)
+
+    def backend(graph, example):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert_close(torch.compile(fused, backend=backend, fullgraph=True)(x), module(x))
+    assert sum(".mlp" in target for target in targets) == 1 and not any("linear" in target for target in targets)
+    handle = fused.output.register_forward_hook(lambda part, args, output: 2 * output)
+    with torch.no_grad():
+        torch.compiler.reset()
+        assert_close(torch.compile(fused, backend=backend, fullgraph=True)(x), 2 * module(x))
+    handle.remove()
+
+
+def test_programs_record_the_modules(fused_mlp, device):
+    """torch.export and torch.jit.trace write down which module did what."""
+    module, fused = fused_pair(fused_mlp, device)
+    x = x_of(device)
+    program = torch.export.export(fused, (x,))
+    paths = {path for node in program.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    assert {"intermediate", "output"} <= {path.rpartition(".")[2] for path in paths}
+    with torch.no_grad():
+        assert_close(program.module()(x), module(x))
+
+
+class Shared(nn.Module):
+    """What the head computes is read once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.intermediate, self.output = Intermediate(), Output()
+
+    def forward(self, x):
+        hidden = self.intermediate(x)
+        return self.output(hidden, x) + hidden.mean()
+
+
+class Reading(Output):
+    """The tail reads the hidden values once more."""
+
+    def forward(self, hidden_states, input_tensor):
+        out = self.dense(hidden_states)
+        return self.LayerNorm(out + input_tensor) * hidden_states.mean()
+
+
+class Busy(Intermediate):
+    """The head does more than to compute hidden values."""
+
+    def forward(self, hidden_states):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.intermediate_act_fn(self.dense(hidden_states))
+
+
+@pytest.mark.parametrize("kind", [Shared, Reading, Busy], ids=lambda kind: kind.__name__)
+def test_what_is_no_pair_of_halves(fused_mlp, device, kind):
+    module = Shared() if kind is Shared else Halves()
+    if kind is not Shared:
+        setattr(module, "output" if kind is Reading else "intermediate", kind())
+    module = module.to(device).eval()
+    plain, x = copy.deepcopy(module), x_of(device)
+    assert [entry.pattern for entry in fused_mlp.fuse_mlps(module).fused] == ["linear"]
+    assert_close(module(x), plain(x))
+    assert getattr(module.intermediate, "calls", 1) == 1
+
+
+def test_types_are_covered():
+    assert set(TYPES) <= set(tiny.model_types()) and len(TYPES) >= 12

@@ -1,0 +1,106 @@
+"""fuse_mlps and register_experts on models with mixtures of experts, of many types of transformers."""
+
+import copy
+
+import pytest
+import torch
+
+import mixtures
+
+IDS = torch.tensor([[5, 17, 41, 8, 93, 22, 60], [71, 3, 29, 88, 14, 50, 9]])
+
+# float32: some 1e-7 of rounding a product. A group of experts left out is off by 0.1.
+BOUND = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """What is so small is sooner done by one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def error(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids)[0]
+
+
+def tokens(model, ids):
+    return model.generate(ids, max_new_tokens=4, do_sample=False) if model.can_generate() else None
+
+
+def states(fused_mlp, model):
+    """How the groups of experts of a model run, as explain has it."""
+    return [fused_mlp.explain(module).implementation for module in mixtures.groups(model).values()]
+
+
+@pytest.mark.parametrize("model_type", mixtures.MODELS)
+def test_models(fused_mlp, device, model_type):
+    """Logits and greedy tokens, in the place of the class's own loop and, on a CPU, of the products of groups."""
+    model, ids = mixtures.build(model_type).to(device), IDS.to(device)
+    fused = copy.deepcopy(model)
+    report = fused_mlp.fuse_mlps(fused)
+    expected = mixtures.MODELS[model_type][1]
+    for implementation in ("eager", "grouped_mm"):
+        if type(model)._can_set_experts_implementation():
+            model.set_experts_implementation(implementation)
+            fused.set_experts_implementation(implementation)
+        if device.type == "cpu" or implementation == "eager":
+            assert states(fused_mlp, fused).count("fused") == expected
+        assert error(logits(fused, ids), logits(model, ids)) <= BOUND
+    if model.can_generate():
+        assert torch.equal(tokens(fused, ids), tokens(model, ids))
+    report.restore()
+    assert "fused" not in states(fused_mlp, fused)
+    assert torch.equal(logits(fused, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "muse_spark_text"])
+def test_in_bfloat16(fused_mlp, device, model_type):
+    """As near to the model in float32 as the unfused one is, give or take half: a rounding is 4e-3."""
+    model, ids = mixtures.build(model_type, torch.bfloat16).to(device), IDS.to(device)
+    exact, fused = copy.deepcopy(model).float(), copy.deepcopy(model)
+    for each in (exact, model, fused):
+        each.set_experts_implementation("eager")
+    fused_mlp.fuse_mlps(fused)
+    assert set(states(fused_mlp, fused)) == {"fused"}
+    expected = logits(exact, ids)
+    assert error(logits(fused, ids), expected) <= 1.5 * error(logits(model, ids), expected) + 4e-3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_training(fused_mlp, device, model_type):
+    """The gradients of all parameters, with those of the routers, in training mode."""
+    model, ids = mixtures.build(model_type).to(device).train(), IDS.to(device)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    for each in (model, fused):
+        each.set_experts_implementation("eager")
+        each(ids, labels=ids).loss.backward()
+    gradients = dict(model.named_parameters())
+    for name, parameter in fused.named_parameters():
+        expected = gradients[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None and expected.norm() > 1e-6:
+            assert error(parameter.grad, expected) <= 1e-4, name
+
+
+def test_registered(fused_mlp, device):
+    """The name works with from_pretrained's argument, and with set_experts_implementation."""
+    fused_mlp.register_experts()
+    model, ids = mixtures.build("qwen3_moe").to(device), IDS.to(device)
+    fused = mixtures.build("qwen3_moe", experts_implementation="fused_mlp").to(device)
+    assert fused.get_experts_implementation() == {"": "fused_mlp"}
+    assert fused_mlp.explain(fused).implementation == "fused"
+    assert error(logits(fused, ids), logits(model, ids)) <= BOUND
+    assert torch.equal(tokens(fused, ids), tokens(model, ids))
+    fused.set_experts_implementation("eager")
+    assert states(fused_mlp, fused) == ["original", "original"]
+    model.set_experts_implementation("fused_mlp")
+    assert error(logits(model, ids), logits(fused, ids)) <= BOUND

@@ -1,0 +1,155 @@
+"""The variants without compiled ops: the Triton kernels alone, for AMD's and Intel's GPUs.
+
+There is none of these GPUs: torch is made to look as one that was built for them, and Triton's interpreter computes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels._rust import Backend, Build
+from kernels.variants import parse_variant, resolve_variant
+
+import machine
+import noarch
+import project
+from builder import layout, plan
+from releasing import sources, variants
+
+pytest.importorskip("triton")
+
+# What `kernels` asks of torch, as it is in torch's own builds.
+TORCH = {"rocm": ("hip", "7.1.52802"), "xpu": ("xpu", "20250302")}
+both = pytest.mark.parametrize("backend", noarch.BACKENDS)
+
+
+def look_like(backend: str, monkeypatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr(f"torch.version.{TORCH[backend][0]}", TORCH[backend][1], raising=False)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Path:
+    """Both of them, and the variant for CPUs."""
+    folder = tmp_path_factory.mktemp("build")
+    for backend in noarch.BACKENDS:
+        variant = plan.noarch(backend)
+        layout.install(variant, None, folder / variant.label)
+    (cpu,) = (path for path in machine.variants() if "-cpu-" in path.name)
+    shutil.copytree(cpu, folder / cpu.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_kernel_builder_parses_its_build_toml(tmp_path):
+    """Of the source tree that kernel-builder is given: real files, the Python of the other build, and no other."""
+    noarch.write(tmp_path)
+    assert Build.open(tmp_path).general.backends == [Backend.ROCm, Backend.XPU]
+    files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if not path.is_dir()}
+    assert not [path for path in files.values() if path.is_symlink()]
+    package = f"torch-ext/{project.python_name()}"
+    assert files.keys() == {"build.toml", *(f"{package}/{place}" for place in plan.package_files())}
+    for place, path in plan.package_files().items():
+        assert files[f"{package}/{place}"].read_bytes() == path.read_bytes()
+
+
+@both
+def test_variant_may_be_released(build, backend):
+    faults = variants.faults(build / f"torch-{backend}")
+    assert [fault for fault in faults if not fault.startswith("was built from a tree with changes")] == []
+    assert sources.faults(build / f"torch-{backend}") == []
+
+
+def test_one_with_an_extension_may_not(build, tmp_path):
+    variant = shutil.copytree(build / "torch-rocm", tmp_path / "torch-rocm")
+    (extension,) = build.glob("*-cpu-*/*.so")
+    shutil.copy(extension, variant)
+    assert "has 1 extensions, not none" in variants.faults(variant)
+
+
+@both
+def test_which_variant_is_taken(build, backend, monkeypatch):
+    """Among those of a release, as the loader resolves them."""
+    names = [path.name for path in build.iterdir()]
+    names += ["torch-stable-abi211-cu126-x86_64-linux", "torch-stable-abi211-cu130-x86_64-linux"]
+    look_like(backend, monkeypatch)
+    resolved, _ = resolve_variant([parse_variant(name) for name in names])
+    assert resolved.variant_str == f"torch-{backend}"
+    resolved, _ = resolve_variant([parse_variant(name) for name in names], "cpu")
+    assert resolved.variant_str.startswith("torch-stable-abi211-cpu-")
+
+
+def python(tmp_path: Path, build: Path, backend: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    """A process whose torch looks as one for these GPUs from the first import on."""
+    (tmp_path / "torch_for.py").write_text(f"import torch\ntorch.version.{TORCH[backend][0]} = {TORCH[backend][1]!r}\n")
+    kernels = f"{project.repo_id()}={build}"
+    environment = {"PYTHONPATH": str(tmp_path), "LOCAL_KERNELS": kernels, "HF_HUB_OFFLINE": "1", **more}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.parametrize(("backend", "some", "passed"), [("rocm", "", 22), ("xpu", "gated_mlp", 4)])
+def test_the_kernels_compute(build, backend, some, passed, tmp_path):
+    """What kernel-builder runs on every variant, on Triton's interpreter: all of it for one of the two."""
+    tests = [str(project.ROOT / "tests/test_kernels_ci.py"), "--rootdir", str(tmp_path), "--noconftest"]
+    options = ["-p", "torch_for", "-p", "no:cacheprovider", "-o", "markers=kernels_ci", "-k", some]
+    done = python(tmp_path, build, backend, "-m", "pytest", *tests, *options, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{passed} passed, " in done.stdout  # others in bfloat16, which the interpreter computes wrongly
+
+
+PROGRAM = """
+import torch_for, torch
+import torch.nn.functional as F
+from kernels import get_kernel, get_loaded_kernels
+fused_mlp = get_kernel({repo!r}, version={version})
+(loaded,) = get_loaded_kernels()
+print(loaded.metadata.backend.backend_type)
+x, gate, up, down = torch.randn(4, 32), torch.randn(48, 32), torch.randn(48, 32), torch.randn(32, 48)
+print(fused_mlp.explain(fused_mlp.gated_mlp, x, gate, up, down).reason)
+for name in ("auto", "torch"):
+    with fused_mlp.backend(name):
+        y = fused_mlp.gated_mlp(x, gate, up, down, activation="silu")
+        print(torch.equal(y, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)))
+for name in ("cuda", "cpu", "triton"):
+    try:
+        with fused_mlp.backend(name):
+            fused_mlp.linear(x, gate)
+    except ValueError as error:
+        print(error)
+cpu = get_kernel({repo!r}, version={version}, backend="cpu")
+print(cpu.explain(cpu.linear, x, gate).implementation)
+"""
+
+
+@both
+def test_what_is_chosen(build, backend, tmp_path):
+    """PyTorch, until such a GPU has been measured, and what is forced and not there says so."""
+    program = PROGRAM.format(repo=project.repo_id(), version=project.version())
+    done = python(tmp_path, build, backend, "-c", program)
+    assert done.returncode == 0, done.stderr
+    refused = "is forced, and it does not take linear:"
+    assert done.stdout.splitlines() == [
+        backend,
+        "the Triton kernels have not been run on such GPUs: backend('triton') takes them",
+        "True",
+        "True",
+        f"backend 'cuda' {refused} this build holds Triton kernels",
+        f"backend 'cpu' {refused} this build holds Triton kernels",
+        f"backend 'triton' {refused} Triton kernels run on GPUs and x is on cpu",
+        "cpu",
+    ]
+
+
+def test_launch_parameters_off_nvidia(fused_mlp):
+    """Options that NVIDIA's compiler alone knows are not given to others."""
+    configs = sys.modules[f"{fused_mlp.__name__}.backends.triton.configs"]
+    gpu = configs.Gpu("AMD Instinct MI300X", 0, 64 * 1024, 304)
+    for wide in (False, True):
+        for rows in (1, 64, 8192):
+            config = configs.default_config("gated_linear", rows, 3072, 2, wide, gpu)
+            assert not config["DESCRIPTORS"] and "maxnreg" not in config and config["num_stages"] == 2

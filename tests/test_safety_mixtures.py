@@ -1,0 +1,256 @@
+"""What may stand in the way of experts: fused and equal, or left, and said so."""
+
+import copy
+import pickle
+
+import accelerate
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import use_experts_implementation
+
+import mixtures
+from test_mixture_models import BOUND, IDS, error, logits, one_thread, states
+
+assert one_thread  # a fixture
+
+
+def pair(fused_mlp, device, model_type="mixtral", implementation="eager"):
+    """A model, a copy of it that is fused, and inputs."""
+    model = mixtures.build(model_type).to(device)
+    model.set_experts_implementation(implementation)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    assert set(states(fused_mlp, fused)) == {"fused"}
+    return model, fused, IDS.to(device)
+
+
+def assert_same(fused, model, ids):
+    assert error(logits(fused, ids), logits(model, ids)) <= BOUND
+
+
+def first(model):
+    return next(iter(mixtures.groups(model).values()))
+
+
+def why(fused_mlp, module):
+    return fused_mlp.explain(module).reason
+
+
+ADAPTER = peft.LoraConfig(
+    r=4, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False
+)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_adapters(fused_mlp, device, model_type, when):
+    """LoRA on the stacks gives them another value while the experts are called: they are fused all the same."""
+    model, fused, ids = pair(fused_mlp, device, model_type)
+    if when == "before":
+        fused = copy.deepcopy(model)
+    plain = logits(model, ids)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, copy.deepcopy(ADAPTER))
+    fused = peft.get_peft_model(fused, copy.deepcopy(ADAPTER))
+    fused.load_state_dict(model.state_dict())
+    if when == "before":
+        fused_mlp.fuse_mlps(fused)
+    assert set(states(fused_mlp, fused)) == {"fused"}
+    assert error(logits(model, ids), plain) > 1e-2
+    assert_same(fused, model, ids)
+    for each in (model, fused):
+        each(ids, labels=ids).loss.backward()
+    gradients = dict(fused.named_parameters())
+    trained = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert len(trained) == 8
+    assert all(error(gradients[name].grad, grad) <= 1e-4 for name, grad in trained)
+    assert_same(fused.merge_and_unload(), model.merge_and_unload(), ids)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_offloaded(fused_mlp, device, when):
+    """accelerate puts a forward of its own into the experts, and brings their weights when it is called."""
+    model, fused, ids = pair(fused_mlp, device)
+    if when == "before":
+        fused = accelerate.cpu_offload(copy.deepcopy(model), execution_device=device)
+        report = fused_mlp.fuse_mlps(fused)
+        (entry,) = {(entry.fused, entry.reason) for entry in report.modules if entry.class_name == "MixtralExperts"}
+        assert entry == (False, "has a forward of its own")
+    else:
+        fused = accelerate.cpu_offload(fused, execution_device=device)
+    assert_same(fused, model, ids)
+
+
+def test_hooks(fused_mlp, device):
+    """Those on the experts run around the fused call; one on the activation has to see it called."""
+    model, fused, ids = pair(fused_mlp, device)
+    seen = []
+    first(fused).register_forward_pre_hook(lambda module, given: seen.append("before"))
+    first(fused).register_forward_hook(lambda module, given, out: seen.append("after"))
+    assert_same(fused, model, ids)
+    assert seen == ["before", "after"] and states(fused_mlp, fused) == ["fused", "fused"]
+    first(fused).act_fn.register_forward_hook(lambda module, given, out: seen.append("inside"))
+    assert why(fused_mlp, first(fused)) == "runs as it is: a gate that is not known"
+    assert_same(fused, model, ids)
+    assert "inside" in seen
+
+
+def test_weights_replaced(fused_mlp, device):
+    """What is there at the call counts: other values, another dtype, a type of its own."""
+    model, fused, ids = pair(fused_mlp, device)
+    weight = first(model).down_proj.detach() * 2
+    for each in (model, fused):
+        first(each).down_proj = nn.Parameter(weight)
+    assert_same(fused, model, ids)
+    with torch.no_grad():
+        first(model).gate_up_proj.mul_(0.5), first(fused).gate_up_proj.data.mul_(0.5)
+    assert_same(fused, model, ids)
+
+    class Special(nn.Parameter):
+        pass
+
+    first(fused).down_proj = Special(first(model).down_proj.detach().clone())
+    assert why(fused_mlp, first(fused)) == "runs as it is: a weight of type Special"
+    assert_same(fused, model, ids)
+    first(fused).double()
+    assert why(fused_mlp, first(fused)) == "runs as it is: a weight of torch.float64"
+
+
+def test_quantized(fused_mlp):
+    """Weights of eight bits, in transformers' class for them, and in the model's own."""
+    model = mixtures.build("mixtral")
+    group = first(model)
+    kind = use_experts_implementation(
+        type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    model.model.layers[0].mlp.experts = kind(model.config, block_size=(16, 16)).requires_grad_(False)
+    group.gate_up_proj = nn.Parameter(group.gate_up_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model.model.layers[1].mlp.experts = group
+    report = fused_mlp.fuse_mlps(model)
+    reasons = {entry.class_name: entry.reason for entry in report.left}
+    assert reasons.keys() == {"FP8Experts", "MixtralExperts"}
+    assert reasons["MixtralExperts"] == "runs as it is: a weight of torch.float8_e4m3fn"
+    assert not any(entry.pattern == "experts" for entry in report.fused)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded(fused_mlp, mesh):
+    """Weights of several processes are left; the local ones that a parallel plan puts there for a call are not."""
+    model, fused, ids = pair(fused_mlp, torch.device("cpu"))
+    group, expected = first(fused), logits(model, ids)
+    local = group.gate_up_proj
+    group.gate_up_proj = nn.Parameter(distribute_tensor(local.detach(), mesh, [Replicate()]))
+    assert isinstance(group.gate_up_proj, DTensor)
+    assert why(fused_mlp, group) == "runs as it is: a weight of type DTensor"
+    group.gate_up_proj = local
+    assert error(logits(fused, ids), expected) <= BOUND
+    x, index, weights = torch.randn(5, 32), torch.randint(0, 6, (5, 2)), torch.rand(5, 2)
+    whole = first(model)(x, index, weights)
+    parts = []
+    for rank in range(2):  # the halves of two processes, whose results are summed
+        part = copy.deepcopy(group)
+        gate, up = (half.chunk(2, dim=1)[rank] for half in group.gate_up_proj.chunk(2, dim=1))
+        part.gate_up_proj = nn.Parameter(torch.cat([gate, up], dim=1))
+        part.down_proj = nn.Parameter(group.down_proj.chunk(2, dim=2)[rank])
+        assert fused_mlp.explain(part).implementation == "fused"
+        parts.append(part(x, index, weights))
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_surroundings(fused_mlp, device, monkeypatch):
+    """Modes and patched functions see what the experts call; autocast has ways of its own."""
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += "aten.mm" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    model, fused, ids = pair(fused_mlp, device)
+    counts = []
+    for each in (model, fused):
+        with Counting() as mode:
+            logits(each, ids)
+        counts.append(mode.count)
+    assert counts[0] == counts[1] > 0
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(logits(fused, ids), logits(model, ids))
+    monkeypatch.setattr(nn.functional, "linear", lambda x, weight, bias=None: torch.zeros_like(x @ weight.t()))
+    assert torch.equal(logits(fused, ids), logits(model, ids))
+    assert why(fused_mlp, first(fused)) == "runs as it is: a patched torch.nn.functional.linear"
+
+
+def test_copies(fused_mlp, device):
+    """A copy is fused, what is pickled is not, and needs no package to be loaded."""
+    model, fused, ids = pair(fused_mlp, device)
+    assert set(states(fused_mlp, copy.deepcopy(fused))) == {"fused"}
+    assert_same(copy.deepcopy(fused), model, ids)
+    loaded = pickle.loads(pickle.dumps(first(fused)))
+    assert type(loaded) is type(first(model))
+    assert first(fused).__class__.__name__ == "MixtralExperts" and isinstance(first(fused), type(first(model)))
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "fused_mlp"])
+def test_compiled(fused_mlp, device, way):
+    """One graph, where the class's own loop is none: fused by either way, the second without a call before."""
+    if device.type != "cpu" and way == "grouped_mm":
+        pytest.skip("is left on a GPU")
+    fused_mlp.register_experts()
+    model = mixtures.build("mixtral", num_hidden_layers=1).to(device)
+    fused = copy.deepcopy(model)
+    fused.set_experts_implementation(way)
+    if way != "fused_mlp":
+        fused_mlp.fuse_mlps(fused)
+    group = first(fused)
+    torch.compiler.reset()
+    compiled = torch.compile(group, fullgraph=True)
+    x, index = torch.randn(7, 32, device=device), torch.randint(0, 6, (7, 2), device=device)
+    weights = torch.rand(7, 2, device=device)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        got = compiled(x, index, weights)
+    torch.testing.assert_close(got, first(model)(x, index, weights), rtol=1e-4, atol=1e-5)
+    assert any("fused_mlp" in event.name for event in profile.events())
+
+
+def test_transforms(fused_mlp, device):
+    """torch.func runs the parts."""
+    model, fused, _ = pair(fused_mlp, device, implementation="batched_mm" if device.type == "cpu" else "eager")
+    x, index = torch.randn(7, 32, device=device), torch.randint(0, 6, (7, 2), device=device)
+    weights = torch.rand(7, 2, device=device)
+    results = []
+    for group in (first(model), first(fused)):
+        for parameter in group.parameters():
+            parameter.requires_grad_(False)
+        tangent = torch.func.jvp(lambda x, group=group: group(x, index, weights), (x,), (torch.ones_like(x),))[1]
+        gradient = torch.func.grad(lambda x, group=group: group(x, index, weights).square().sum())(x)
+        results.append((tangent, gradient))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_disagreement(fused_mlp, device, monkeypatch):
+    """A fused call that computes something else here is not used; unless nobody asks."""
+    model = mixtures.build("mixtral").to(device)
+    model.set_experts_implementation("eager")
+    verification = __import__("sys").modules[f"{fused_mlp.__name__}.models.verification"]
+    monkeypatch.setattr(verification.calls, "experts_mlp", lambda x, *_: torch.zeros_like(x))
+    entries = [entry for entry in fused_mlp.fuse_mlps(model).modules if entry.class_name == "MixtralExperts"]
+    assert [entry.fused for entry in entries] == [False, False]
+    assert "computes something else" in entries[0].reason
+    assert type(first(model)).__dict__.get("__module__").startswith("transformers")
+    monkeypatch.undo()
+    report = fused_mlp.fuse_mlps(model, verify=False)
+    assert set(states(fused_mlp, model)) == {"fused"}
+    assert "experts  yes" in " ".join(str(report).split("\n")[2].split()).replace("experts yes", "experts  yes")

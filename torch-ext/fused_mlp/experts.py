@@ -1,0 +1,342 @@
+"""The experts of a mixture in torch's operations: rows sorted by expert, products of groups of rows, weighted sums.
+
+A *slot* is one of the K choices of a token, slot ``t * K + k``. A *row* is a slot after sorting by expert, so that the
+rows of an expert are adjacent: ``offsets[e]`` is where those of expert ``e`` end. Slots whose index names no expert are
+skipped: their rows come last, and nothing is computed for them. Our products leave zeros there, torch's anything.
+
+Nothing here depends on data that only the device knows, but for :func:`grouped_mm` where torch has none of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+from .activations import BY_CODE
+
+Pointwise = Callable[[Tensor, Tensor, int], Tensor]  # act(gate) * up
+
+
+class Form(NamedTuple):
+    """What the weights of experts are, and what is between them; the compiled ops take these in this order."""
+
+    activation: int
+    gated: bool
+    interleaved: bool
+    transposed: bool
+    limit: Optional[float]
+    up_offset: float
+
+
+class Routing(NamedTuple):
+    """Who goes where. ``skipped`` is [T, K], the others are [T * K], but ``offsets`` [E]."""
+
+    skipped: Tensor
+    experts: Tensor  # of the rows, E where skipped
+    slots: Tensor  # of the rows
+    rows: Tensor  # of the slots
+    offsets: Tensor
+    top_k: int
+    masked: bool  # whether anything may stand in the rows of skipped slots, and has to be masked
+
+
+def routing(index: Tensor, experts: int, masked: bool) -> Routing:
+    """Sorts the slots of ``index`` [T, K] by expert, those of an expert by token."""
+    skipped = (index < 0) | (index >= experts)
+    sorted_experts, slots = torch.sort(torch.where(skipped, experts, index).flatten(), stable=True)
+    rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
+    numbers = torch.arange(experts, device=index.device, dtype=sorted_experts.dtype)
+    offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    return Routing(skipped, sorted_experts, slots, rows, offsets, index.shape[1], masked)
+
+
+def composed(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    form: Form,
+    act_and_mul: Pointwise,
+) -> Tensor:
+    """The experts of x [T, D]: torch's products of groups of rows, and the given kernel between them."""
+    order = routing(index, gate_up_weight.shape[0], masked=x.is_cuda)
+    rows = _TokensToRows.apply(x, *order)
+    hidden = _activated(_product(rows, gate_up_weight, gate_up_bias, order, form), form, act_and_mul)
+    rows = _product(hidden, down_weight, down_bias, order, form)
+    return _RowsToTokens.apply(rows, weights, *order)
+
+
+def traceable(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    form: Form,
+    act_and_mul: Pointwise,
+) -> Tensor:
+    """The same in operations that have every derivative and may be of any subclass of tensors: every expert computes
+    all the tokens, and what was not asked of it counts for nothing."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    columns = (lambda weight: weight) if form.transposed else (lambda weight: weight.transpose(-2, -1))
+    out = x.new_zeros((x.shape[0], columns(down_weight).shape[-1]), dtype=wide)
+    for expert in range(gate_up_weight.shape[0]):
+        chosen = index == expert
+        hidden = x @ columns(gate_up_weight[expert])
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias[expert]
+        result = _activated(hidden, form, act_and_mul) @ columns(down_weight[expert])
+        if down_bias is not None:
+            result = result + down_bias[expert]
+        share = torch.where(chosen, weights.to(wide), 0).sum(-1, keepdim=True)
+        out = out + torch.where(chosen.any(-1, keepdim=True), result.to(wide) * share, 0)
+    return out.to(x.dtype)
+
+
+def _activated(gate_up: Tensor, form: Form, act_and_mul: Pointwise) -> Tensor:
+    if not form.gated:
+        return BY_CODE[form.activation].function(gate_up)
+    gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, dim=-1)
+    if form.limit is not None:
+        gate, up = gate.clamp(max=form.limit), up.clamp(min=-form.limit, max=form.limit)
+    if form.up_offset != 0:
+        up = up + form.up_offset
+    return act_and_mul(gate, up, form.activation)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Optional[Tensor], order: Routing, form: Form) -> Tensor:
+    weight = weight if form.transposed else weight.transpose(-2, -1)
+    if _takes_grouped_mm(rows, weight):
+        rows = F.grouped_mm(rows, weight, offs=order.offsets)
+    else:
+        rows = grouped_mm(rows, weight, order.offsets)
+    return rows if bias is None else _PlusBias.apply(rows, bias, order.experts, order.offsets)
+
+
+def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes the operands, and without waiting for the device.
+
+    On a CPU it is a loop over all experts; ours goes over those with rows alone.
+    """
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
+        return False
+    return all(_is_aligned(matrix) for matrix in (rows, weight))
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    *outer, row, column = matrix.stride()
+    leading = row if column == 1 else column
+    aligned = all((stride * matrix.element_size()) % 16 == 0 for stride in (*outer, leading))
+    return min(row, column) == 1 and aligned and (torch.compiler.is_compiling() or matrix.data_ptr() % 16 == 0)
+
+
+class _TokensToRows(torch.autograd.Function):
+    """x [T, D] to rows [T * K, D]. The gradient of a token is summed in the order of its slots."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        skipped: Tensor,
+        experts: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        top_k: int,
+        masked: bool,
+    ) -> Tensor:
+        return x.index_select(0, slots // top_k)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, skipped, _, _, rows, _, _, ctx.masked = inputs
+        ctx.save_for_backward(skipped, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        skipped, rows = ctx.saved_tensors
+        of_slots = _of_slots(grad, skipped, rows, ctx.masked)
+        return (of_slots.sum(1), *(None,) * 7)
+
+
+class _RowsToTokens(torch.autograd.Function):
+    """Rows [T * K, D], times the weights [T, K], summed over the slots of each token in their order, in float32."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        values: Tensor,
+        weights: Tensor,
+        skipped: Tensor,
+        experts: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        top_k: int,
+        masked: bool,
+    ) -> Tensor:
+        wide = _wide(values)
+        shares = torch.where(skipped, 0, weights.to(wide))
+        return (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1).to(values.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        values, weights, skipped, _, slots, rows, _, _, ctx.masked = inputs
+        ctx.save_for_backward(values, weights, skipped, slots, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        values, weights, skipped, slots, rows = ctx.saved_tensors
+        wide, top_k = _wide(values), weights.shape[1]
+        values_grad = weights_grad = None
+        if ctx.needs_input_grad[0]:
+            shares = torch.where(skipped, 0, weights.to(wide)).flatten()
+            of_rows = grad.index_select(0, slots // top_k) * shares.index_select(0, slots).unsqueeze(-1)
+            values_grad = of_rows.to(values.dtype)
+        if ctx.needs_input_grad[1]:
+            products = _of_slots(values, skipped, rows, ctx.masked) * grad.to(wide).unsqueeze(1)
+            weights_grad = torch.where(skipped, 0, products.sum(-1)).to(weights.dtype)
+        return (values_grad, weights_grad, *(None,) * 7)
+
+
+class _PlusBias(torch.autograd.Function):
+    """Rows, plus the bias [E, N] of the expert of each."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, bias: Tensor, experts: Tensor, offsets: Tensor) -> Tensor:
+        named = experts < bias.shape[0]
+        of_rows = bias.index_select(0, torch.where(named, experts, 0))
+        return rows + torch.where(named.unsqueeze(-1), of_rows, 0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[3])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        (offsets,) = ctx.saved_tensors
+        ones = grad.new_ones((grad.shape[0], 8))  # 16 bytes a row, as torch's grouped product wants them
+        if _takes_grouped_mm(ones, grad):
+            sums = F.grouped_mm(ones.t(), grad, offs=offsets)
+        else:
+            sums = grouped_outer(ones[:, :1], grad, offsets)
+        return grad, sums[:, 0].contiguous(), None, None
+
+
+def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor, masked: bool) -> Tensor:
+    """[T * K, D] in the order of rows as [T, K, D] in the order of slots, zero where skipped."""
+    of_slots = of_rows.index_select(0, rows).unflatten(0, skipped.shape)
+    return torch.where(skipped.unsqueeze(-1), 0, of_slots) if masked else of_slots
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+# Products of groups of rows, one group after the other: for every dtype, device and stride. On a GPU the host has to
+# wait for the offsets.
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[S, N] of rows [S, K] and weight [E, K, N]; zero past the last group."""
+    out = rows.new_empty((rows.shape[0], weight.shape[2]))
+    begin = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > begin:
+            torch.mm(rows[begin:end], weight[expert], out=out[begin:end])
+        begin = end
+    out[begin:].zero_()
+    return out
+
+
+def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """[E, M, N] of a [S, M] and b [S, N]: a transposed, times b, for every group."""
+    out = a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
+    begin = 0
+    for expert, end in enumerate(offsets.tolist()):
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])  # zero where there are no rows
+        begin = end
+    return out
+
+
+torch.library.define(
+    add_op_namespace_prefix("grouped_mm"),
+    "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    add_op_namespace_prefix("grouped_outer"),
+    "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.impl(add_op_namespace_prefix("grouped_mm"), "CompositeExplicitAutograd", _grouped_mm)
+torch.library.impl(add_op_namespace_prefix("grouped_outer"), "CompositeExplicitAutograd", _grouped_outer)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grouped_mm"))
+def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[2]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grouped_outer"))
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
+
+
+class _GroupedMm(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return ops.grouped_mm(rows, weight, offsets)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        rows, weight, offsets = ctx.saved_tensors
+        rows_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = grouped_mm(grad, weight.transpose(1, 2), offsets)
+        if ctx.needs_input_grad[1] and weight.stride(2) == 1:
+            weight_grad = grouped_outer(rows, grad, offsets)
+        elif ctx.needs_input_grad[1]:  # in the order in which the weight lies
+            weight_grad = grouped_outer(grad, rows, offsets).transpose(1, 2)
+        return rows_grad, weight_grad, None
+
+
+class _GroupedOuter(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        return ops.grouped_outer(a, b, offsets)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        a, b, offsets = ctx.saved_tensors
+        a_grad = grouped_mm(b, grad.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+        b_grad = grouped_mm(a, grad, offsets) if ctx.needs_input_grad[1] else None
+        return a_grad, b_grad, None
+
+
+grouped_mm, grouped_outer = _GroupedMm.apply, _GroupedOuter.apply

@@ -1,0 +1,93 @@
+"""MLPs whose halves are two modules of a third: BERT's intermediate and output, and their like.
+
+A head computes hidden values, ``act(projection(x))``, and nothing else; a tail begins with the last projection of what
+it is given. Where a module's code hands what comes out of a head to a tail and to nothing else, the two run as one
+fused call: the head hands over its parts in place of hidden values, and the tail's own code goes on behind the
+projection. That skips the calls of two modules, so whatever such a call does beyond the forward that was read, the two
+are called one after the other, as the code says.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Union
+
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+
+from .. import calls
+from . import obstacles, shortcut
+from .pattern import Pattern
+from .switching import FUSED
+
+_forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
+_backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
+
+
+class Pending(NamedTuple):
+    """What a head hands over: the pattern of the whole MLP, and what there is of it."""
+
+    pattern: Pattern
+    x: Tensor
+    projections: Tuple[nn.Module, ...]
+    act: Callable[[Tensor], Tensor]
+    between: Tuple[Any, ...] = ()
+
+
+class Half(NamedTuple):
+    """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
+
+    A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
+    """
+
+    forward: FunctionType
+    found: Any
+    function: Callable[..., Any]
+
+
+# By forwards, those of fused modules too.
+heads: Dict[Callable[..., Any], Half] = {}
+tails: Dict[Callable[..., Any], Half] = {}
+
+
+def joined(tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """``tail(head(x), *rest, **named)``"""
+    first, last = running(head, heads), running(tail, tails)
+    if type(first) is str or type(last) is str or _are_watched():
+        return tail(head(x), *rest, **named)
+    return last.function(tail, first.function(head, x), *rest, **named)
+
+
+def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
+    """What comes out of the projection that a tail begins with."""
+    pattern, x, projections, act, _ = pending
+    return shortcut.fused(pattern, x, (*projections, projection), act, between)
+
+
+def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, str]:
+    """The half that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
+    kind = type(part)
+    forward = getattr(kind, "forward", None)
+    half = halves.get(forward) if type(forward) is FunctionType else None
+    if half is None or kind.__call__ is not shortcut._call:
+        return f"a {kind.__name__}"
+    if forward is not half.forward:  # fused: is the forward of its class still the one that it was made from?
+        original = getattr(part, FUSED, None)
+        if original is None or original.forward is not half.forward:
+            return f"a patched {kind.__name__}"
+    state = part.__dict__
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+    ):
+        return obstacles.of_call(part) or "a forward of its own"
+    return half
+
+
+def _are_watched() -> bool:
+    """Whether somebody may see every call of a module."""
+    hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
+    return bool(hooks) or calls.pointwise_reason() is not None

@@ -1,0 +1,91 @@
+"""The experts interface of transformers: which classes it decorates, and the function of this package under a name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from types import CodeType, FunctionType
+from typing import Any, List, Optional
+
+import torch
+from torch import nn
+
+from .source import inside
+
+NAME = "fused_mlp"
+
+_MODULE = "transformers.integrations.moe"
+_OWN = {name: f"{name}_experts_forward" for name in ("batched_mm", "grouped_mm")}  # what runs unless asked for another
+
+
+def functions() -> Any:
+    """The interface's table of functions, with transformers imported.
+
+    Raises ImportError where it is not there, or has none.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"register_experts needs transformers, which cannot be imported: {error}") from error
+    try:
+        return importlib.import_module(_MODULE).ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"register_experts needs transformers 5.0 or later, whose experts have an interface; this is "
+            f"{transformers.__version__}"
+        ) from error
+
+
+@functools.cache
+def original_of(method: Any) -> Optional[FunctionType]:
+    """The method of a class that the interface's decorator stands around; None for any other method."""
+    decorate = getattr(sys.modules.get(_MODULE), "use_experts_implementation", None)
+    if not isinstance(method, FunctionType) or decorate is None:
+        return None
+    return inside(method) if method.__code__ in _codes(inspect.unwrap(decorate).__code__) else None
+
+
+def decorates(method: Any) -> bool:
+    """Whether a method is what the interface's decorator made."""
+    return original_of(method) is not None
+
+
+def implementation_of(module: nn.Module) -> str:
+    """The name of the implementation that a decorated module is set to."""
+    return getattr(module.__dict__.get("config"), "_experts_implementation", None) or "eager"
+
+
+def is_own(name: str, method: FunctionType) -> bool:
+    """Whether a name stands for a function of transformers, or of this package, that computes what the class does."""
+    if name == "eager":
+        return True
+    table = _table_of(method)
+    function = None if table is None else table.get(name)
+    if name == NAME:
+        return getattr(function, "__module__", "").startswith(f"{__package__}.")
+    return name in _OWN and function is getattr(sys.modules.get(_MODULE), _OWN[name], None)
+
+
+# What torch.compile takes for constants.
+constantly_decorates = torch.compiler.assume_constant_result(decorates)
+is_constantly_own = torch.compiler.assume_constant_result(is_own)
+
+
+def fallback(method: FunctionType, x: Any) -> FunctionType:
+    """What computes the experts of a class with this method where ``experts_mlp`` does not."""
+    if x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return sys.modules[_MODULE].grouped_mm_experts_forward
+    return original_of(method)
+
+
+@functools.cache
+def _table_of(method: FunctionType) -> Any:
+    """The functions that a decorated method chooses from."""
+    return inspect.getclosurevars(method).nonlocals.get("experts_interface")
+
+
+def _codes(code: CodeType) -> List[CodeType]:
+    found = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return found + [inner for part in found for inner in _codes(part)]

@@ -1,0 +1,188 @@
+"""The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
+
+It is taken in the place of a class's own loop, and on a CPU in the place of transformers' products of groups too. On a
+GPU those stay: there nothing has been measured against them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import FunctionType
+from typing import Any, Dict, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import calls, dispatch
+from ..backends import reference
+from . import experts, interface, obstacles, switching
+from .experts import Experts, Unknown
+
+_is_compiling = torch.compiler.is_compiling
+_PLAIN = (Tensor, nn.Parameter)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The method to put into a module of experts; none where it is no such, or not understood."""
+    found = experts.of(module) if experts.looks_like_experts(module) else None
+    return {"forward": fused_method(experts.method_of(module))} if isinstance(found, Experts) else {}
+
+
+def is_fused(function: Any) -> bool:
+    """Whether a function is one that :func:`fused_method` makes."""
+    return function in _made
+
+
+_made: Set[FunctionType] = set()
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether a module of experts asks transformers for the function of this package."""
+    method = getattr(type(module), "forward", None)
+    if interface.original_of(method) is None or interface.implementation_of(module) != interface.NAME:
+        return False
+    return interface.is_own(interface.NAME, method)
+
+
+def are_left(module: nn.Module) -> bool:
+    """Whether a module that was not fused is one of experts by the interface of transformers, or by its name."""
+    method = getattr(type(module), "forward", None)
+    if interface.original_of(method) is not None:
+        return True
+    named = type(module).__name__.endswith("Experts") and isinstance(method, FunctionType)
+    return named and experts.takes_routing(method) and not any(isinstance(part, nn.Linear) for part in module.modules())
+
+
+@functools.cache
+def fused_method(method: FunctionType) -> FunctionType:
+    """The forward of a class of experts made anew: with one call of ``experts_mlp`` where it may be."""
+    own = interface.original_of(method)
+    names = tuple(inspect.signature(own or method).parameters)[1:]
+    instead = switching.instead_of("forward", method, method)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        another = instead(self)
+        if another is not None:
+            return another(self, *args, **kwargs)
+        given = args if len(args) == 3 and not kwargs else _in_order(names, args, kwargs)
+        result = None if given is None else _fused(self, *given)
+        return method(self, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    _made.add(forward)
+    return forward
+
+
+def registered(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Any, **named: Any
+) -> Tensor:
+    """The function that transformers has under the name of this package: of any class with its experts interface."""
+    given = (hidden_states, top_k_index, top_k_weights)
+    result = None if others or named else _fused(self, *given)
+    if result is not None:
+        return result
+    method = experts.method_of(self)
+    return interface.fallback(method, hidden_states)(self, *given, *others, **named)
+
+
+def register_experts() -> None:
+    """Makes ``experts_mlp`` known to transformers as an implementation of experts, under the name ``"fused_mlp"``.
+
+    From then on ``from_pretrained(..., experts_implementation="fused_mlp")`` and
+    ``model.set_experts_implementation("fused_mlp")`` take it, for every class with the experts interface. What a class
+    computes is found out at its first call; where that is not understood, or a weight must not be read (quantised, or
+    of a type of its own), transformers' ``grouped_mm`` runs: ``explain(model)`` says so.
+
+    Raises:
+        ImportError: transformers is not there, or has no such interface.
+    """
+    interface.functions().register(interface.NAME, registered)
+
+
+def obstacle(module: nn.Module) -> Optional[str]:
+    """Why the forward of a module of experts runs as it was written, in its present state; None if it does not."""
+    found = experts.of(module)
+    if not isinstance(found, Experts):
+        return found.reason if isinstance(found, Unknown) else "code in a form that is not known"
+    tensors, way = experts.tensors_of(module, found.weights), _way(module)
+    return _of_module(module, found, tensors, way) or _of_device(tensors[0], way)
+
+
+def _fused(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Optional[Tensor]:
+    """The output of experts by one call; None where their forward is to run as it was written."""
+    found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
+    if type(found) is not Experts:
+        return None
+    tensors, way = experts.tensors_of(module, found.weights), _way(module)
+    if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
+        return None
+    if _of_device(x, way) is not None:
+        return None
+    return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
+
+
+def _way(module: nn.Module) -> str:
+    """By which name transformers computes a module of experts; another word where it has no part in it."""
+    decorated = interface.constantly_decorates if _is_compiling() else interface.decorates
+    return interface.implementation_of(module) if decorated(experts.method_of(module)) else _OWN_LOOP
+
+
+_OWN_LOOP = "own loop"
+
+
+def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Any, ...]]:
+    """Tokens, experts and their weights, however they are given; None if that, or more, is not given."""
+    named = dict(zip(names, args), **kwargs)
+    return tuple(named[name] for name in names[:3]) if len(named) == 3 and {*named} == {*names[:3]} else None
+
+
+def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
+    """What keeps a module from being computed by ``experts_mlp``, whatever it is called with."""
+    around = obstacles.of_surroundings()
+    if around is not None:
+        return around
+    up = tensors[0]
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            return f"a weight of type {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"a weight of {tensor.layout}"
+        if tensor.dtype not in _DTYPES or tensor.dtype != up.dtype:
+            return f"a weight of {tensor.dtype}"
+    if getattr(module, "num_experts", up.shape[0]) != up.shape[0]:
+        return f"weights of {up.shape[0]} experts, not of {module.num_experts}"
+    if way in (_OWN_LOOP, "eager"):
+        if not found.loop:
+            return "a loop of its own that computes something else"
+        if found.wide and up.dtype != torch.float32:
+            return "a loop of its own that computes in float32"
+    elif not (interface.is_constantly_own if _is_compiling() else interface.is_own)(way, experts.method_of(module)):
+        return f"experts_implementation {way!r}"
+    return None
+
+
+def _of_device(x: Tensor, way: str) -> Optional[str]:
+    """Why what runs anyway is left to run, on the device and in the dtype of x."""
+    if way in (_OWN_LOOP, "eager", interface.NAME) or dispatch._open_blocks[-1].name != "auto":
+        return None
+    if not x.is_cpu:
+        return f"{way} on {x.device.type}, against which experts_mlp has not been measured"
+    if dispatch.select("experts_mlp", x) is reference:
+        return f"{way} of {x.dtype}, for which there is no kernel"
+    return None
+
+
+def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
+    """What keeps a call from being one of ``experts_mlp``."""
+    for tensor in (x, index, weights):
+        if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
+            return "operands of another kind"
+    if x.dtype != up.dtype or not (x.is_cpu or x.is_cuda):
+        return "operands of another kind"
+    if calls.autocasts(x) or torch._C._are_functorch_transforms_active():
+        return "autocast or a transform"
+    return calls._ambient_reason()
