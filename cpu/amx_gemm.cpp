@@ -17,6 +17,7 @@
 namespace fused_mlp::amx {
 
 constexpr int kWidth = 16;
+#define FUSED_MLP_PERMUTES
 
 #include "math.inl"
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/backward.h"
 #include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/plan.h"
@@ -78,12 +79,17 @@ Tensor flatten_rows(const Tensor& x) {
   return torch::stable::reshape(x, {rows, sizes[x.dim() - 1]});
 }
 
-// [rows, cols] back to the leading dimensions of x.
-Tensor restore_leading_dims(const Tensor& flat, const Tensor& x) {
-  if (x.dim() == 2) return flat;
+// A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
+// could not be changed in place under autograd.
+Tensor new_result(const Tensor& x, int64_t features) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = flat.size(1);
-  return torch::stable::view(flat, sizes);
+  sizes.back() = features;
+  return new_dense(x, sizes);
+}
+
+Tensor matrix_of(const Tensor& result, int64_t rows) {
+  const int64_t cols = result.size(-1);
+  return matrix_view(result, {rows, cols}, {cols, 1});
 }
 
 Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
@@ -111,31 +117,82 @@ struct OutputLayer {
   int64_t features() const { return weight.size(0); }
 };
 
+// Whether `second` begins where `first` ends: both are halves of one tensor, as of a packed projection.
+bool follows(const Tensor& first, const Tensor& second) {
+  const int64_t bytes = first.size(0) * first.stride(0) * element_bytes(dtype_of(first, "weight"));
+  if (first.dim() == 2 && (first.stride(1) != 1 || second.stride(1) != 1)) return false;
+  return first.stride(0) == second.stride(0) && first.size(0) == second.size(0) && bytes > 0 &&
+         static_cast<const char*>(first.const_data_ptr()) + bytes == second.const_data_ptr();
+}
+
+bool follows(const Tensor& first, const OptionalTensor& first_bias, const Tensor& second,
+             const OptionalTensor& second_bias) {
+  if (!follows(first, second)) return false;
+  return first_bias && second_bias ? follows(*first_bias, *second_bias) : !first_bias && !second_bias;
+}
+
+// The two halves as one.
+Tensor doubled(const Tensor& first) {
+  if (first.dim() == 1) return view_of(first, std::array{2 * first.size(0)}, std::array{first.stride(0)});
+  return matrix_view(first, {2 * first.size(0), first.size(1)}, {first.stride(0), first.stride(1)});
+}
+
+// Gate and up of x as one product, in the order in which they lie, and the product of the two.
+void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const Tensor& both, const Tensor& out) {
+  const Tensor& first = up_first ? *hidden.up_weight : hidden.weight;
+  const OptionalTensor& first_bias = up_first ? *hidden.up_bias : hidden.bias;
+  torch_linear(both, x, doubled(first), first_bias ? OptionalTensor(doubled(*first_bias)) : std::nullopt);
+  const int64_t features = hidden.features();
+  const DType dtype = dtype_of(x, "x");
+  char* const data = static_cast<char*>(both.mutable_data_ptr());
+  char* const other = data + features * element_bytes(dtype);
+  run_pointwise(pointwise().act_and_mul, {dtype, x.size(0), features}, hidden.activation,
+                Matrix{up_first ? other : data, 2 * features}, Matrix{up_first ? data : other, 2 * features},
+                dense_matrix(out, features));
+}
+// What the backward of a hidden layer needs, [rows, features]: gate before its activation, and up where there is one.
+struct Kept {
+  Tensor gate, up;
+};
+
 // Runs both layers, or, without `output`, the hidden one, with torch's GEMMs on blocks of x [rows, in].
-void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+                const Kept* kept = nullptr) {
   const DType dtype = dtype_of(x, "x");
   const int64_t rows = x.size(0), features = hidden.features();
   // A block has at least 512 rows: with fewer, a GEMM's pass over the weights costs too much. It has more only as long
   // as its hidden values stay in the caches, and their buffers stay so small that the allocator keeps them between
   // calls.
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
-  const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) * (hidden.gated() ? 2 : 1);
+  const bool up_follows = hidden.gated() && follows(hidden.weight, hidden.bias, *hidden.up_weight, *hidden.up_bias);
+  const bool gate_follows = hidden.gated() && follows(*hidden.up_weight, *hidden.up_bias, hidden.weight, hidden.bias);
+  const bool packed = !kept && (up_follows || gate_follows);
+  const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) *
+                            (packed           ? 3
+                             : hidden.gated() ? 2
+                                              : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
   const OptionalTensor hidden_block = output ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
-  const OptionalTensor up_block = hidden.gated() ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
+  const OptionalTensor up_block =
+      hidden.gated() && !kept ? OptionalTensor(new_dense(x, {block, packed ? 2 * features : features})) : std::nullopt;
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     const Tensor x_rows = rows_of(x, begin, count), out_rows = rows_of(out, begin, count);
     const Tensor hidden_rows = output ? rows_of(*hidden_block, 0, count) : out_rows;
+    const Tensor gate_rows = kept ? rows_of(kept->gate, begin, count) : hidden_rows;
     const PointwiseShape shape{dtype, count, features};
-    const Matrix values = dense_matrix(hidden_rows, features);
-    torch_linear(hidden_rows, x_rows, hidden.weight, hidden.bias);
-    if (hidden.gated()) {
-      const Tensor up_rows = rows_of(*up_block, 0, count);
-      torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
-      run_pointwise(pointwise().act_and_mul, shape, hidden.activation, values, dense_matrix(up_rows, features), values);
-    } else if (static_cast<Activation>(hidden.activation) != Activation::kLinear) {
-      run_pointwise(pointwise().act, shape, hidden.activation, values, values);
+    const Matrix gate = dense_matrix(gate_rows, features), values = dense_matrix(hidden_rows, features);
+    if (packed) {
+      run_packed(x_rows, hidden, gate_follows, rows_of(*up_block, 0, count), hidden_rows);
+    } else {
+      torch_linear(gate_rows, x_rows, hidden.weight, hidden.bias);
+      if (hidden.gated()) {
+        const Tensor up_rows = kept ? rows_of(kept->up, begin, count) : rows_of(*up_block, 0, count);
+        torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
+        run_pointwise(pointwise().act_and_mul, shape, hidden.activation, gate, dense_matrix(up_rows, features), values);
+      } else if (kept || static_cast<Activation>(hidden.activation) != Activation::kLinear) {
+        run_pointwise(pointwise().act, shape, hidden.activation, gate, values);
+      }
     }
     if (output) torch_linear(out_rows, hidden_rows, output->weight, output->bias);
   }
@@ -177,21 +234,68 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 }
 #endif
 
+// x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
+// strided rows there may be a NaN.
+Tensor gemm_rows(const Tensor& flat) {
+  return dtype_of(flat, "x") == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat;
+}
+
+// What backward.h asks of a backend.
+struct Cpu {
+  static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    torch_linear(out, x, weight, bias);
+  }
+
+  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  }
+
+  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+  }
+
+  static Tensor rows(const Tensor& x) {
+    const TensorRows found(x);
+    return gemm_rows(matrix_view(found.tensor, {found.rows, found.cols}, {found.row_stride, 1}));
+  }
+
+  static void apply(const Tensor& gate, const OptionalTensor& up, const Tensor& out, int64_t activation) {
+    if (up) {
+      run_pointwise(pointwise().act_and_mul, shape(gate), activation, matrix(gate), matrix(*up), matrix(out));
+    } else {
+      run_pointwise(pointwise().act, shape(gate), activation, matrix(gate), matrix(out));
+    }
+  }
+
+  static void differentiate(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& dgate,
+                            const OptionalTensor& dup, int64_t activation) {
+    if (up) {
+      run_pointwise(pointwise().act_and_mul_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(*up),
+                    matrix(dgate), matrix(*dup));
+    } else {
+      run_pointwise(pointwise().act_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(dgate));
+    }
+  }
+
+ private:
+  static PointwiseShape shape(const Tensor& rows) { return {dtype_of(rows, "x"), rows.size(0), rows.size(1)}; }
+  static Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
+};
+
 // Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
-  const DType dtype = dtype_of(x, "x");
   const Tensor flat = flatten_rows(x);
-  const Tensor out = new_dense(x, {flat.size(0), output ? output->features() : hidden.features()});
-  if (out.numel() == 0) return restore_leading_dims(out, x);
+  const Tensor out = new_result(x, output ? output->features() : hidden.features());
+  if (out.numel() == 0) return out;
+  const Tensor out_rows = matrix_of(out, flat.size(0));
 #if defined(__x86_64__)
   if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
-    run_tiles(flat, hidden, output, out);
-    return restore_leading_dims(out, x);
+    run_tiles(flat, hidden, output, out_rows);
+    return out;
   }
 #endif
-  // oneDNN's bf16 GEMM may read past the end of a row of x, and between strided rows there may be a NaN.
-  run_blocks(dtype == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat, hidden, output, out);
-  return restore_leading_dims(out, x);
+  run_blocks(gemm_rows(flat), hidden, output, out_rows);
+  return out;
 }
 
 }  // namespace
@@ -275,6 +379,41 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
   check_second(x, fc1_weight, fc2_weight, fc2_bias);
   const OutputLayer fc2{fc2_weight, fc2_bias};
   return run(x, {fc1_weight, fc1_bias, nullptr, nullptr, activation}, &fc2);
+}
+
+std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tensor& weight,
+                                                    const OptionalTensor& up_weight,
+                                                    const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                                    const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                                    int64_t activation, bool keep) {
+  check_training(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation);
+  const HiddenLayer hidden{weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation};
+  const std::optional<OutputLayer> second =
+      second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
+  const OutputLayer* const output = second ? &*second : nullptr;
+  if (!keep) return {run(x, hidden, output), new_dense(x, {0}), new_dense(x, {0})};
+  const Tensor flat = flatten_rows(x), out = new_result(x, output ? output->features() : hidden.features());
+  const Tensor gate = new_result(x, hidden.features());
+  const Tensor up = hidden.gated() ? new_result(x, hidden.features()) : new_dense(x, {0});
+  const int64_t rows = flat.size(0);
+  const Kept kept{matrix_of(gate, rows), hidden.gated() ? matrix_of(up, rows) : up};
+  run_blocks(gemm_rows(flat), hidden, output, matrix_of(out, rows), &kept);
+  return {out, gate, up};
+}
+
+std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                      const OptionalTensor& bias, const OptionalTensor& up_bias,
+                                      const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
+                                      int64_t needs) {
+  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, false);
+}
+
+std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                       const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
+                                       const OptionalTensor& up, int64_t activation, int64_t needs) {
+  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, true);
 }
 
 }  // namespace fused_mlp

@@ -17,6 +17,8 @@ struct PointwiseShape {
 struct PointwiseKernels {
   // out = act(x)
   void (*act)(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out);
+  // dx = grad * act'(x)
+  void (*act_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx);
   // out = act(gate) * up
   void (*act_and_mul)(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out);
   // dgate = grad * up * act'(gate), dup = grad * act(gate)

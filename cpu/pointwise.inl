@@ -77,6 +77,20 @@ void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
 }
 
 template <typename T, Activation kActivation>
+void act_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix x, Matrix dx) {
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const T *grad_row = row<T>(grad, r), *x_row = row<T>(x, r);
+    T* dx_row = row<T>(dx, r);
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair grads = load(grad_row + c, count), values = load(x_row + c, count);
+      Pair dxs;
+      for (int h = 0; h < 2; ++h) dxs.half[h] = grads.half[h] * slope<kActivation>(values.half[h]).derivative;
+      store(dx_row + c, count, dxs);
+    });
+  }
+}
+
+template <typename T, Activation kActivation>
 void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
@@ -127,6 +141,11 @@ static void act(const PointwiseShape& shape, int64_t activation, Matrix x, Matri
         [&]<typename T, Activation kActivation>() { act_rows<T, kActivation>(shape, x, out); });
 }
 
+static void act_backward(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx) {
+  visit(shape.dtype, activation,
+        [&]<typename T, Activation kActivation>() { act_backward_rows<T, kActivation>(shape, grad, x, dx); });
+}
+
 static void act_and_mul(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out) {
   visit(shape.dtype, activation,
         [&]<typename T, Activation kActivation>() { act_and_mul_rows<T, kActivation>(shape, gate, up, out); });
@@ -139,4 +158,4 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
   });
 }
 
-const PointwiseKernels kPointwise = {act, act_and_mul, act_and_mul_backward};
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward};

@@ -3,6 +3,8 @@
 
 #if defined(__x86_64__)
 
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
 #else
@@ -12,6 +14,7 @@
 namespace fused_mlp::avx512 {
 
 constexpr int kWidth = 16;
+#define FUSED_MLP_PERMUTES
 
 #include "math.inl"
 #include "pointwise.inl"

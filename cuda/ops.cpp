@@ -6,10 +6,12 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/backward.h"
 #include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/plan.h"
@@ -59,17 +61,36 @@ Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable
 constexpr Matrix kNoMatrix{nullptr, 0};
 constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
+Gpu describe_gpu(int device) {
+  const auto attribute = [&](cudaDeviceAttr name) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  Gpu gpu{};
+  gpu.major = attribute(cudaDevAttrComputeCapabilityMajor);
+  gpu.minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  gpu.shared_of_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  gpu.shared_of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  gpu.cycles_per_microsecond = attribute(cudaDevAttrClockRate) / 1e3;  // from kHz
+  // Memory moves data twice in a cycle of its clock.
+  gpu.bytes_per_microsecond =
+      attribute(cudaDevAttrMemoryClockRate) / 1e3 * 2 * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
+  gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device));
+  gpu.geforce = std::strstr(properties.name, "GeForce") != nullptr;
+  return gpu;
+}
+
 // The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
 const Gpu& gpu(int32_t device) {
   static const std::vector<Gpu> gpus = [] {
     int count = 0;
     check(cudaGetDeviceCount(&count));
     std::vector<Gpu> found(count);
-    for (int i = 0; i < count; ++i) {
-      check(cudaDeviceGetAttribute(&found[i].major, cudaDevAttrComputeCapabilityMajor, i));
-      check(cudaDeviceGetAttribute(&found[i].minor, cudaDevAttrComputeCapabilityMinor, i));
-      check(cudaDeviceGetAttribute(&found[i].multiprocessors, cudaDevAttrMultiProcessorCount, i));
-    }
+    for (int i = 0; i < count; ++i) found[i] = describe_gpu(i);
     return found;
   }();
   return gpus.at(device);
@@ -203,6 +224,42 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
   return out;
 }
 
+// What backward.h asks of a backend. None of our GEMMs is among it.
+struct Cuda {
+  static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    fused_mlp::linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(out, x, weight, bias);
+  }
+
+  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), a.get(), b.get()));
+  }
+
+  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+  }
+
+  static Tensor rows(const Tensor& x) {
+    const TensorRows found(x);
+    return matrix_view(found.tensor, {found.rows, found.cols}, {found.row_stride, 1});
+  }
+
+  static void apply(const Tensor& gate, const OptionalTensor& up, const Tensor& out, int64_t activation) {
+    check(launch_act_and_mul(matrix(gate), up ? matrix(*up) : kNoMatrix, matrix(out), gate.size(0), gate.size(1),
+                             dtype_of(gate, "x"), activation, current_stream(gate)));
+  }
+
+  static void differentiate(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& dgate,
+                            const OptionalTensor& dup, int64_t activation) {
+    STD_TORCH_CHECK(up.has_value(), "there is no CUDA kernel for the gradient of an activation without a gate");
+    check(launch_act_and_mul_backward(matrix(grad), matrix(gate), matrix(*up), matrix(dgate), matrix(*dup),
+                                      gate.size(0), gate.size(1), dtype_of(gate, "x"), activation,
+                                      current_stream(gate)));
+  }
+
+ private:
+  static Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
+};
+
 // Writes down how apply() would compute a layer.
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
@@ -211,6 +268,7 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
     plan->set("implementation", gemm.architecture->name).set("kernel", name(kernel.loop));
     plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
     plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
+    if (gemm.architecture->modelled()) plan->set("basis", "model");
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));
@@ -308,6 +366,48 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
   bool fused = false;
   const Tensor hidden = apply(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);
   return apply(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+}
+
+std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tensor& weight,
+                                                    const OptionalTensor& up_weight,
+                                                    const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                                    const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                                    int64_t activation, bool keep) {
+  check_training(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation);
+  const DeviceGuard device_guard(x.get_device_index());
+  if (!keep) {
+    bool fused = false;
+    Tensor out = apply(x, {weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation}, &fused);
+    if (second_weight) out = apply(out, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &fused);
+    return {out, new_dense(x, {0}), new_dense(x, {0})};
+  }
+  const TensorRows rows(x);
+  const auto sizes = with_last_size(x, weight.size(0));
+  const Tensor gate = torch_linear(rows, sizes, weight, bias), hidden = new_dense(x, sizes);
+  const OptionalTensor up = up_weight ? OptionalTensor(torch_linear(rows, sizes, *up_weight, up_bias)) : std::nullopt;
+  const TensorRows hidden_rows(hidden);
+  Cuda::apply(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt, Cuda::rows(hidden), activation);
+  const Tensor out =
+      second_weight ? torch_linear(hidden_rows, with_last_size(x, second_weight->size(0)), *second_weight, second_bias)
+                    : hidden;
+  return {out, gate, up ? *up : new_dense(x, {0})};
+}
+
+std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                      const OptionalTensor& bias, const OptionalTensor& up_bias,
+                                      const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
+                                      int64_t needs) {
+  const DeviceGuard device_guard(x.get_device_index());
+  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, false);
+}
+
+std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                       const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
+                                       const OptionalTensor& up, int64_t activation, int64_t needs) {
+  const DeviceGuard device_guard(x.get_device_index());
+  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, true);
 }
 
 }  // namespace fused_mlp

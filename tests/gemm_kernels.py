@@ -1,21 +1,27 @@
-"""The fused GEMMs of a CUDA build, by the names of their kernels."""
+"""The fused GEMMs of a CUDA build, by the names of their kernels; and how tests force them."""
 
+import contextlib
+import ctypes
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import project
 from tuning.kernels import SCHEDULES
 
 ENUMS = {"Product": ("Plain", "Gated"), "Schedule": SCHEDULES}  # as in cuda/gemm/problem.h
+DTYPES = ("__nv_bfloat16", "__half")
+ARCHITECTURES = ("sm90", "sm80")  # the folders of cuda/
+CAPABILITIES = {"sm90": {(9, 0)}, "sm80": {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)}}
 
 
-def named(names: Iterable[str]) -> set[tuple[str, ...]]:
-    """Main loop and template arguments of the fused GEMMs among kernel names, as a demangler writes them."""
+def named(names: Iterable[str], architecture: str = "sm90") -> set[tuple[str, ...]]:
+    """Main loop and template arguments of an architecture's GEMMs among kernel names, as a demangler writes them."""
     found = set()
+    pattern = rf"{architecture}::(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>"
     for name in names:
-        if kernel := re.search(r"(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>", name):
+        if kernel := re.search(pattern, name):
             found.add((kernel[1], kernel[2], *map(_argument, kernel[3].split(", "))))
     return found
 
@@ -25,18 +31,54 @@ def _argument(text: str) -> str:
     return ENUMS[cast][int(number)] if cast in ENUMS else number
 
 
-def built(extension: Path) -> set[tuple[str, ...]]:
+def built(extension: Path, architecture: str = "sm90") -> set[tuple[str, ...]]:
     """Those in a compiled extension."""
-    symbols = b"\n".join(set(re.findall(rb"_ZN9fused_mlp4sm90\d+\w+_gemm_kernel\w+", extension.read_bytes())))
+    pattern = rf"_ZN9fused_mlp4{architecture}\d+\w+_gemm_kernel\w+"
+    symbols = b"\n".join(set(re.findall(pattern.encode(), extension.read_bytes())))
     demangled = subprocess.run(["c++filt"], input=symbols, capture_output=True, check=True).stdout.decode()
-    found = named(demangled.splitlines())
-    assert found, f"no GEMM kernels in {extension}"
+    found = named(demangled.splitlines(), architecture)
+    assert found, f"no GEMM kernels of {architecture} in {extension}"
     return found
 
 
-def listed() -> set[tuple[str, ...]]:
-    """Those of the list that the extension is compiled from."""
-    text = (project.ROOT / "cuda/sm90/kernels.def").read_text()
-    entries = re.findall(r"^FUSED_MLP_(TILED|STREAMED)\((.*)\)$", text, re.MULTILINE)
-    dtypes = ("__nv_bfloat16", "__half")
-    return {(loop.lower(), dtype, *arguments.split(", ")) for loop, arguments in entries for dtype in dtypes}
+def entries(architecture: str = "sm90") -> list[tuple[str, ...]]:
+    """Main loop and arguments of each line of the list that the extension is compiled from, in its order."""
+    text = (project.ROOT / f"cuda/{architecture}/kernels.def").read_text()
+    found = re.findall(r"^FUSED_MLP_(TILED|STREAMED)\((.*)\)$", text, re.MULTILINE)
+    return [(loop.lower(), *arguments.split(", ")) for loop, arguments in found]
+
+
+def listed(architecture: str = "sm90") -> set[tuple[str, ...]]:
+    """Those of the list, by dtype."""
+    return {(loop, dtype, *arguments) for loop, *arguments in entries(architecture) for dtype in DTYPES}
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    return capability in CAPABILITIES[architecture]
+
+
+def library(fused_mlp) -> ctypes.CDLL:
+    """The extension of a loaded CUDA build."""
+    (path,) = Path(fused_mlp.__file__).parent.glob("*.so")
+    return ctypes.CDLL(str(path))
+
+
+_forced: list[tuple[bytes | None, int]] = [(None, -1)]
+
+
+def any_forced() -> bool:
+    return len(_forced) > 1
+
+
+@contextlib.contextmanager
+def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
+    """Within this, an architecture's GEMMs compute all that they can: cuda/gemm/choice.cpp."""
+    force = library(fused_mlp).fused_mlp_force_gemms
+    count = force(architecture.encode(), kernel)
+    assert count == len(entries(architecture)), f"{architecture} has {count} kernels, or no kernel {kernel}"
+    _forced.append((architecture.encode(), kernel))
+    try:
+        yield
+    finally:
+        _forced.pop()
+        force(*_forced[-1])

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import gemm_kernels
 import machine
 import project
 from builder import toolchain
@@ -89,6 +90,51 @@ def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
                 yield function, operands(function, (rows,), sizes, dtype=dtype, device="cuda"), "silu"
 
 
+def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """The same, by an architecture's kernels. Those of sm80 are forced one by one, while their case is computed."""
+    if architecture == "sm90":
+        yield from gemms()
+        return
+    for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
+        if not fits(architecture, entry):
+            continue
+        with gemm_kernels.forced(fused_mlp, architecture, kernel):
+            for count, (function, (rows, n_in, n_out)) in enumerate(forced_shapes(entry)):
+                for dtype in (torch.bfloat16, torch.float16):
+                    activation = ACTIVATIONS[(kernel + count) % len(ACTIVATIONS)]
+                    yield (
+                        function,
+                        operands(function, (rows,), (n_in, n_out, 0), dtype=dtype, device="cuda"),
+                        activation,
+                    )
+
+
+def forced_shapes(entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
+    """Function, and rows, in and out, for a kernel of sm80's list: whole tiles, tails of all, and k of less than a
+    block, of some, and of more than the ring holds.
+    """
+    loop, product, rows, width, block_k, *_, stages = entry
+    rows, width, block_k, stages = (int(number) for number in (rows, width, block_k, stages))
+    columns = width if loop == "streamed" or product == "Plain" else width // 2
+    shapes = [
+        (rows, block_k * 2, columns),
+        (rows + 5, 8, columns + 8),
+        (max(1, rows - 3), block_k * (stages + 2) + 24, 2 * columns - 8),
+        (2 * rows + 1, block_k - 8, 8),
+        (1, block_k * stages, 3 * columns),
+    ]
+    return [("gated_linear" if product == "Gated" else "linear", shape) for shape in shapes]
+
+
+def fits(architecture: str, entry: tuple[str, ...]) -> bool:
+    """Whether the GPU has the shared memory that a kernel needs: all of sm90's do."""
+    if architecture == "sm90" or entry[0] == "streamed":
+        return True
+    rows, width, block_k, *_, stages = (int(number) for number in entry if number.isdigit())
+    needed = (rows + width) * block_k * 2 * stages + width * 2  # as in cuda/sm80/shape.h
+    return needed <= torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+
+
 def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     """Gate, up and activation: dense and packed, with and without a tail."""
     for dtype in DTYPES:
@@ -106,15 +152,18 @@ def run(tool: str) -> None:
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
     calls = 0
     with fused_mlp.backend("cuda"):
-        for function, made, activation in gemms():
-            explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation)
-            if tool == "racecheck" and not all(part.fused for part in explanation.parts):
-                continue  # cuBLAS's kernels fault beside those that racecheck has instrumented
-            shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
-            print(f"{function}: {shapes}, {made['x'].dtype}, {activation}", flush=True)
-            getattr(fused_mlp, function)(**made, activation=activation)
-            torch.cuda.synchronize()
-            calls += 1
+        for architecture in gemm_kernels.ARCHITECTURES:
+            if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+                continue
+            for function, made, activation in gemms_of(architecture, fused_mlp):
+                explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation)
+                if tool == "racecheck" and not all(part.fused for part in explanation.parts):
+                    continue  # cuBLAS's kernels fault beside those that racecheck has instrumented
+                shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
+                print(f"{architecture}: {function}: {shapes}, {made['x'].dtype}, {activation}", flush=True)
+                getattr(fused_mlp, function)(**made, activation=activation)
+                torch.cuda.synchronize()
+                calls += 1
         for gate, up, activation in pointwise():
             print(f"act_and_mul: {list(gate.shape)} by {gate.stride()}, {gate.dtype}, {activation}", flush=True)
             leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]

@@ -1,5 +1,6 @@
 """Loads the kernel as a user does, from the local build, and says on which device the tests run."""
 
+import contextlib
 import os
 import random
 import zlib
@@ -12,6 +13,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import pytest
 import torch
 
+import gemm_kernels
 import machine
 import project
 
@@ -40,9 +42,13 @@ def pytest_generate_tests(metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def fused_mlp():
+    """The kernel under test; with FUSED_MLP_TEST_GEMMS=sm80 in the environment, with the GEMMs of that architecture."""
     from kernels import get_kernel  # reads the environment that `machine` sets when it is imported
 
-    return get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+    kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+    forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
+    with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
+        yield kernel
 
 
 @pytest.fixture(scope="session")

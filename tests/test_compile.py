@@ -271,6 +271,27 @@ def test_opcheck(fused_mlp, device, op):
         torch.library.opcheck(getattr(ops, op).default, sample, test_utils=tests)
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+@pytest.mark.parametrize("op", ["gated_linear", "gated_mlp"])
+def test_opcheck_training(fused_mlp, device, op, keep):
+    """The same, and autograd, of the ops of training; a weight is a transposed matrix.
+
+    Not of training_backward_, which frees what opcheck looks at afterwards.
+    """
+    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+    for lead in ((2, 3), (0,)):
+        x, gate, up, *rest = operands(op, lead, (16, 24, 8), device=device).values()
+        down, *biases = rest if op == "gated_mlp" else (None, *rest, None)
+        given = [x, gate, up.t().contiguous().t(), down, *biases]
+        given = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in given]
+        torch.library.opcheck(ops.training_forward.default, (*given, 4, keep))
+        with torch.no_grad():
+            out, *kept = ops.training_forward(*given, 4, keep)
+            kept = kept if keep else [None, None]
+            backward = (torch.randn_like(out), *given[:-1], *kept, 4, 0b0110111 if down is None else 0b1111111)
+            torch.library.opcheck(ops.training_backward.default, backward)
+
+
 @pytest.mark.parametrize("op", [*FUNCTIONS, "act_and_mul_backward"])
 def test_ops_refuse_an_unknown_activation(fused_mlp, device, op):
     """The codes of activation.h are checked in C++ too, as they come from Python."""

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import pytest
 import gemm_kernels
 import project
 from builder import plan, toolchain
+from tuning.prediction import Predictor
 
 MIB = 2**20
 # What every machine with this torch has. torch brings the CUDA libraries; the extension itself asks for none.
@@ -48,11 +50,14 @@ def cuobjdump() -> str:
 
 @pytest.fixture(scope="module")
 def hopper_cubins(extension, cuobjdump, tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("cubins")
-    subprocess.run([cuobjdump, "-xelf", "sm_90a", str(extension)], cwd=folder, capture_output=True, check=True)
-    cubins = sorted(folder.glob("*.cubin"))
-    assert cubins
-    return cubins
+    return cubins(extension, cuobjdump, "sm_90a", tmp_path_factory.mktemp("cubins"))
+
+
+def cubins(extension: Path, cuobjdump: str, arch: str, folder: Path) -> list[Path]:
+    subprocess.run([cuobjdump, "-xelf", arch, str(extension)], cwd=folder, capture_output=True, check=True)
+    found = sorted(folder.glob("*.cubin"))
+    assert found
+    return found
 
 
 def output(*command: str | Path) -> str:
@@ -68,9 +73,9 @@ def instructions(sass: str) -> dict[str, set[str]]:
     return found
 
 
-def resources(usage: str) -> Iterator[tuple[str, dict[str, int]]]:
+def resources(usage: str, keys: str = "STACK|LOCAL") -> Iterator[tuple[str, dict[str, int]]]:
     for name, figures in re.findall(r"^ Function (\S+):\n\s+(.*)$", usage, re.MULTILINE):
-        yield name, {key: int(value) for key, value in re.findall(r"(STACK|LOCAL):(\d+)", figures)}
+        yield name, {key: int(value) for key, value in re.findall(rf"({keys}):(\d+)", figures)}
 
 
 @pytest.fixture(scope="module")
@@ -118,5 +123,64 @@ def test_extension_needs_torch_and_the_system_alone(extension):
     assert [library for library in needed if not re.fullmatch(LIBRARIES, library)] == []
 
 
-def test_the_kernels_are_those_of_the_list(extension):
-    assert gemm_kernels.built(extension) == gemm_kernels.listed()
+@pytest.mark.parametrize("architecture", gemm_kernels.ARCHITECTURES)
+def test_the_kernels_are_those_of_the_list(extension, architecture):
+    assert gemm_kernels.built(extension, architecture) == gemm_kernels.listed(architecture)
+
+
+# The GEMMs of sm_80: by the architecture compiled for, the capabilities that run its code, with the shared memory and
+# the warps of a multiprocessor.
+MULTIPROCESSORS = {
+    "sm_80": {"8.0": (164, 64), "8.7": (164, 48), "8.6": (100, 48), "8.9": (100, 48)},
+    "sm_90": {"9.0": (228, 64)},
+    "sm_120": {"12.0": (100, 48), "12.1": (100, 48)},
+}
+KIB = 2**10
+
+
+def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int) -> int:
+    """How many a multiprocessor holds. Registers are given to warps in units of 256; each CTA costs 1 KiB besides."""
+    registers_of_warp = -(-registers * 32 // 256) * 256
+    of_registers = 65536 // registers_of_warp // (threads // 32)
+    return min(of_registers, shared_kib * KIB // (shared + KIB), warps // (threads // 32))
+
+
+@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
+    """No spills, mma.sync and cp.async, and as many CTAs on a multiprocessor as the tiles were cut for."""
+    entries = gemm_kernels.entries("sm80")
+    sizes = dict(zip(entries, Predictor(tmp_path).sizes(), strict=True))
+    seen = set()
+    for cubin in cubins(extension, cuobjdump, arch, tmp_path):
+        if b"4sm80" not in cubin.read_bytes():  # as a namespace is mangled
+            continue
+        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
+        code_of = instructions(output(cuobjdump, "-sass", cubin))
+        for symbol, demangled in zip(code_of, output("c++filt", *code_of).splitlines(), strict=True):
+            code = code_of[symbol]
+            ((loop, _, *arguments),) = gemm_kernels.named([demangled], "sm80")
+            figures, (threads, shared) = used[symbol], sizes[(loop, *arguments)]
+            assert (figures["STACK"], figures["LOCAL"]) == (0, 0), demangled
+            limit = max(kib for kib, _ in MULTIPROCESSORS[arch].values())
+            if shared > (limit - 1) * KIB:
+                continue  # left empty
+            seen.add((loop, *arguments))
+            assert {"HMMA", "LDSM", "LDGSTS"} <= code and not {"LDL", "STL"} & code, demangled
+            for capability, (kib, warps) in MULTIPROCESSORS[arch].items():
+                held = ctas(figures["REG"], threads, shared, kib, warps)
+                wanted = 2 if shared + KIB <= 50 * KIB else 1
+                assert held >= wanted or shared > (kib - 1) * KIB, f"{demangled}: {held} on {capability}"
+    assert seen == {entry for entry in entries if sizes[entry][1] <= (limit - 1) * KIB}
+
+
+def test_a_test_can_force_kernels(variant, extension):
+    """In a process of its own, as there is a stub in place of torch's CUDA library."""
+    count = len(gemm_kernels.entries("sm80"))
+    program = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+force = ctypes.CDLL(sys.argv[2]).fused_mlp_force_gemms
+print(force(b"sm80", -1), force(b"sm80", 0), force(b"sm80", 10**6), force(b"sm81", -1), force(None, -1))
+"""
+    stub = project.BUILD / ".cache" / variant.label / "libtorch_cuda.so"
+    assert output(sys.executable, "-c", program, stub, extension).split() == [str(count), str(count), "-1", "-1", "0"]

@@ -12,6 +12,10 @@ import machine
 import project
 from reference import FUNCTIONS, operands
 
+without_gates = pytest.mark.skipif(
+    machine.device_type() == "cuda", reason="no CUDA kernel for the gradient of an activation without a gate"
+)
+
 
 def implementation_of(fused_mlp, function, **options):
     made = operands(function, device=machine.device_type(), **options)
@@ -90,46 +94,65 @@ def test_every_record_has_words(fused_mlp):
     records += [{**kernel, "kernel": "streamed", "schedule": "swapped"}, {"implementation": "amx"}]
     for schedule in codes_in("cuda/gemm/problem.h", "kNames"):
         records.append({**kernel, "kernel": "tiled", "schedule": schedule})
+    records.append({**kernel, "implementation": "sm80", "kernel": "tiled", "schedule": "cooperative", "basis": "model"})
     parts = plans.parsed(json.dumps(records), [f"layer {i}" for i in range(len(records))])
     assert [part.fused for part in parts] == ["refusal" not in record for record in records]
     words = plans.in_words(parts)
     assert none == "none" and all(plans.REFUSALS[refusal] in words for refusal in refusals)
     assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
+    assert words.endswith("all warps share each tile; chosen by a model of this GPU, not a measurement")
 
 
-PRODUCTS = ["act_and_mul", "gated_linear", "gated_mlp"]
-
-
-@pytest.mark.parametrize("function", PRODUCTS)
-def test_under_autograd_the_pointwise_part_is_fused(fused_mlp, device, function):
-    made = operands(function, (4, 128), (8, 256, 8), device=device)  # 2^17 elements of gate and up
-    next(iter(made.values())).requires_grad_()
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", pytest.param("mlp", marks=without_gates)])
+def test_one_op_forward_and_one_backward(fused_mlp, device, function, memory):
+    """Autograd follows the op; explain says so, and what is kept. A transform of torch.func follows the parts."""
+    made = operands(function, (2, 32), (8, 256, 8), device=device)
+    made["x"].requires_grad_()
     call = getattr(fused_mlp, function)
-    assert ops_called(call, made) == ["act_and_mul"]
-    explanation = fused_mlp.explain(call, **made)
-    if function != "act_and_mul":
-        assert explanation.implementation == "torch"
-        assert "autograd" in explanation.reason
-        assert f"pointwise part: {device.type}" in explanation.reason
+    assert ops_called(call, made | {"memory": memory}) == ["training_forward"]
+    result = call(**made, memory=memory)
+    assert ops_called(result.sum().backward, {}) == ["training_backward"]
+    explanation = fused_mlp.explain(call, **made, memory=memory)
+    assert explanation.implementation == device.type and "one op forward and one backward" in explanation.reason
+    (kept,) = explanation.parts
+    names = ("fc1",) if function == "mlp" else ("gate", "up")
+    assert (kept.names, kept.bytes) == ((names, len(names) * 2 * 32 * 256 * 4) if memory == "activations" else ((), 0))
     with torch.no_grad():
         assert ops_called(call, made) == [function]
+    with fused_mlp.backend("torch"):
+        assert ops_called(call, made | {"memory": memory}) == []
+        reason = fused_mlp.explain(call, **made, memory=memory).reason
+        assert ("runs the parts again" in reason) == (memory == "recompute")
+    torch.func.grad(lambda x: call(**made | {"x": x}).sum())(made["x"].detach())
+
+
+@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
+def test_a_choice_of_memory_that_does_not_exist(fused_mlp, device, function):
+    made = operands(function, device=device)
+    for call in (
+        getattr(fused_mlp, function),
+        lambda **given: fused_mlp.explain(getattr(fused_mlp, function), **given),
+    ):
+        with pytest.raises(ValueError, match="memory must be one of 'activations', 'recompute', got 'less'"):
+            call(**made, memory="less")
+
+
+def test_under_autograd_a_product_is_fused(fused_mlp, device):
+    made = operands("act_and_mul", (4, 128), (8, 256, 8), device=device)  # 2^17 elements of gate and up
+    made["gate"].requires_grad_()
+    assert ops_called(fused_mlp.act_and_mul, made) == ["act_and_mul"]
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
-@pytest.mark.parametrize("function", PRODUCTS)
-def test_a_small_product_under_autograd_is_left_to_torch(fused_mlp, function):
-    made = operands(function, (127,), (8, 1024, 8))  # 1024 elements short of 2^17
-    next(iter(made.values())).requires_grad_()
-    call = getattr(fused_mlp, function)
-    assert ops_called(call, made) == []
-    explanation = fused_mlp.explain(call, **made)
-    assert (explanation.implementation, "autograd" in explanation.reason) == ("torch", True)
-    assert function == "act_and_mul" or explanation.reason.endswith("pointwise part: torch")
+def test_a_small_product_under_autograd_is_left_to_torch(fused_mlp):
+    made = operands("act_and_mul", (127,), (8, 1024, 8))  # 1024 elements short of 2^17
+    made["gate"].requires_grad_()
+    assert ops_called(fused_mlp.act_and_mul, made) == []
+    explanation = fused_mlp.explain(fused_mlp.act_and_mul, **made)
+    assert (explanation.implementation, "fewer than 131072" in explanation.reason) == ("torch", True)
     with fused_mlp.backend("cpu"):
-        assert ops_called(call, made) == ["act_and_mul"]
-        assert fused_mlp.explain(call, **made).reason.endswith(("forced by backend()", "pointwise part: cpu"))
-    with torch.no_grad():
-        assert ops_called(call, made) == [function]
+        assert ops_called(fused_mlp.act_and_mul, made) == ["act_and_mul"]
 
 
 def test_nesting(fused_mlp, device):

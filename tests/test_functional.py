@@ -326,3 +326,21 @@ def test_a_special_value_in_a_bias_or_weight_is_seen(fused_mlp, device, implemen
         made[name].view(-1)[3] = special
         result = call(fused_mlp, implementation, function, made, "silu")
         assert torch.equal(result.isfinite(), reference.eager(function, made, "silu").isfinite()), name
+
+
+@pytest.mark.parametrize("up", [1, 0, 2], ids=["up follows", "gate follows", "a gap between"])
+@pytest.mark.parametrize("biases", ["none", "halves", "apart"])
+def test_gate_and_up_that_are_halves_of_one_weight(fused_mlp, device, up, biases):
+    """The result is that of weights which lie anywhere; on a CPU such halves are one product."""
+    gate = 1 if up == 0 else 0
+    x, down = torch.randn(5, 24, device=device), torch.randn(24, 40, device=device)
+    weights, packed = torch.randn(3, 40, 24, device=device), torch.randn(3, 40, device=device)
+    own = [None, None] if biases == "none" else [packed[gate], packed[up]]
+    if biases == "apart":
+        own = [bias.clone() for bias in own]
+    copies = [None if bias is None else bias.clone() for bias in own]
+    with torch.no_grad():
+        for function, last in ((fused_mlp.gated_mlp, (down,)), (fused_mlp.gated_linear, ())):
+            got = function(x, weights[gate], weights[up], *last, *own, activation="silu")
+            expected = function(x, weights[gate].clone(), weights[up].clone(), *last, *copies, activation="silu")
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,8 @@
-"""The GEMMs with fused epilogues on a Hopper GPU, through the public functions: right, repeatable, and really fused."""
+"""The GEMMs with fused epilogues, through the public functions: right, repeatable, and really fused.
+
+Every test runs with the kernels of each architecture that the GPU can run, those that it would not choose by itself as
+well: a Hopper GPU runs those of sm80, too.
+"""
 
 import random
 
@@ -12,16 +16,27 @@ import sanitizer_cases
 from layouts import misaligned
 from reference import FORMULAS, assert_no_worse_than_eager, operands, shapes
 
-NEEDED = (9, 0)
-pytestmark = pytest.mark.skipif(
-    machine.device_type() != "cuda" or torch.cuda.get_device_capability() != NEEDED,
-    reason="the fused GEMMs need a GPU of compute capability 9.0 and a torch with CUDA",
-)
+pytestmark = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a GPU and a torch with CUDA")
 
 FUNCTIONS = ("linear", "gated_linear", "gated_mlp", "mlp")
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True, params=gemm_kernels.ARCHITECTURES)
+def architecture(request, fused_mlp) -> str:
+    """Whose kernels compute what they can. On the GPU whose own they are, nothing is forced."""
+    capability = torch.cuda.get_device_capability()
+    if not gemm_kernels.runs_on(request.param, capability):
+        pytest.skip(f"the kernels of {request.param} do not run on a GPU of {capability}")
+    if request.param == "sm90":
+        if gemm_kernels.any_forced():
+            pytest.skip("other kernels are forced for the whole run")
+        yield request.param
+    else:
+        with gemm_kernels.forced(fused_mlp, request.param):
+            yield request.param
 
 
 def gemms_of(function: str) -> int:
@@ -31,7 +46,7 @@ def gemms_of(function: str) -> int:
 def fused_gemms(fused_mlp, function, made, activation) -> int:
     """How many of a call's GEMMs are fused, as explain says."""
     parts = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation).parts
-    return sum(part.implementation == "sm90" for part in parts)
+    return sum(part.implementation in gemm_kernels.ARCHITECTURES for part in parts)
 
 
 # Random shapes
@@ -97,9 +112,9 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     assert fused >= 40, f"{fused} of 125 calls were fused: this tests something else"
 
 
-def test_every_kernel_is_right(fused_mlp, device):
+def test_every_kernel_is_right(fused_mlp, device, architecture):
     """The shapes that reach every kernel, with tails: no worse than eager, in memory that holds NaNs."""
-    for function, made, activation in sanitizer_cases.gemms():
+    for function, made, activation in sanitizer_cases.gemms_of(architecture, fused_mlp):
         with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation=activation)
         expected = reference.eager(function, made, activation)
@@ -254,7 +269,7 @@ LARGE_AND_SMALL = [
 
 
 @functions
-def test_one_kernel_for_each_gemm(fused_mlp, device, function):
+def test_one_kernel_for_each_gemm(fused_mlp, device, function, architecture):
     """Where all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
     checked = 0
     for rows, sizes in LARGE_AND_SMALL:
@@ -264,18 +279,23 @@ def test_one_kernel_for_each_gemm(fused_mlp, device, function):
         checked += 1
         names = kernels_of(lambda: getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh"))  # noqa: B023
         assert len(names) == gemms_of(function), names
-        assert all("fused_mlp::sm90" in name for name in names), names
+        assert all(f"fused_mlp::{architecture}" in name for name in names), names
     assert checked, "explain calls none of the shapes fused"
 
 
-def test_sanitizer_cases_reach_every_kernel(fused_mlp):
+def test_sanitizer_cases_reach_every_kernel(fused_mlp, architecture):
     (extension,) = (machine.build_folder()).glob("*-cu*/*.so")
 
     def run():
-        for function, made, activation in sanitizer_cases.gemms():
+        for function, made, activation in sanitizer_cases.gemms_of(architecture, fused_mlp):
             getattr(fused_mlp, function)(**made, activation=activation)
 
-    missed = gemm_kernels.built(extension) - gemm_kernels.named(kernels_of(run))
+    reached = gemm_kernels.named(kernels_of(run), architecture)
+    missed = {
+        kernel
+        for kernel in gemm_kernels.built(extension, architecture) - reached
+        if sanitizer_cases.fits(architecture, kernel)
+    }
     assert not missed, f"no case of sanitizer_cases.py runs {sorted(missed)}"
 
 
@@ -351,7 +371,9 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
 
 
 @pytest.mark.parametrize(("rows", "n_in", "fused"), [(300, 14336, True), (300, 3072, False), (3000, 14336, False)])
-def test_plain_products_near_what_the_chip_can_do_are_fused(fused_mlp, device, rows, n_in, fused):
+def test_plain_products_near_what_the_chip_can_do_are_fused(fused_mlp, device, architecture, rows, n_in, fused):
+    if architecture != "sm90":
+        pytest.skip("forced kernels are compared with nothing")
     made = operands("linear", (rows,), (n_in, n_in * 2 // 7 // 8 * 8, 0), dtype=torch.bfloat16, device=device)
     assert (fused_gemms(fused_mlp, "linear", made, "linear") == 1) == fused
     expected = reference.eager("linear", made, "linear")

@@ -134,6 +134,12 @@ def test_runners_have_torch_for_cpus(workflow):
             assert [run for run in runs if re.fullmatch(r"pip install uv==[\d.]+", run)], name
 
 
+def test_the_variant_for_aarch64_runs_somewhere():
+    job = yaml.safe_load((project.ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["test"]
+    runners = {row["runner"] for row in job["strategy"]["matrix"]["include"]}
+    assert "ubuntu-24.04-arm" in runners and job["runs-on"] == "${{ matrix.runner }}"
+
+
 def test_the_installer_of_the_runners_installs_everything():
     command = ["make", "--dry-run", "--always-make", "venv", "test", "coverage"]
     environment = {**os.environ, "INSTALLER": "the installer"}

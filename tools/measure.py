@@ -109,6 +109,31 @@ def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
     return {"kernel_us": kernel_us, "kernels": kernels, "wall_us": wall_us, "cpu_us": cpu_us}
 
 
+def saved_and_peak(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[int, int]:
+    """Bytes that the forward leaves for the backward, its result apart, and the most that were allocated in both."""
+    if torch.cuda.is_available():
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = forward()
+        saved = torch.cuda.memory_allocated() - before - out.nbytes
+        backward(out)
+        return saved, torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        out = forward()
+        with torch.profiler.record_function("between"):
+            pass
+        backward(out)
+    held = peak = saved = 0
+    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+        elif event.name() == "between":
+            saved = held - out.nbytes
+    return saved, peak
+
+
 def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of that many calls. The current stream must not be the default one, which captures no graphs."""
     run()  # what happens once, like loading the kernel, must not be captured

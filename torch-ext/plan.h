@@ -23,6 +23,7 @@ enum class Refusal {
   kStridedBias,
   kUnalignedBias,
   kTorchIsFaster,
+  kTorchByModel,
 };
 
 constexpr const char* kRefusalCodes[] = {
@@ -38,8 +39,9 @@ constexpr const char* kRefusalCodes[] = {
     "strided_bias",
     "unaligned_bias",
     "torch_is_faster",
+    "torch_by_model",
 };
-static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kTorchIsFaster) + 1, "one code per refusal");
+static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kTorchByModel) + 1, "one code per refusal");
 
 constexpr const char* code(Refusal refusal) { return kRefusalCodes[static_cast<size_t>(refusal)]; }
 

@@ -25,6 +25,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, bool transposed) -> str");
+  ops.def(
+      "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
+      "Tensor? up_bias, Tensor? second_bias, int activation, bool keep) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
+      "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs) -> Tensor[]");
+  ops.def(
+      "training_backward_(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
+      "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)
@@ -47,6 +56,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
 #endif
+  ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
+  ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
+  ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 // The ops of the package. Each backend (cuda/, cpu/) implements all of them.
 //
@@ -59,5 +60,27 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
 
 // How it would be computed, as `plan` says it of the other ops.
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed);
+// What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
+// second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
+// layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept.
+std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tensor& weight,
+                                                    const OptionalTensor& up_weight,
+                                                    const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                                    const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                                    int64_t activation, bool keep);
+
+// The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what
+// it kept; without `gate` they are computed again.
+std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                      const OptionalTensor& bias, const OptionalTensor& up_bias,
+                                      const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
+                                      int64_t needs);
+
+// The same in less memory: what was kept is overwritten, and its memory freed.
+std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                                       const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
+                                       const OptionalTensor& up, int64_t activation, int64_t needs);
 
 }  // namespace fused_mlp

@@ -3,27 +3,35 @@
 
 #include <cuda_runtime_api.h>
 
+#include <span>
+
 #include "../../torch-ext/plan.h"
+#include "gpu.h"
 #include "problem.h"
 
 namespace fused_mlp {
 
-struct Gpu {
-  int major, minor, multiprocessors;
-};
-
 struct Architecture {
   const char* name;
   bool (*runs_on)(const Gpu& gpu);
+  std::span<const GemmKernel> kernels;  // in the order of its list
   // Whether launch() takes the operands, and if not, why.
   Refusal (*refusal)(const GemmProblem& problem);
   // The kernel that is estimated to take the least time. The problem is one that refusal() does not refuse.
   GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  TorchComparison torch;
+  // What decides between the kernel chosen and torch's GEMM: what was measured; or where nothing was, decide(), which
+  // answers as choose_gemm() does, by a model of the GPU.
+  const TorchComparison* torch;
+  Refusal (*decide)(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
+
+  bool modelled() const { return torch == nullptr; }
 };
 
+namespace sm80 {
+extern const Architecture kArchitecture;
+}
 namespace sm90 {
 extern const Architecture kArchitecture;
 }

@@ -1,12 +1,31 @@
 // Which kernel computes a product: one of the GPU's architecture, or torch's GEMM with a pointwise kernel behind it.
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 
 #include "architecture.h"
 
 namespace fused_mlp {
 namespace {
 
-constexpr const Architecture* kArchitectures[] = {&sm90::kArchitecture};
+// The first row that runs on a GPU, and is taken, is the GPU's.
+constexpr struct {
+  const Architecture* architecture;
+  bool taken;  // by itself; where it is not, its kernels run only where a test forces them
+} kArchitectures[] = {
+    {&sm90::kArchitecture, true},
+    {&sm80::kArchitecture, false},  // has not been run on a GPU yet
+};
+
+// What fused_mlp_force_gemms() was told.
+std::atomic<const Architecture*> forced_architecture{nullptr};
+std::atomic<int> forced_kernel{-1};
+
+GemmPlan forced_plan(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
+  const int kernel = forced_kernel;
+  const bool suits = kernel >= 0 && architecture.kernels[kernel].product == p.product();
+  return suits ? GemmPlan{architecture.kernels[kernel], 0.0} : architecture.choose(p, gpu);
+}
 
 // How much longer torch's GEMM keeps the CPU busy than a launch of ours does (measured on an H100 host). The CPU never
 // waits for a kernel that the GPU finishes within this time.
@@ -28,16 +47,22 @@ double floor_microseconds(const GemmProblem& p, const TorchComparison& torch) {
 }  // namespace
 
 const Architecture* architecture_of(const Gpu& gpu) {
+  if (const Architecture* forced = forced_architecture) return forced->runs_on(gpu) ? forced : nullptr;
   const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures),
-                                  [&](const Architecture* each) { return each->runs_on(gpu); });
-  return found == std::end(kArchitectures) ? nullptr : *found;
+                                  [&](const auto& row) { return row.taken && row.architecture->runs_on(gpu); });
+  return found == std::end(kArchitectures) ? nullptr : found->architecture;
 }
 
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan) {
   const Refusal refusal = architecture.refusal(p);
   if (refusal != Refusal::kNone) return refusal;
+  if (forced_architecture != nullptr) {
+    *plan = forced_plan(architecture, p, gpu);
+    return Refusal::kNone;
+  }
+  if (architecture.modelled()) return architecture.decide(p, gpu, plan);
 
-  const TorchComparison& torch = architecture.torch;
+  const TorchComparison& torch = *architecture.torch;
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
   // A call takes the GPU's time or the CPU's, whichever is longer. For a plain product on its own only the GPU's time
   // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too.
@@ -54,3 +79,23 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
 }
 
 }  // namespace fused_mlp
+
+// For tests and benchmarks, which call it through ctypes, while no other thread computes: from now on the kernels of an
+// architecture compute all that they can, on every GPU that they run on; the one of this number in its list wherever it
+// computes such a product, or with -1 the one it chooses. Without a name all is as before. Returns the number of the
+// architecture's kernels, or -1 if there is none of this name or no such kernel.
+extern "C" __attribute__((visibility("default"))) int fused_mlp_force_gemms(const char* name, int kernel) {
+  using namespace fused_mlp;
+  if (name == nullptr) {
+    forced_architecture = nullptr;
+    return 0;
+  }
+  const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures),
+                                  [&](const auto& row) { return std::strcmp(row.architecture->name, name) == 0; });
+  if (found == std::end(kArchitectures)) return -1;
+  const int kernels = static_cast<int>(found->architecture->kernels.size());
+  if (kernel < -1 || kernel >= kernels) return -1;
+  forced_kernel = kernel;
+  forced_architecture = found->architecture;
+  return kernels;
+}

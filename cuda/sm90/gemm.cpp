@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "../gemm/architecture.h"
+#include "../gemm/refusal.h"
 #include "plan.h"
 #include "tuning.h"
 
@@ -15,14 +16,16 @@ cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, int mul
 constinit const Architecture kArchitecture = {
     .name = "sm90",
     .runs_on = [](const Gpu& gpu) { return gpu.major == 9 && gpu.minor == 0; },
-    .refusal = refusal,
+    .kernels = kKernels,
+    .refusal = refusal_of_operands,
     .choose = [](const GemmProblem& p, const Gpu& gpu) { return choose(p, gpu.multiprocessors); },
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
           return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu.multiprocessors, stream)
                                             : launch<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
         },
-    .torch = kTorch,
+    .torch = &kTorch,
+    .decide = nullptr,
 };
 
 }  // namespace fused_mlp::sm90

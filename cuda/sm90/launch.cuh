@@ -6,24 +6,13 @@
 #include <limits>
 
 #include "../gemm/problem.h"
+#include "../gemm/shared_memory.cuh"
 #include "chip.h"
 #include "streamed_gemm.cuh"
 #include "tensor_map.h"
 #include "tiled_gemm.cuh"
 
 namespace fused_mlp::sm90 {
-
-// Raises the kernel's shared memory limit on the current device, the first time it runs there.
-template <typename Args>
-cudaError_t allow_shared_memory(void (*kernel)(Args), int bytes, std::atomic<uint64_t>& devices_done) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (devices_done.load(std::memory_order_acquire) & bit)) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && device < 64) devices_done.fetch_or(bit, std::memory_order_release);
-  return error;
-}
 
 template <typename Args>
 cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int threads, int shared_bytes, int cluster,

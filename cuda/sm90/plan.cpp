@@ -8,8 +8,6 @@
 namespace fused_mlp::sm90 {
 namespace {
 
-bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
 // The measured constants of each tiled kernel in kKernels. Null for one that was not measured.
 constexpr auto kTiledTimes = [] {
   std::array<const TiledTime*, std::size(kKernels)> times{};
@@ -22,23 +20,6 @@ constexpr auto kTiledTimes = [] {
 }();
 
 }  // namespace
-
-Refusal refusal(const GemmProblem& p) {
-  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max() - 1024;  // coordinates of tiles are 32-bit
-  if (p.dtype == DType::kFloat32) return Refusal::kFloat32;
-  if (p.m == 0 || p.n == 0 || p.k == 0) return Refusal::kEmpty;
-  if (p.m > kMaxExtent || p.n > kMaxExtent || p.k > kMaxExtent) return Refusal::kTooLarge;
-  if (p.n % 8 != 0 || p.k % 8 != 0) return Refusal::kOddFeatures;
-  const auto addressable = [](const Matrix& matrix, int64_t cols) {
-    return aligned(matrix.data, 16) && matrix.row_stride % 8 == 0 && matrix.row_stride >= cols;
-  };
-  if (!addressable(p.a, p.k) || !addressable(p.weight, p.k) || (p.gated() && !addressable(p.up_weight, p.k)) ||
-      !addressable(p.out, p.n)) {
-    return Refusal::kUnalignedRows;
-  }
-  if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return Refusal::kUnalignedBias;
-  return Refusal::kNone;
-}
 
 GemmPlan choose(const GemmProblem& p, int multiprocessors) {
   const StreamedTime& streamed = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;

@@ -3,7 +3,6 @@
 
 #include <iterator>
 
-#include "../../torch-ext/plan.h"
 #include "../gemm/problem.h"
 #include "chip.h"
 
@@ -45,8 +44,6 @@ void for_each_candidate(const GemmProblem& p, Visitor&& visit) {
     }
   }
 }
-
-Refusal refusal(const GemmProblem& problem);
 
 // The candidate of the least estimated time, by the constants of tuning.h.
 GemmPlan choose(const GemmProblem& problem, int multiprocessors);

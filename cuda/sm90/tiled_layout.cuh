@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../gemm/epilogue.cuh"
+#include "../gemm/tile_order.cuh"
 #include "chip.h"
 #include "ptx.cuh"
 
@@ -112,9 +113,6 @@ struct Tile {
 
 // The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
 // loop knows of a tile it has from here: rows grouped by weights take another order, with tiles that know their group.
-//
-// Tiles go in groups of kGroupM tile rows, so that those in flight at any time share few rows of a and of the weights
-// in L2. A single tile row left over joins the group before: alone it would read all the weights again.
 struct TileOrder {
   static constexpr int kGroupM = 8;
   const TiledGemmArgs& args;
@@ -128,11 +126,7 @@ struct TileOrder {
   // weights.
   template <typename Gemm>
   __device__ __forceinline__ Tile tile(int index) const {
-    const int last = max(tiles_m - 2, 0) / kGroupM;
-    const int group = min(index / (kGroupM * tiles_n), last);
-    const int rows = group == last ? tiles_m - last * kGroupM : kGroupM;
-    const int in_group = index - group * kGroupM * tiles_n;
-    const int2 at{group * kGroupM + in_group % rows, in_group / rows};
+    const int2 at = grouped_tile<kGroupM>(index, tiles_m, tiles_n);
     return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * Gemm::kTileN, args.last_column)};
   }
 };

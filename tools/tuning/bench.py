@@ -71,7 +71,8 @@ def build(folder: Path) -> ctypes.CDLL:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "entry.so"
     listed = project.config()["kernel"]["cuda_sm90"]["src"]
-    sources = [project.ROOT / source for source in [*listed, "cuda/pointwise.cu"] if source.endswith((".cpp", ".cu"))]
+    listed = [*listed, "cuda/gemm/refusal.cpp", "cuda/pointwise.cu"]
+    sources = [project.ROOT / source for source in listed if source.endswith((".cpp", ".cu"))]
     flags = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared"]
     threads = f"--threads={len(os.sched_getaffinity(0))}"
     command = [nvcc.path, *flags, threads, "-o", library, *sources, ENTRY]

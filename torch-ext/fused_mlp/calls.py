@@ -1,9 +1,10 @@
 """How a call is computed: which parts are one op, and autograd around the others.
 
 The functions are those of ``functional``, with a row of the table of activations in the place of its name. A call is
-one op of one backend wherever nothing has to see the parts. Where something has to (autograd, autocast with operands to
-cast, a tensor subclass with ways of its own, an export), torch runs the GEMMs and only the pointwise part is fused, or
-nothing: ``composition_reason`` says which.
+one op of one backend wherever nothing has to see the parts; where autograd follows, an op of ``training``. Where
+something has to see them (autocast with operands to cast, a tensor subclass with ways of its own, an export, a
+transform of ``torch.func``), torch runs the GEMMs and only the pointwise part is fused, or nothing:
+``composition_reason`` and ``recording_reason`` say which.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
-from . import dispatch, experts, operands
+from . import dispatch, experts, operands, training
 from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
@@ -53,12 +55,13 @@ def gated_linear(
     gate_bias: Optional[Tensor],
     up_bias: Optional[Tensor],
     activation: Activation,
+    memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    result = _short_way("gated_linear", given, activation.code)
+    result = _short_way("gated_linear", given, activation.code, memory=memory)
     if result is None:
         check = operands.check_gated_linear
-        result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code)
+        result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code, memory)
     return result
 
 
@@ -71,11 +74,12 @@ def gated_mlp(
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
     activation: Activation,
+    memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    result = _short_way("gated_mlp", given, activation.code)
+    result = _short_way("gated_mlp", given, activation.code, memory=memory)
     if result is None:
-        result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code)
+        result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code, memory)
     return result
 
 
@@ -86,11 +90,12 @@ def mlp(
     fc1_bias: Optional[Tensor],
     fc2_bias: Optional[Tensor],
     activation: Activation,
+    memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    result = _short_way("mlp", given, activation.code)
+    result = _short_way("mlp", given, activation.code, memory=memory)
     if result is None:
-        result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code)
+        result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code, memory)
     return result
 
 
@@ -138,6 +143,19 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
     return None
 
 
+def recording_reason(op: str, *given: Optional[Tensor]) -> Optional[str]:
+    """Why a call that autograd follows, on operands as autocast has cast them, is not one op, or None if it is."""
+    reason = pointwise_reason(*given) or training.refusal(op)
+    if reason is not None:
+        return reason
+    x = given[0]
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
+        return "operands of several dtypes"
+    if dispatch.select(op, x) is native:
+        return None
+    return f"autograd follows the parts: {dispatch.reasoned(op, x)[1]}"
+
+
 def autograd_follows(*given: Optional[Tensor]) -> bool:
     """Whether backward-mode autograd records a call on these operands."""
     return _is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
@@ -170,21 +188,29 @@ _COMPILED_OPS = {
 _PLAIN_TYPES = frozenset(PLAIN_TENSORS)
 
 
-def _short_way(op: str, given: Tuple[Optional[Tensor], ...], *rest: Any) -> Optional[Tensor]:
+def _short_way(
+    op: str, given: Tuple[Optional[Tensor], ...], *rest: Any, memory: str = training.KEPT
+) -> Optional[Tensor]:
     """The result of the compiled op where a call plainly can be one, else None.
 
-    It asks what ``composition_reason`` asks, in less time. It does not check the operands: the op does so faster than
-    Python, but says less, so that a call which the op refuses goes on to be checked and explained.
+    It asks what ``composition_reason`` and ``recording_reason`` ask, in less time. It does not check the operands: the
+    op does so faster than Python, but says less, so that a call which the op refuses goes on to be checked and
+    explained.
     """
     if _is_compiling() or _any_autocast():
         return None
-    grad = _is_grad_enabled()
+    grad, recorded = _is_grad_enabled(), False
     for tensor in given:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or (grad and tensor.requires_grad)):
-            return None
+        if tensor is not None:
+            if type(tensor) not in _PLAIN_TYPES:
+                return None
+            if grad and tensor.requires_grad:
+                recorded = True
     if given[0] is None or _ambient_reason() is not None or dispatch.select(op, given[0]) is not native:
         return None
     try:
+        if recorded:
+            return None if training.refusal(op) is not None else training.run(op, given, *rest, memory)
         return _COMPILED_OPS[op](*given, *rest)
     except RuntimeError:
         return None
@@ -196,12 +222,28 @@ def _checked(
     composed: Callable[..., Tensor],
     given: Tuple[Optional[Tensor], ...],
     activation: int,
+    memory: str = training.KEPT,
 ) -> Tensor:
     """The result of one op of some backend, or of the composed parts where something must see them."""
     check(*given)
+    if autograd_follows(*given):
+        cast = autocast(given)
+        if recording_reason(op, *cast) is None:
+            return training.run(op, cast, activation, memory)
+        if memory == training.RECOMPUTED and not training.is_transformed():
+            return checkpoint(composed, *given, activation, use_reentrant=False, preserve_rng_state=False)
+        return composed(*given, activation)
     if composition_reason(*given) is not None:
         return composed(*given, activation)
     return getattr(dispatch.select(op, given[0]), op)(*given, activation)
+
+
+def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...]:
+    """The operands as autocast casts them for a product: all but those of float64."""
+    if not autocasts(given[0]):
+        return given
+    dtype = torch.get_autocast_dtype(given[0].device.type)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in given)
 
 
 def _composed_gated_linear(

@@ -2,7 +2,7 @@
 
 A *slot* is one of the K choices of a token, slot ``t * K + k``. A *row* is a slot after sorting by expert, so that the
 rows of an expert are adjacent: ``offsets[e]`` is where those of expert ``e`` end. Slots whose index names no expert are
-skipped: their rows come last, nothing is computed for them, and whatever stands there is read by nobody.
+skipped: their rows come last, and nothing is computed for them. Our products leave zeros there, torch's anything.
 
 Nothing here depends on data that only the device knows, but for :func:`grouped_mm` where torch has none of its own.
 """
@@ -41,16 +41,17 @@ class Routing(NamedTuple):
     rows: Tensor  # of the slots
     offsets: Tensor
     top_k: int
+    masked: bool  # whether anything may stand in the rows of skipped slots, and has to be masked
 
 
-def routing(index: Tensor, experts: int) -> Routing:
+def routing(index: Tensor, experts: int, masked: bool) -> Routing:
     """Sorts the slots of ``index`` [T, K] by expert, those of an expert by token."""
     skipped = (index < 0) | (index >= experts)
     sorted_experts, slots = torch.sort(torch.where(skipped, experts, index).flatten(), stable=True)
     rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
     numbers = torch.arange(experts, device=index.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
-    return Routing(skipped, sorted_experts, slots, rows, offsets, index.shape[1])
+    return Routing(skipped, sorted_experts, slots, rows, offsets, index.shape[1], masked)
 
 
 def composed(
@@ -65,7 +66,7 @@ def composed(
     act_and_mul: Pointwise,
 ) -> Tensor:
     """The experts of x [T, D]: torch's products of groups of rows, and the given kernel between them."""
-    order = routing(index, gate_up_weight.shape[0])
+    order = routing(index, gate_up_weight.shape[0], masked=x.is_cuda)
     rows = _TokensToRows.apply(x, *order)
     hidden = _activated(_product(rows, gate_up_weight, gate_up_bias, order, form), form, act_and_mul)
     rows = _product(hidden, down_weight, down_bias, order, form)
@@ -144,19 +145,28 @@ class _TokensToRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, skipped: Tensor, experts: Tensor, slots: Tensor, rows: Tensor, offsets: Tensor, top_k: int):
+    def forward(
+        x: Tensor,
+        skipped: Tensor,
+        experts: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        top_k: int,
+        masked: bool,
+    ) -> Tensor:
         return x.index_select(0, slots // top_k)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, skipped, _, _, rows, _, ctx.top_k = inputs
+        _, skipped, _, _, rows, _, _, ctx.masked = inputs
         ctx.save_for_backward(skipped, rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         skipped, rows = ctx.saved_tensors
-        of_slots = _of_slots(grad, skipped, rows)
-        return (of_slots.sum(1), *(None,) * 6)
+        of_slots = _of_slots(grad, skipped, rows, ctx.masked)
+        return (of_slots.sum(1), *(None,) * 7)
 
 
 class _RowsToTokens(torch.autograd.Function):
@@ -174,14 +184,15 @@ class _RowsToTokens(torch.autograd.Function):
         rows: Tensor,
         offsets: Tensor,
         top_k: int,
-    ):
+        masked: bool,
+    ) -> Tensor:
         wide = _wide(values)
         shares = torch.where(skipped, 0, weights.to(wide))
-        return (_of_slots(values, skipped, rows) * shares.unsqueeze(-1)).sum(1).to(values.dtype)
+        return (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1).to(values.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        values, weights, skipped, _, slots, rows, _, _ = inputs
+        values, weights, skipped, _, slots, rows, _, _, ctx.masked = inputs
         ctx.save_for_backward(values, weights, skipped, slots, rows)
 
     @staticmethod
@@ -194,9 +205,9 @@ class _RowsToTokens(torch.autograd.Function):
             of_rows = grad.index_select(0, slots // top_k) * shares.index_select(0, slots).unsqueeze(-1)
             values_grad = of_rows.to(values.dtype)
         if ctx.needs_input_grad[1]:
-            products = _of_slots(values, skipped, rows).to(wide) * grad.to(wide).unsqueeze(1)
-            weights_grad = products.sum(-1).to(weights.dtype)
-        return (values_grad, weights_grad, *(None,) * 6)
+            products = _of_slots(values, skipped, rows, ctx.masked) * grad.to(wide).unsqueeze(1)
+            weights_grad = torch.where(skipped, 0, products.sum(-1)).to(weights.dtype)
+        return (values_grad, weights_grad, *(None,) * 7)
 
 
 class _PlusBias(torch.autograd.Function):
@@ -206,7 +217,9 @@ class _PlusBias(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, bias: Tensor, experts: Tensor, offsets: Tensor) -> Tensor:
-        return rows + bias.index_select(0, experts.clamp(max=bias.shape[0] - 1))
+        named = experts < bias.shape[0]
+        of_rows = bias.index_select(0, torch.where(named, experts, 0))
+        return rows + torch.where(named.unsqueeze(-1), of_rows, 0)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -223,10 +236,10 @@ class _PlusBias(torch.autograd.Function):
         return grad, sums[:, 0].contiguous(), None, None
 
 
-def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
+def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor, masked: bool) -> Tensor:
     """[T * K, D] in the order of rows as [T, K, D] in the order of slots, zero where skipped."""
     of_slots = of_rows.index_select(0, rows).unflatten(0, skipped.shape)
-    return torch.where(skipped.unsqueeze(-1), 0, of_slots)
+    return torch.where(skipped.unsqueeze(-1), 0, of_slots) if masked else of_slots
 
 
 def _wide(values: Tensor) -> torch.dtype:

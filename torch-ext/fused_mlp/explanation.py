@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import calls, dispatch, functional, layers, operands
+from . import calls, dispatch, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import outcome, patching, report
@@ -24,8 +24,9 @@ class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
     or "original"; ``reason`` says why, in words.
 
-    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed. For a
-    module: what became of each MLP in it, as :func:`fuse_mlps` reports it.
+    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed, or where
+    autograd follows, what is kept for the backward. For a module: what became of each MLP in it, as :func:`fuse_mlps`
+    reports it.
     """
 
     operation: str
@@ -73,12 +74,25 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     call.apply_defaults()
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
-    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate")]
+    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate", "memory")]
+    memory = call.arguments.get("memory", training.KEPT)
+    training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
-    pointwise, composed = calls.pointwise_reason(*given), calls.composition_reason(*given)
+    if op != "act_and_mul" and calls.autograd_follows(*given):
+        cast = calls.autocast(given)
+        composed = calls.recording_reason(op, *cast)
+        if composed is None:
+            name, reason = dispatch.reasoned(op, cast[0])
+            kept = plans.Kept(*training.kept(op, cast, memory))
+            return Explanation(function.__name__, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
+        if memory == training.RECOMPUTED:
+            composed = f"{composed}; the backward runs the parts again"
+    else:
+        composed = calls.composition_reason(*given)
+    pointwise = calls.pointwise_reason(*given)
     recorded = _recorded(op, call)
     if op == "act_and_mul":
         composed = pointwise

@@ -11,7 +11,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from . import calls
+from . import calls, training
 from .activations import get_activation
 from .experts import Form
 
@@ -72,6 +72,7 @@ def gated_linear(
     gate_bias: Optional[Tensor] = None,
     up_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
+    memory: str = training.KEPT,
 ) -> Tensor:
     """``act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)``: the first half of a gated MLP.
 
@@ -81,11 +82,15 @@ def gated_linear(
             one.
         gate_bias, up_bias: ``[hidden]`` or None.
         activation: see :func:`act_and_mul`.
+        memory: what is kept for the backward: ``"activations"``, the values of gate and up before the activation, or
+            ``"recompute"``, nothing but the operands, from which the backward makes them again. Without autograd
+            nothing is kept.
 
     Returns:
         ``[..., hidden]``.
     """
-    return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, get_activation(activation))
+    training.check_memory(memory)
+    return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, get_activation(activation), memory)
 
 
 def gated_mlp(
@@ -97,6 +102,7 @@ def gated_mlp(
     up_bias: Optional[Tensor] = None,
     down_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
+    memory: str = training.KEPT,
 ) -> Tensor:
     """The whole gated MLP: ``gated_linear(x, ...) down_weight^T + down_bias``.
 
@@ -107,12 +113,14 @@ def gated_mlp(
         gate_bias, up_bias: ``[hidden]`` or None.
         down_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
+        memory: see :func:`gated_linear`.
 
     Returns:
         ``[..., out]``.
     """
     row = get_activation(activation)
-    return calls.gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, row)
+    training.check_memory(memory)
+    return calls.gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, row, memory)
 
 
 def mlp(
@@ -122,6 +130,7 @@ def mlp(
     fc1_bias: Optional[Tensor] = None,
     fc2_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
+    memory: str = training.KEPT,
 ) -> Tensor:
     """The whole plain MLP: ``act(x fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``.
 
@@ -132,11 +141,13 @@ def mlp(
         fc1_bias: ``[hidden]`` or None.
         fc2_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
+        memory: see :func:`gated_linear`.
 
     Returns:
         ``[..., out]``.
     """
-    return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, get_activation(activation))
+    training.check_memory(memory)
+    return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, get_activation(activation), memory)
 
 
 def experts_mlp(

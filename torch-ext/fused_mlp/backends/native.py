@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+training_forward = ops.training_forward.default
+training_backward = ops.training_backward.default
+training_backward_ = ops.training_backward_.default
 experts_mlp = ops.experts_mlp.default
 
 
@@ -152,3 +155,59 @@ def _(
     given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
     operands.check_experts_mlp(*given, gated, interleaved, transposed, limit, up_offset)
     return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("training_forward"))
+def _(
+    x: Tensor,
+    weight: Tensor,
+    up_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+    activation: int,
+    keep: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    operands.check_gated_linear(x, weight, weight if up_weight is None else up_weight, bias, up_bias)
+    hidden, nothing = (*x.shape[:-1], weight.shape[0]), (0,)
+    out = hidden if second_weight is None else (*x.shape[:-1], second_weight.shape[0])
+    kept = x.new_empty(hidden if keep else nothing)
+    return x.new_empty(out), kept, x.new_empty(nothing if up_weight is None or not keep else hidden)
+
+
+def _fake_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    up_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    up: Optional[Tensor],
+    activation: int,
+    needs: int,
+) -> List[Tensor]:
+    hidden, out = weight.shape[0], grad.shape[-1]
+    made = (
+        lambda: x.new_empty(x.shape),
+        lambda: _like_weight(weight),
+        lambda: _like_weight(up_weight),
+        lambda: _like_weight(second_weight),
+        lambda: x.new_empty(hidden),
+        lambda: x.new_empty(hidden),
+        lambda: x.new_empty(out),
+    )
+    return [make() for index, make in enumerate(made) if needs >> index & 1]
+
+
+def _like_weight(weight: Tensor) -> Tensor:
+    transposed = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+    if transposed and not weight.is_contiguous():
+        return weight.new_empty((weight.shape[1], weight.shape[0])).t()
+    return weight.new_empty(weight.shape)
+
+
+torch.library.register_fake(add_op_namespace_prefix("training_backward"), _fake_gradients)
+torch.library.register_fake(add_op_namespace_prefix("training_backward_"), _fake_gradients)

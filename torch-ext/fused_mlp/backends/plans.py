@@ -19,11 +19,12 @@ REFUSALS: Dict[str, str] = {
     "strided_bias": "a strided bias",
     "unaligned_bias": "a bias not aligned to 4 bytes",
     "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
+    "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
 }
 
 _SCHEDULES = {
     "ping_pong": "each warpgroup's epilogue runs during the other's products",
-    "cooperative": "the warpgroups share each tile",
+    "cooperative": "all warps share each tile",
     "swapped": "tiles of a height that fills the chip",
     "swapped_half_rows": "tiles of a height that fills the chip",
 }
@@ -34,10 +35,11 @@ _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in
 class Part:
     """How one layer of a call is computed.
 
-    ``implementation`` is "sm90" or "amx", where one kernel does the GEMM and all that follows it, or "torch", where
-    torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says
-    where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction
-    set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does.
+    ``implementation`` is "sm90", "sm80" or "amx", where one kernel does the GEMM and all that follows it, or "torch",
+    where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise``
+    says where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda", or the
+    instruction set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h
+    does; ``basis`` is "model" where it was chosen by a model of the GPU's times, not by measured ones.
     """
 
     layer: str
@@ -49,6 +51,7 @@ class Part:
     block_n: Optional[int] = None
     schedule: Optional[str] = None
     split_k: Optional[int] = None
+    basis: Optional[str] = None
 
     @property
     def fused(self) -> bool:
@@ -60,10 +63,12 @@ class Part:
         if self.implementation == "amx":
             return "fused GEMM on AMX tiles"
         split = f", k split in {self.split_k}" if self.split_k > 1 else ""
+        basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
         if self.kernel == "streamed":
-            return f"fused {self.implementation} GEMM: few rows, the weights stream past tiles of {self.block_m}{split}"
-        tiles = f"tiles of {self.block_m} x {self.block_n}{split}"
-        return f"fused {self.implementation} GEMM: {tiles}, {_SCHEDULES[self.schedule]}"
+            how = f"few rows, the weights stream past tiles of {self.block_m}{split}"
+        else:
+            how = f"tiles of {self.block_m} x {self.block_n}{split}, {_SCHEDULES[self.schedule]}"
+        return f"fused {self.implementation} GEMM: {how}{basis}"
 
     def _torch_way(self) -> str:
         if self.pointwise in _TORCH:
@@ -71,6 +76,23 @@ class Part:
         if self.pointwise == "cuda":
             return "torch's GEMM and a pointwise kernel"
         return f"torch's GEMM on blocks of rows and {self.pointwise} pointwise kernels"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a call that autograd follows keeps for its backward beside its operands: names of values, and their bytes.
+
+    torch's GEMMs compute such a call, with pointwise kernels between them.
+    """
+
+    names: Tuple[str, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        if not self.names:
+            return "keeps nothing but the operands, and makes the rest again"
+        before = "" if self.names == ("hidden",) else " before the activation"
+        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB"
 
 
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:

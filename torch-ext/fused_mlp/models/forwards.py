@@ -6,12 +6,15 @@ through before the last projection: dropout modules and their like, or probabili
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Callable, List, Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .. import calls
+from .. import calls, training
 from ..activations import Activation
 from . import obstacles, switching
 from .pattern import Pattern
@@ -42,12 +45,16 @@ def fused(
     if found is not None and _passes(between):
         if not pattern.gated:
             (first_weight, first_bias), (weight, bias) = found
-            return calls.mlp(x, first_weight, weight, first_bias, bias, activation)
+            return calls.mlp(x, first_weight, weight, first_bias, bias, activation, pattern.memory)
         weight, bias = found[-1]
         gate_and_up = _gate_and_up(pattern, x, found[:-1])
         if gate_and_up is not None:
             gate_weight, up_weight, gate_bias, up_bias = gate_and_up
-            return calls.gated_mlp(x, gate_weight, up_weight, weight, gate_bias, up_bias, bias, activation)
+            operands = (x, gate_weight, up_weight, weight, gate_bias, up_bias, bias)
+            return calls.gated_mlp(*operands, activation, pattern.memory)
+    if found is not None and pattern.packed and pattern.memory == training.RECOMPUTED and torch.is_grad_enabled():
+        kept = dataclasses.replace(pattern, memory=training.KEPT)  # two products of views are no one op: see below
+        return checkpoint(fused, kept, x, projections, activation, act, between, use_reentrant=False)
     *others, last = projections
     found = None if activation is None else _parameters(others)
     return _last(_hidden(pattern, x, others, found, activation, act), between, last)
@@ -68,7 +75,7 @@ def _hidden(
         return (act or activation.function)(projections[0](x))
     gate_and_up = None if found is None else _gate_and_up(pattern, x, found)
     if gate_and_up is not None:
-        return calls.gated_linear(x, *gate_and_up, activation)
+        return calls.gated_linear(x, *gate_and_up, activation, pattern.memory)
     if pattern.packed:
         if getattr(act, "halves", False):
             return act(projections[0](x))
@@ -97,6 +104,18 @@ def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: A
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
     """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
+    return _sequential(self, input, PLAIN)
+
+
+def sequential_recomputed(self: nn.Sequential, input: Tensor) -> Tensor:
+    """The same, keeping less for the backward."""
+    return _sequential(self, input, _RECOMPUTED)
+
+
+_RECOMPUTED = Pattern(whole=True, memory="recompute")
+
+
+def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)
@@ -112,14 +131,16 @@ def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
         if activation is None:
             input, index = first(input), index + 1
         elif last < len(parts) and ends(parts[last:]):
-            input, index = fused(PLAIN, input, (first, parts[last]), activation, act), last + 1
+            input, index = fused(plain, input, (first, parts[last]), activation, act), last + 1
         else:
             input, index = fused(LINEAR, input, (first,), activation, act), index + 2
     return input
 
 
-sequential.__name__ = "forward"  # the name under which a bound method is pickled
-sequential.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
+SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
+for _forward in SEQUENTIAL.values():
+    _forward.__name__ = "forward"  # the name under which a bound method is pickled
+    _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
 _instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
 
 

@@ -9,6 +9,7 @@ are called one after the other, as the code says.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Union
 
@@ -50,12 +51,15 @@ heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
 
 
-def joined(tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
-    """``tail(head(x), *rest, **named)``"""
+def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
     first, last = running(head, heads), running(tail, tails)
     if type(first) is str or type(last) is str or _are_watched():
         return tail(head(x), *rest, **named)
-    return last.function(tail, first.function(head, x), *rest, **named)
+    pending = first.function(head, x)
+    if memory != pending.pattern.memory:
+        pending = pending._replace(pattern=replace(pending.pattern, memory=memory))
+    return last.function(tail, pending, *rest, **named)
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:

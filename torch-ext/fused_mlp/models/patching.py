@@ -16,12 +16,13 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import nn
 
+from .. import training
 from . import mixtures, outcome, rewriting, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
 
-def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
+def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
     Each module that is fused becomes an instance of a subclass of its class, of the same name, that has the fused
@@ -34,33 +35,38 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True) -> FusionReport:
         verify: before it is fused, compare each kind of MLP with its parts, called one after the other (on a few random
             rows, with the module's own weights), and leave alone what does not agree. Nothing is compared where weights
             are on the meta device, or must not be read.
+        memory: what training keeps, as in :func:`gated_mlp`. Modules that are fused already keep that from now on.
 
     Returns:
         A report that prints as a table: what is fused, what is not, and why.
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: ``memory`` is not known.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
-    fresh, scripted = [], set()  # those not fused before; those inside of a compiled one
+    before, scripted = [], set()  # the modules with the fused methods that they had; those inside of a compiled one
     try:
         for path, module in model.named_modules():
             if module in scripted:
                 continue
             if isinstance(module, torch.jit.ScriptModule):
                 scripted.update(module.modules())
-            if not is_fused(module):
-                fresh.append(module)
-            found = _fuse(module, check)
+            before.append((module, switching.methods_in(module)))
+            found = _fuse(module, check, memory)
             if found is not None:
                 report.modules.append(of_module(path, module, found))
             if found is not None and is_fused(module):
                 report._restoring.append(partial(_restore, weakref.ref(module)))
     except BaseException:
-        for module in fresh:
-            switching.switch_back(module)
+        for module, methods in before:
+            if methods != switching.methods_in(module):
+                switching.switch_back(module)
+                if methods:
+                    switching.switch(module, methods)
         raise
     return report
 
@@ -77,17 +83,17 @@ def outcome_of(module: nn.Module) -> Optional[Outcome]:
         return outcome.of_methods(module, methods.values())
     if mixtures.is_registered(module):
         return outcome.of_experts(module)
-    methods, found = _plan(module, None)
+    methods, found = _plan(module, None, training.KEPT)
     return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
 
 
-def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Optional[Outcome]:
+def _fuse(module: nn.Module, check: Optional[verification.Verification], memory: str) -> Optional[Outcome]:
     """Fuses one module, and says how far; None if it is no MLP."""
     methods = switching.methods_in(module)
-    if methods:
+    if methods and all(rewriting.memory_of(method) == memory for method in methods.values()):
         return outcome.of_methods(module, methods.values())
     switching.switch_back(module)  # it may hold fused methods that do not run any more
-    methods, found = _plan(module, check)
+    methods, found = _plan(module, check, memory)
     if methods:
         try:
             switching.switch(module, methods)
@@ -97,20 +103,20 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification]) -> Opti
 
 
 def _plan(
-    module: nn.Module, check: Optional[verification.Verification]
+    module: nn.Module, check: Optional[verification.Verification], memory: str
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     """The methods to put into a module, if there are any, and how far they fuse it, or why they do not.
 
     Whatever goes wrong with one module is no reason to leave the others.
     """
     try:
-        return _plan_of(module, check)
+        return _plan_of(module, check, memory)
     except Exception as error:
         return {}, Outcome(outcome.NONE, (outcome.of_error(error),))
 
 
 def _plan_of(
-    module: nn.Module, check: Optional[verification.Verification]
+    module: nn.Module, check: Optional[verification.Verification], memory: str
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     if isinstance(module, torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
@@ -118,7 +124,7 @@ def _plan_of(
     if not methods:
         methods = mixtures.fused_methods(module)
     if not methods:
-        methods, unknown = rewriting.fused_methods(module)
+        methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
         return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
     if not methods:

@@ -14,7 +14,7 @@ class Pattern:
 
     ``up_first``: up is the first half where they are packed, else the first to be called. ``act_last``: where the
     activation must be called, that is after up. ``up_left``: whether up is the left factor of the product,
-    which decides how the product lies in memory where the two lie differently.
+    which decides how the product lies in memory where the two lie differently. ``memory``: what training keeps.
     """
 
     gated: bool = False
@@ -24,6 +24,7 @@ class Pattern:
     up_first: bool = False
     act_last: bool = False
     up_left: bool = False
+    memory: str = "activations"
 
     def __str__(self) -> str:
         if self.pointwise:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -28,6 +27,7 @@ from .recognition import looks_like_activation, name_of, recognise
 from .source import function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
+_MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
 
 
@@ -43,7 +43,7 @@ class FoundMLP:
     projections: Dict[str, nn.Module]
     act: Optional[Callable]
     between: Dict[str, Any]
-    halves: Dict[str, Optional[str]] = dataclasses.field(default_factory=dict)
+    halves: Dict[str, Optional[str]] = field(default_factory=dict)
 
     @property
     def activation(self) -> Optional[Activation]:
@@ -51,12 +51,12 @@ class FoundMLP:
         return None if self.act is None else forms.row_of(self.act)
 
 
-def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]]:
+def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
         if _mlps_in_sequence(module):
-            return {"forward": forwards.sequential}, []
+            return {"forward": forwards.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
@@ -70,7 +70,7 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, _roles(callees))
+            rewritten, left = _rewritten(function, name, _roles(callees), memory)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
     return made, list(unknown.values())
@@ -78,12 +78,17 @@ def fused_methods(module: nn.Module) -> Tuple[Dict[str, FunctionType], List[Any]
 
 def is_fused(function: Any) -> bool:
     """Whether a function is one that :func:`fused_methods` makes."""
-    return function is forwards.sequential or function in _made
+    return function in forwards.SEQUENTIAL.values() or function in _made
+
+
+def memory_of(function: FunctionType) -> str:
+    """What training keeps in a fused method."""
+    return "recompute" if function is forwards.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
-    if function is forwards.sequential:
+    if function in forwards.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
     found, original = [], function.__wrapped__
     for site in getattr(function, _SITES):
@@ -187,7 +192,7 @@ def _has_loop(function: FunctionType) -> bool:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...]
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str
 ) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
@@ -207,15 +212,16 @@ def _rewritten(
     def is_unknown(site: sites.AnySite) -> bool:
         return isinstance(site, sites.Site) and site.act.role == sites.UNKNOWN and not site.pattern.pointwise
 
-    found = sites.rewrite(tree, role, is_known, _call)
+    found = sites.rewrite(tree, role, is_known, functools.partial(_call, memory))
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        patterns = (site.pattern for site in found if isinstance(site, sites.Site))
-        names = {**_NAMES, **{_name_of_pattern(pattern): pattern for pattern in patterns}}
+        patterns = [site.pattern for site in found if isinstance(site, sites.Site)]
+        names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names) if name == "forward" else None
         made = function_of(tree, function, names, switching.instead_of(name, function, function))
         setattr(made, _SITES, tuple(found))
+        setattr(made, _MEMORY, memory)
         made.__name__ = name  # by which a bound method is pickled
         _made.add(made)
         if head is not None:
@@ -228,9 +234,9 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-def _call(site: sites.AnySite) -> ast.expr:
+def _call(memory: str, site: sites.AnySite) -> ast.expr:
     if isinstance(site, sites.Joint):
-        return _made_call("joined", site.tail, site.head, site.x, *site.rest, named=site.named)
+        return _made_call("joined", ast.Constant(memory), site.tail, site.head, site.x, *site.rest, named=site.named)
     act = _act(site.act)
     if site.pattern.pointwise:
         gate, up = site.inputs
@@ -270,7 +276,7 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
     if effects.readable(forward) is None or sites.PROJECTION not in dict(roles).values():
         return sites.LAYER
-    made, _ = _rewritten(forward, "forward", roles)
+    made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
         return sites.HEAD if halves.heads.get(made) is not None else sites.LAYER
     tree = copy.deepcopy(effects.readable(forward))
@@ -296,7 +302,7 @@ def _head(
         return None
     tree = copy.deepcopy(tree)
     tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
-    whole = {_name_of_pattern(site.pattern): dataclasses.replace(site.pattern, whole=True), "@fused": halves.Pending}
+    whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
     return halves.Half(forward, site, function_of(tree, forward, {**names, **whole}))
 
 
@@ -324,7 +330,7 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
         projections.update(parts(head_name, head, first.forward, node))
     projections.update(parts(tail_name, tail, last.forward, start.projection))
     between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
-    act, pattern = _act_of(site.act, first.forward, head), dataclasses.replace(site.pattern, whole=True)
+    act, pattern = _act_of(site.act, first.forward, head), replace(site.pattern, whole=True)
     return FoundMLP(pattern, projections, act, between, words)
 
 

@@ -1,7 +1,7 @@
 """The short way of a fused call: from the parts of a module to the compiled op, in one function.
 
 A call inside of a model finds the processor's caches full of the rest of the model, so its time goes with the code and
-the data that it touches. This asks of the commonest case, plain linear layers and a known activation in inference, what
+the data that it touches. This asks of the commonest case, plain linear layers and a known activation, what
 :mod:`forwards` asks with the help of four other modules, and leaves all other cases to that. Nothing is remembered of a
 module: weights that were replaced, hooks, adapters, modes and patched functions are seen as they are at the call.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .. import dispatch
+from .. import dispatch, training
 from ..backends import native
 from . import forms, forwards, obstacles, recognition
 from .pattern import Pattern
@@ -33,6 +33,7 @@ _Linear, _Dropout, _Parameter = nn.Linear, nn.Dropout, nn.Parameter
 _backends = dispatch._open_blocks
 _on_gpu, _dtypes, _gpu_refusal = native.DEVICE_TYPE == "cuda", native._DTYPES, native._cached_gpu_refusal
 _linear, _mlp, _gated_linear, _gated_mlp = native.linear, native.mlp, native.gated_linear, native.gated_mlp
+_NAMES = {_linear: "linear", _mlp: "mlp", _gated_linear: "gated_linear", _gated_mlp: "gated_mlp"}
 
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 _call, _linear_forward = _originals[nn.Linear, "__call__"], _originals[nn.Linear, "forward"]
@@ -73,8 +74,10 @@ def _short_way(
     between: Sequence[Union[nn.Module, float]],
 ) -> Optional[Tensor]:
     """The result, where one compiled op plainly computes it."""
-    if _is_compiling() or _is_grad_enabled() or type(x) is not Tensor or pattern.packed:
+    if _is_compiling() or type(x) is not Tensor:
         return None
+    grad = _is_grad_enabled()
+    recorded = grad and x.requires_grad
     kind = type(act)
     known = _known.get(kind if kind is not nn.GELU else act.approximate)
     if known is None:
@@ -109,6 +112,8 @@ def _short_way(
         weight, bias = parameters.get("weight"), parameters.get("bias", part)
         if type(weight) is not _Parameter or (bias is not None and type(bias) is not _Parameter):
             return None
+        if grad and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            recorded = True
         weights.append(weight)
         biases.append(bias)
     for part in between:
@@ -151,9 +156,21 @@ def _short_way(
         return None
     if not x.is_cuda or _gpu_refusal(x.get_device()) is not None if _on_gpu else not x.is_cpu:
         return None
+    if pattern.packed:
+        if recorded:  # the gradients of halves would be padded to the size of both
+            return None
+        weights[:1], biases[:1] = weights[0].chunk(2), (None, None) if biases[0] is None else biases[0].chunk(2)
+        if pattern.up_first:
+            weights[:2], biases[:2] = weights[1::-1], biases[1::-1]
+        if not len(weights) == len(biases) == len(projections) + 1:  # there is no second half
+            return None
     count = len(weights)
     op = _linear if count == 1 else _gated_mlp if count == 3 else _mlp if pattern.whole else _gated_linear
     try:
+        if recorded:
+            name = _NAMES[op]
+            refused = training.refusal(name) is not None
+            return None if refused else training.run(name, (x, *weights, *biases), code, pattern.memory)
         return op(x, *weights, *biases, code)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None

@@ -1,0 +1,250 @@
+"""The experts of mixtures: experts_mlp against what transformers runs (eager, grouped_mm, batched_mm) and Liger.
+
+    python benchmarks/experts.py                              every shape of this machine's list
+    python benchmarks/experts.py --tokens 1 64 --routing zipf
+    python benchmarks/experts.py --from build/experts.json    show what such a run has written; measure nothing
+
+All of them compute with the same weights and the same routing, one process, in turns; figures are medians. Two
+routings: balanced, where every expert is as likely as the others, and by a Zipf law, where the expert of rank r is
+chosen as often as 1 / r says. Writes <out>.json and <out>.svg, and prints a table.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import kernels
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+ALIKE = 3e-2  # relative difference of two results that bfloat16 explains
+TITLES = {
+    "eager": "eager",
+    "grouped_mm": "grouped_mm",
+    "batched_mm": "batched_mm",
+    "liger": "Liger",
+    "ours": "fused-mlp",
+}
+TITLES |= {"ours-triton": "ours, Triton"}
+_MOST_BATCHED = 16  # batched_mm copies the weights of every choice
+
+
+@dataclass(frozen=True)
+class Mixture:
+    name: str
+    experts: int
+    top_k: int
+    dim: int
+    hidden: int
+    tokens: tuple[int, ...]
+    trained: tuple[int, ...] = ()  # numbers of tokens at which forward and backward are measured too
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.experts} experts of {self.dim} x {self.hidden}, {self.top_k} a token)"
+
+
+GPU_MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, (1, 16, 128, 1024, 4096), (4096,)),
+    Mixture("Mixtral-8x7B", 8, 2, 4096, 14336, (1, 4096)),
+    Mixture("vLLM's", 128, 8, 2816, 704, (1, 128, 4096)),
+)
+CPU_MIXTURES = (Mixture("small", 64, 4, 1024, 512, (1, 64), (64,)),)
+MIXTURES = GPU_MIXTURES if ON_GPU else CPU_MIXTURES
+
+
+def experts_of(mixture: Mixture) -> nn.Module:
+    """The experts as transformers has them in a Qwen3-MoE, with random weights."""
+    sizes = {"hidden_size": mixture.dim, "moe_intermediate_size": mixture.hidden, "num_experts": mixture.experts}
+    config = transformers.Qwen3MoeConfig(**sizes)
+    with torch.device(DEVICE):
+        made = Qwen3MoeExperts(config).bfloat16()
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return made
+
+
+def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]:
+    """What a router might choose: the experts of every token, and their weights."""
+    rank = torch.arange(1, mixture.experts + 1, device=DEVICE, dtype=torch.float32)
+    likely = -rank.log() if routing == "zipf" else torch.zeros_like(rank)
+    # To take the largest after adding Gumbel noise is to draw without putting back.
+    noise = torch.rand(tokens, mixture.experts, device=DEVICE).log().neg().log().neg()
+    index = (likely + noise).topk(mixture.top_k).indices
+    return index, torch.rand(tokens, mixture.top_k, device=DEVICE).softmax(-1).bfloat16()
+
+
+def ways(module: nn.Module, fused_mlp, tokens: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """What is compared, by name."""
+
+    def by_transformers(implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        module.config._experts_implementation = implementation
+        return module(x, index, weights)
+
+    def ours(backend: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        with fused_mlp.backend(backend):
+            return fused_mlp.experts_mlp(x, index, weights, module.gate_up_proj, module.down_proj)
+
+    names = ["eager", "grouped_mm", *(["batched_mm"] if tokens <= _MOST_BATCHED else [])]
+    made = {name: partial(by_transformers, name) for name in names}
+    try:
+        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+    except ImportError:
+        pass
+    else:
+        made["liger"] = lambda x, index, weights: LigerFusedMoEFunction.apply(
+            x, module.gate_up_proj, module.down_proj, index, weights
+        )
+    made["ours"] = partial(ours, "auto")
+    if ON_GPU:
+        made["ours-triton"] = partial(ours, "triton")
+    return made
+
+
+def trained(way: Callable, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Forward and backward, for the gradients of all operands."""
+    for weight in module.parameters():
+        weight.grad = None
+    leaves = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    way(leaves[0], index, leaves[1]).sum().backward()
+    return leaves[0].grad
+
+
+def check_alike(calls: dict[str, Callable[[], Tensor]], what: str) -> None:
+    expected = calls["grouped_mm"]().float()
+    for name, call in calls.items():
+        difference = ((call().float() - expected).norm() / expected.norm()).item()
+        if not difference <= ALIKE:
+            sys.exit(f"{what}: the result of {name} differs by {difference:.1e} from that of grouped_mm")
+
+
+def run(given) -> dict:
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    found = {"machine": {**measure.machine(), "transformers": transformers.__version__, "dtype": "bfloat16"}}
+    found["results"] = results = []
+    cases = [
+        (mixture, tokens, routing, backward)
+        for mixture in MIXTURES
+        for tokens in given.tokens or mixture.tokens
+        for routing in given.routing
+        for backward in ((False, True) if tokens in mixture.trained else (False,))
+    ]
+    module, of = None, None
+    for mixture, tokens, routing, backward in tqdm(cases, disable=None):
+        if of is not mixture:
+            module, of = None, mixture  # the last one's memory first
+            module = experts_of(mixture)
+        index, weights = routed(mixture, tokens, routing)
+        x = torch.randn(tokens, mixture.dim, device=DEVICE).bfloat16()
+        calls = {}
+        for name, way in ways(module, fused_mlp, tokens).items():
+            if backward and name in ("eager", "ours-triton"):  # minutes, and what "ours" is
+                continue
+            calls[name] = (
+                partial(trained, way, module, x, index, weights) if backward else partial(way, x, index, weights)
+            )
+        with torch.set_grad_enabled(backward):
+            check_alike(calls, f"{mixture.title}, {tokens} tokens")
+            figures = measure.compare(calls, rounds=given.rounds, budget_us=given.seconds * 1e6)
+        shape = {"name": mixture.name, "experts": mixture.experts, "top_k": mixture.top_k}
+        shape |= {"dim": mixture.dim, "hidden": mixture.hidden, "tokens": tokens}
+        results.append({**shape, "routing": routing, "backward": backward, "providers": figures})
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def best_of_others(result: dict, key: str) -> float:
+    return min(figures[key] for name, figures in result["providers"].items() if not name.startswith("ours"))
+
+
+def label(result: dict) -> str:
+    what = f"{result['name']}, {result['tokens']} tokens, {result['routing']}"
+    return f"{what}, with backward" if result["backward"] else what
+
+
+def times(results: list[dict]) -> dict[str, str]:
+    """The times that were measured, and what they are called: GPU time on a GPU alone."""
+    on_gpu = "kernel_us" in results[0]["providers"]["ours"]
+    return {"kernel_us": "GPU time", "wall_us": "wall time"} if on_gpu else {"wall_us": "wall time"}
+
+
+def print_table(found: dict) -> None:
+    results = found["results"]
+    where = found["machine"].get("gpu") or found["machine"]["cpu"]
+    names = [name for name in TITLES if any(name in result["providers"] for result in results)]
+    for key, title in times(results).items():
+        table = Table(title=f"{where}: {title}, us")
+        table.add_column("experts", no_wrap=True)
+        for name in (*(TITLES[name] for name in names), "to the best"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for result in results:
+            figures = result["providers"]
+            row = [f"{figures[name][key]:.0f}" if name in figures else "" for name in names]
+            table.add_row(label(result), *row, f"{figures['ours'][key] / best_of_others(result, key):.2f}")
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def plot(found: dict, path: Path) -> None:
+    """Each way's time as a part of the best that transformers and Liger have."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    results, (key, title) = found["results"], next(iter(times(found["results"]).items()))
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.5 * len(results)), layout="constrained")
+    for name, color in {
+        "grouped_mm": "#7f7f7f",
+        "batched_mm": "#bbbbbb",
+        "liger": "#1f77b4",
+        "ours": "#d62728",
+    }.items():
+        rows = [row for row, result in enumerate(results) if name in result["providers"]]
+        ratios = [results[row]["providers"][name][key] / best_of_others(results[row], key) for row in rows]
+        axes.plot(ratios, rows, "o", color=color, label=TITLES[name]) if rows else None
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(results)), [label(result) for result in results])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel(f"{title}, 1 = the best of the others")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens, in the place of each shape's own")
+    parser.add_argument("--routing", nargs="+", choices=("balanced", "zipf"), default=["balanced", "zipf"])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=0.05, help="length of a turn")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/experts"))
+    given = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    found = json.loads(given.source.read_text()) if given.source else run(given)
+    print_table(found)
+    plot(found, given.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+#include "refusal.h"
+
+#include <limits>
+
+namespace fused_mlp {
+namespace {
+
+bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+}  // namespace
+
+Refusal refusal_of_operands(const GemmProblem& p) {
+  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max() - 1024;  // coordinates of tiles are 32-bit
+  if (p.dtype == DType::kFloat32) return Refusal::kFloat32;
+  if (p.m == 0 || p.n == 0 || p.k == 0) return Refusal::kEmpty;
+  if (p.m > kMaxExtent || p.n > kMaxExtent || p.k > kMaxExtent) return Refusal::kTooLarge;
+  if (p.n % 8 != 0 || p.k % 8 != 0) return Refusal::kOddFeatures;
+  const auto addressable = [](const Matrix& matrix, int64_t cols) {
+    return aligned(matrix.data, 16) && matrix.row_stride % 8 == 0 && matrix.row_stride >= cols;
+  };
+  if (!addressable(p.a, p.k) || !addressable(p.weight, p.k) || (p.gated() && !addressable(p.up_weight, p.k)) ||
+      !addressable(p.out, p.n)) {
+    return Refusal::kUnalignedRows;
+  }
+  if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return Refusal::kUnalignedBias;
+  return Refusal::kNone;
+}
+
+}  // namespace fused_mlp

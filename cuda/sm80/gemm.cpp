@@ -1,0 +1,30 @@
+// The row of sm_80 and later in the table of architectures: A100, A10, L4, L40S, RTX 3090 to 5090 and their like.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../gemm/architecture.h"
+#include "../gemm/refusal.h"
+#include "plan.h"
+
+namespace fused_mlp::sm80 {
+
+// Defined in gemm_bf16.cu and gemm_fp16.cu, by launch.cuh.
+template <typename Element>
+cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, cudaStream_t stream);
+
+constinit const Architecture kArchitecture = {
+    .name = "sm80",
+    .runs_on = [](const Gpu& gpu) { return gpu.major == 8 || (gpu.major == 9 && gpu.minor == 0) || gpu.major == 12; },
+    .kernels = kKernels,
+    .refusal = refusal_of_operands,
+    .choose = choose,
+    .launch =
+        [](const GemmProblem& p, const GemmPlan& plan, const Gpu&, cudaStream_t stream) {
+          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, stream)
+                                            : launch<__nv_bfloat16>(p, plan.kernel, stream);
+        },
+    .torch = nullptr,
+    .decide = decide,
+};
+
+}  // namespace fused_mlp::sm80

@@ -1,0 +1,21 @@
+// Where the rows of a matrix begin, and how much shared memory a CTA of the chip that is compiled for may have.
+#pragma once
+
+#include "../../torch-ext/matrix.h"
+
+namespace fused_mlp::sm80 {
+
+// The last row stands for those past the end: what is made of them is not stored.
+template <typename Element>
+__device__ __forceinline__ const Element* row_of(const Matrix& matrix, int row, int rows) {
+  return static_cast<const Element*>(matrix.data) + min(row, rows - 1) * matrix.row_stride;
+}
+
+// A kernel that needs more is left empty. Code for 8.0 also runs on 8.6 and later, where the plan does not choose it.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedLimit = 99 * 1024;
+#else
+constexpr int kSharedLimit = 163 * 1024;
+#endif
+
+}  // namespace fused_mlp::sm80

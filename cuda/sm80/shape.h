@@ -1,0 +1,42 @@
+// What a CTA of a kernel of sm_80 multiplies, and what it keeps in shared memory for that. Device code and the choice
+// of a kernel know it from here.
+#pragma once
+
+namespace fused_mlp::sm80 {
+
+// Shared memory that the system takes of each CTA's part.
+constexpr int kSystemBytes = 1024;
+
+// Of the GPUs with the least: 8.6, 8.9 and 12.x, in all and for one CTA.
+constexpr int kLeastSharedOfMultiprocessor = 100 * 1024;
+
+// Two sets of rows, which are the M and the N side of the tensor cores' instructions, in blocks of block_k elements.
+// The warps of a CTA share the rows of both sides, and warps_k of them the elements of each block.
+struct Shape {
+  int rows_m, rows_n, block_k, warps_m, warps_n, warps_k, stages;
+
+  constexpr int threads() const { return warps_m * warps_n * warps_k * 32; }
+  constexpr int stage_bytes() const { return (rows_m + rows_n) * block_k * 2; }
+  constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  bool operator==(const Shape&) const = default;
+};
+
+constexpr Shape tiled_shape(int block_m, int block_n, int block_k, int warps_m, int warps_n, int stages) {
+  return {block_m, block_n, block_k, warps_m, warps_n, 1, stages};
+}
+// The biases of a tile's columns lie behind the ring.
+constexpr int tiled_shared_bytes(const Shape& shape) { return shape.ring_bytes() + shape.rows_n * 2; }
+
+// The warps of a streamed kernel share k alone.
+constexpr int kStreamedWarps = 4;
+constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int stages) {
+  return {parts * columns, tokens, block_k, 1, 1, kStreamedWarps, stages};
+}
+constexpr int streamed_shared_bytes(const Shape& shape) { return shape.ring_bytes(); }
+
+// The CTAs of which a multiprocessor's shared memory has room for.
+constexpr int resident_ctas(int shared_bytes, int shared_of_multiprocessor) {
+  return shared_of_multiprocessor / (shared_bytes + kSystemBytes);
+}
+
+}  // namespace fused_mlp::sm80

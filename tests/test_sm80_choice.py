@@ -1,0 +1,87 @@
+"""The GEMMs of sm_80 on GPUs that are not here: what the model of their times chooses, and where it steps aside."""
+
+import re
+
+import pytest
+
+import gemm_kernels
+import predict
+import project
+import sanitizer_cases
+from tuning.prediction import GPUS, Predictor
+
+DOCUMENT = project.ROOT / "docs/kernels.md"
+KERNELS = gemm_kernels.entries("sm80")
+WIDTHS = [(384, 1536), (768, 3072), (1152, 6912), (2048, 8192), (4096, 14336), (8192, 28672)]
+ROWS = [1, 7, 16, 40, 64, 100, 197, 512, 2048, 8192]
+gpus = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory) -> Predictor:
+    return Predictor(tmp_path_factory.mktemp("prediction"))
+
+
+@gpus
+def test_every_choice_runs_on_its_gpu(predictor, gpu):
+    sizes = predictor.sizes()
+    assert len(sizes) == len(KERNELS)
+    for m in ROWS:
+        for k, n in WIDTHS:
+            for gated in (True, False):
+                found = predictor.predict(gpu, m, n, k, gated)
+                threads, shared = sizes[found.kernel]
+                assert threads <= 1024 and shared <= gpu.shared_of_cta
+                assert (KERNELS[found.kernel][1] == "Gated") == gated
+                assert found.ours == (1.1 * found.microseconds <= found.torch_microseconds)
+                if m <= 16:
+                    assert KERNELS[found.kernel][0] == "streamed", (m, k, n)
+                if m >= 512:
+                    assert KERNELS[found.kernel][0] == "tiled", (m, k, n)
+
+
+@gpus
+def test_it_steps_aside_where_nothing_is_saved(predictor, gpu):
+    """A plain product has no pointwise kernel behind it, nor has tanh-GELU with a bias, which is cuBLASLt's own."""
+    for m in (64, 512, 8192):
+        for k, n in WIDTHS[2:]:
+            assert not predictor.predict(gpu, m, n, k, False, "linear").ours
+            assert not predictor.predict(gpu, m, n, k, False, "gelu_pytorch_tanh", biased=True).ours
+    assert not predictor.predict(gpu, 8192, 28672, 8192, True).ours  # all arithmetic
+
+
+def test_large_tiles_only_where_they_fit(predictor):
+    def tile(name):
+        return KERNELS[predictor.predict(GPUS[name], 16384, 8192, 4096, True).kernel][2:4]
+
+    assert tile("A100 80GB SXM") == ("128", "256")
+    assert tile("L40S") == tile("RTX 5090") == ("256", "128")
+
+
+def test_the_prediction_in_the_document(predictor):
+    assert predict.table(predictor) in DOCUMENT.read_text(), "put the table of `python tools/predict.py` there"
+
+
+def test_the_document_names_the_margin():
+    margin = re.search(r"kMargin = ([\d.]+);", (project.ROOT / "cuda/sm80/tuning.h").read_text())[1]
+    assert f"takes {float(margin):.1f} times" in DOCUMENT.read_text()
+
+
+def test_no_gpu_gets_them_by_itself():
+    """Until they have run on one, and docs say so."""
+    text = (project.ROOT / "cuda/gemm/choice.cpp").read_text()
+    assert re.findall(r"\{&(\w+)::kArchitecture, (\w+)\}", text) == [("sm90", "true"), ("sm80", "false")]
+    assert "not been run on a GPU" in DOCUMENT.read_text()
+
+
+def test_sanitizer_cases_have_tails_for_every_kernel():
+    """And k of less than a block, and of more than the ring holds."""
+    for entry in KERNELS:
+        rows, width, block_k = (int(number) for number in entry[2:5])
+        columns = width if entry[0] == "streamed" or entry[1] == "Plain" else width // 2
+        shapes = [shape for _, shape in sanitizer_cases.forced_shapes(entry)]
+        assert all(k % 8 == 0 and n % 8 == 0 for _, k, n in shapes)
+        for place, size in ((0, rows), (1, block_k), (2, columns)):
+            sizes = [shape[place] for shape in shapes]
+            assert min(sizes) < size < max(sizes) and any(found % size for found in sizes)
+        assert max(k for _, k, _ in shapes) > block_k * int(entry[-1])

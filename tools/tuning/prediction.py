@@ -1,0 +1,87 @@
+"""What the model of the GEMMs of sm_80 chooses on GPUs that are not here: the package's own C++, through ctypes."""
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import project
+from builder import toolchain
+
+SOURCES = ("cuda/sm80/plan.cpp", "cuda/sm80/time_model.cpp", "tools/tuning/prediction.cpp")
+ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch-ext/activation.h
+
+
+class Gpu(ctypes.Structure):
+    """As cuda/gemm/gpu.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("major", "minor", "multiprocessors")),
+        *((name, ctypes.c_int) for name in ("shared_of_cta", "shared_of_multiprocessor")),
+        *((name, ctypes.c_double) for name in ("cycles_per_microsecond", "bytes_per_microsecond")),
+        ("l2_bytes", ctypes.c_int64),
+        ("geforce", ctypes.c_bool),
+    ]
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self.major, self.minor
+
+
+def _gpu(capability: str, multiprocessors: int, mhz: int, gigabytes: int, l2_mib: int, geforce: bool = False) -> Gpu:
+    major, minor = (int(part) for part in capability.split("."))
+    shared = {(8, 0): 164, (8, 7): 164, (9, 0): 228}.get((major, minor), 100) * 1024
+    sizes = (shared - 1024, shared)
+    return Gpu(major, minor, multiprocessors, *sizes, mhz, gigabytes * 1e3, l2_mib << 20, geforce)
+
+
+# As their drivers describe them: boost clock and nominal bandwidth, from NVIDIA's data sheets.
+GPUS = {
+    "A100 80GB SXM": _gpu("8.0", 108, 1410, 2039, 40),
+    "A10": _gpu("8.6", 72, 1695, 600, 6),
+    "L4": _gpu("8.9", 58, 2040, 300, 48),
+    "L40S": _gpu("8.9", 142, 2520, 864, 96),
+    "RTX PRO 6000": _gpu("12.0", 188, 2617, 1792, 128),
+    "RTX 3090": _gpu("8.6", 82, 1695, 936, 6, geforce=True),
+    "RTX 4090": _gpu("8.9", 128, 2520, 1008, 72, geforce=True),
+    "RTX 5090": _gpu("12.0", 170, 2407, 1792, 96, geforce=True),
+    "H200": _gpu("9.0", 132, 1980, 4917, 50),  # where the kernels can be tried: forced
+}
+
+
+class _Prediction(ctypes.Structure):
+    _fields_ = [("kernel", ctypes.c_int), ("ours", ctypes.c_int)] + [
+        (name, ctypes.c_double) for name in ("microseconds", "torch_microseconds")
+    ]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    kernel: int  # its number in cuda/sm80/kernels.def
+    ours: bool  # whether it would be taken
+    microseconds: float
+    torch_microseconds: float
+
+
+class Predictor:
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / "prediction.so"
+        command = [toolchain.cxx(), "-std=c++20", "-O1", "-fPIC", "-shared", "-o", library]
+        subprocess.run([*command, *(project.ROOT / source for source in SOURCES)], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def predict(
+        self, gpu: Gpu, m: int, n: int, k: int, gated: bool, activation: str = "silu", biased: bool = False
+    ) -> Prediction:
+        shape = (ctypes.c_int64 * 6)(m, n, k, gated, ACTIVATIONS[activation], gpu.multiprocessors)
+        found = _Prediction()
+        self._library.predict(ctypes.byref(gpu), shape, int(biased), ctypes.byref(found))
+        return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Threads and bytes of shared memory of every kernel, in the order of the list."""
+        found, threads, shared = [], ctypes.c_int(), ctypes.c_int()
+        while self._library.described(len(found), ctypes.byref(threads), ctypes.byref(shared)) == 0:
+            found.append((threads.value, shared.value))
+        return found

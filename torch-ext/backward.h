@@ -1,0 +1,184 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <utility>
+#include <vector>
+
+#include "activation.h"
+#include "operands.h"
+#include "tensor_rows.h"
+#include "torch_binding.h"
+#include "torch_gemm.h"
+
+// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and the pointwise kernels of a backend.
+namespace fused_mlp {
+
+// The operands of training_forward. Bit i of `needs` asks for the gradient of operand i.
+enum Operand { kX, kWeight, kUpWeight, kSecondWeight, kBias, kUpBias, kSecondBias, kOperands };
+
+inline void check_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                           const OptionalTensor& second_weight, const OptionalTensor& bias,
+                           const OptionalTensor& up_bias, const OptionalTensor& second_bias, int64_t activation) {
+  check_activation(activation);
+  check_linear(x, weight, bias);
+  if (up_weight) check_gated_linear(x, weight, *up_weight, bias, up_bias);
+  if (second_weight) check_second(x, weight, *second_weight, second_bias);
+}
+
+// A tensor of the shape of a layer's result.
+inline void check_kept(const Tensor& tensor, const char* name, const Tensor& x, const Tensor& weight) {
+  check_same_kind(tensor, name, x);
+  const auto sizes = tensor.sizes(), in = x.sizes();
+  STD_TORCH_CHECK(sizes.size() == in.size() && std::equal(sizes.begin(), sizes.end() - 1, in.begin()) &&
+                      tensor.size(-1) == weight.size(0),
+                  name, " must have the shape of its layer's result");
+}
+
+// Backend:
+//   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
+//   mm(out, a, b)                out = a b
+//   add_mm(out, a, b)            out += a b
+//   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
+//   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
+//   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
+template <typename Backend>
+class Backward {
+ public:
+  Backward(const Tensor& grad, const Tensor& x, int64_t activation, int64_t needs)
+      : grad_(Backend::rows(grad)), input_(x), x_(Backend::rows(x)), activation_(activation), needs_(needs) {}
+
+  // Makes again what a forward has not kept.
+  std::vector<Tensor> run_again(const Tensor& weight, const OptionalTensor& up_weight,
+                                const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                const OptionalTensor& up_bias) {
+    const auto made = [&](const Tensor& weight, const OptionalTensor& bias) {
+      const Tensor values = new_dense(input_, {x_.size(0), weight.size(0)});
+      Backend::linear_into(values, x_, weight, bias);
+      return values;
+    };
+    const Tensor gate = made(weight, bias);
+    return run(weight, up_weight, second_weight, gate,
+               up_weight ? OptionalTensor(made(*up_weight, up_bias)) : std::nullopt, true);
+  }
+
+  // `gate` and `up` are the values before the activation. `in_place`: they are written to, and their memory is freed as
+  // soon as it is not needed. Peak memory beside operands and gradients: three matrices [rows, hidden] with gate and
+  // up among them, four where they are to stay.
+  std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                          Tensor gate, OptionalTensor up, bool in_place) {
+    const std::array<int64_t, 2> sizes{x_.size(0), weight.size(0)};
+    const Tensor gate_rows = flat(gate);
+    const OptionalTensor up_rows = up ? OptionalTensor(flat(*up)) : std::nullopt;
+    OptionalTensor dhidden;
+    if (second_weight) {
+      if (needs(kSecondWeight)) {
+        const Tensor values = in_place && !needs_first() ? gate_rows : new_dense(gate, sizes);
+        Backend::apply(gate_rows, up_rows, values, activation_);
+        if (up && in_place && !needs_first()) release(*up);
+        found_[kSecondWeight] = of_weight(grad_, values, *second_weight);
+      }
+      if (needs(kSecondBias)) found_[kSecondBias] = of_bias(grad_);
+      if (!needs_first()) return results();
+      dhidden = new_dense(gate, sizes);
+      Backend::mm(*dhidden, grad_, *second_weight);
+    }
+    OptionalTensor dgate = gate_rows, dup = up_rows;
+    if (!in_place) {
+      dgate = dhidden ? dhidden : OptionalTensor(new_dense(gate, sizes));
+      if (up) dup = new_dense(gate, sizes);
+    }
+    Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, *dgate, dup, activation_);
+    dhidden.reset();
+
+    OptionalTensor dx;
+    if (needs(kX)) {
+      dx = new_dense(input_, input_.sizes());
+      Backend::mm(flat(*dx), *dgate, weight);
+    }
+    if (needs(kWeight)) found_[kWeight] = of_weight(*dgate, x_, weight);
+    if (needs(kBias)) found_[kBias] = of_bias(*dgate);
+    dgate.reset();
+    if (in_place) release(gate);
+    if (up) {
+      if (needs(kX)) Backend::add_mm(flat(*dx), *dup, *up_weight);
+      if (needs(kUpWeight)) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
+      if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
+      dup.reset();
+      if (in_place) release(*up);
+    }
+    found_[kX] = dx;
+    return results();
+  }
+
+ private:
+  bool needs(Operand operand) const { return needs_ >> operand & 1; }
+  bool needs_first() const { return needs(kX) || needs(kWeight) || needs(kUpWeight) || needs(kBias) || needs(kUpBias); }
+
+  // A dense tensor [..., cols] as a matrix.
+  Tensor flat(const Tensor& dense) const {
+    const int64_t cols = dense.size(-1);
+    return matrix_view(dense, {x_.size(0), cols}, {cols, 1});
+  }
+
+  // grad^T x in the layout of the weight: where that is a transposed matrix (Conv1D), so is its gradient.
+  Tensor of_weight(const Tensor& grad, const Tensor& x, const Tensor& weight) const {
+    const int64_t out = weight.size(0), in = weight.size(1);
+    if (!weight.is_contiguous() && weight.stride(0) == 1 && weight.stride(1) == out) {
+      const Tensor result = new_dense(weight, {in, out});
+      Backend::mm(result, transposed(x), grad);
+      return transposed(result);
+    }
+    const Tensor result = new_dense(weight, {out, in});
+    Backend::mm(result, transposed(grad), x);
+    return result;
+  }
+
+  static Tensor of_bias(const Tensor& grad) {
+    const int64_t rows = 0;
+    return torch::stable::sum(grad, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1));
+  }
+
+  // Frees the memory of a tensor that others still refer to, and do not read: autograd, until the op returns.
+  static void release(const Tensor& tensor) {
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(tensor), torch::stable::detail::from(int64_t{0})};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("inductor::resize_storage_bytes_", "", stack.data(), TORCH_ABI_VERSION));
+  }
+
+  // Those asked for, in the order of the operands.
+  std::vector<Tensor> results() const {
+    std::vector<Tensor> wanted;
+    for (int operand = 0; operand < kOperands; ++operand) {
+      if (needs(static_cast<Operand>(operand))) wanted.push_back(found_[operand].value());
+    }
+    return wanted;
+  }
+
+  const Tensor grad_, input_, x_;
+  const int64_t activation_, needs_;
+  OptionalTensor found_[kOperands];
+};
+
+// `gate` is what a forward has kept, or null; `up` as well.
+template <typename Backend>
+std::vector<Tensor> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                              const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                              const OptionalTensor& bias, const OptionalTensor& up_bias, const OptionalTensor& gate,
+                              const OptionalTensor& up, int64_t activation, int64_t needs, bool in_place) {
+  check_training(x, weight, up_weight, second_weight, bias, up_bias, std::nullopt, activation);
+  check_kept(grad, "grad", x, second_weight ? *second_weight : weight);
+  Backward<Backend> backward(grad, x, activation, needs);
+  if (!gate) return backward.run_again(weight, up_weight, second_weight, bias, up_bias);
+  STD_TORCH_CHECK(up.has_value() == up_weight.has_value(), "up must be there where up_weight is");
+  const auto dense = [&](const Tensor& kept, const char* name) {
+    check_kept(kept, name, x, weight);
+    STD_TORCH_CHECK(!in_place || kept.is_contiguous(), name, " must be contiguous to be overwritten");
+    return kept.is_contiguous() ? kept : torch::stable::contiguous(kept);
+  };
+  return backward.run(weight, up_weight, second_weight, dense(*gate, "gate"),
+                      up ? OptionalTensor(dense(*up, "up")) : std::nullopt, in_place);
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,175 @@
+"""Calls that autograd follows: one op forward and one backward, by the compiled ops.
+
+The forward keeps the values before the activation ("activations"), or nothing but its operands ("recompute"). The
+backward computes those gradients that are asked for. A gradient that is differentiated in its turn is composed.
+"""
+
+from __future__ import annotations
+
+from sys import getrefcount
+from typing import Any, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ._ops import add_op_namespace_prefix
+from .backends import native, reference
+
+KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
+
+_forward = native.training_forward
+_backward, _backward_in_place = native.training_backward, native.training_backward_
+
+# Bound once: to look these up is a measurable part of a small call.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_transformed = torch._C._are_functorch_transforms_active
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+Operands = Tuple[Optional[Tensor], ...]
+
+
+def check_memory(memory: str) -> None:
+    """Raises ValueError for what is none of :data:`MEMORY`."""
+    if memory not in MEMORY:
+        raise ValueError(f"memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+
+
+def refusal(op: str) -> Optional[str]:
+    """Why a call that autograd follows is not one op, or None if it can be."""
+    if op not in _NAMES:
+        return "autograd follows the parts"
+    if op == "mlp" and native.DEVICE_TYPE == "cuda":
+        return "autograd follows the parts: no CUDA kernel for the gradient of an activation without a gate"
+    return "torch.func follows the parts" if is_transformed() else None
+
+
+def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
+    """What the forward keeps beside its operands, and the bytes of it."""
+    if memory == RECOMPUTED:
+        return (), 0
+    x, weight = given[:2]
+    names = ("fc1",) if op == "mlp" else ("gate", "up")
+    if _is_first_frozen(*_full(op, given)):
+        names = ("hidden",)
+    return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
+
+
+def run(op: str, given: Operands, activation: int, memory: str) -> Tensor:
+    """The result of a function of this package on its operands, followed by autograd."""
+    given = _full(op, given)
+    if memory == KEPT and _is_first_frozen(*given):
+        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
+        if up_weight is None:
+            hidden = native.linear(x, weight, bias, activation)
+        else:
+            hidden = native.gated_linear(x, weight, up_weight, bias, up_bias, activation)
+        return F.linear(hidden, second_weight, second_bias)
+    if _is_compiling() or _dispatch_modes():
+        return _forward(*given, activation, memory == KEPT)[0]
+    return _Recorded.apply(*given, activation, memory == KEPT)[0]
+
+
+_NAMES = frozenset(("gated_linear", "mlp", "gated_mlp"))
+
+
+def _full(op: str, given: Operands) -> Operands:
+    """The operands of a function as those of the op."""
+    if op == "gated_mlp":
+        return given
+    if op == "mlp":
+        x, weight, second_weight, bias, second_bias = given
+        return (x, weight, None, second_weight, bias, None, second_bias)
+    x, weight, up_weight, bias, up_bias = given
+    return (x, weight, up_weight, None, bias, up_bias, None)
+
+
+def _is_first_frozen(
+    x: Tensor,
+    weight: Tensor,
+    up_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+) -> bool:
+    """Whether only the last layer is trained: it needs its input, and nothing from before the activation."""
+    if weight.requires_grad or x.requires_grad or second_weight is None:
+        return False
+    return not any(tensor is not None and tensor.requires_grad for tensor in (up_weight, bias, up_bias))
+
+
+def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
+    *given, ctx.activation, keep = inputs
+    _, gate, up = output
+    ctx.alone = False
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(gate, up)
+    if keep:
+        ctx.save_for_backward(*given, gate, None if given[2] is None else up)
+    else:
+        ctx.save_for_backward(*given, None, None)
+
+
+def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
+    if grad is None:
+        return (None,) * 9
+    *given, second_bias, gate, up = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:7]
+    # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
+    if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
+        found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation)
+    else:
+        alone = ctx.alone and gate is not None and not _keeps_graph() and not _dispatch_modes()
+        # Nor has anybody got hold of it through the node: there is this name, autograd's and the question's.
+        alone = alone and getrefcount(gate) <= 3 and _uses(gate) <= 2
+        alone = alone and (up is None or (getrefcount(up) <= 3 and _uses(up) <= 2))
+        backward = _backward_in_place if alone else _backward
+        found = backward(grad, *given, gate, up, ctx.activation, sum(need << index for index, need in enumerate(needs)))
+    found = iter(found)
+    return (*(next(found) if need else None for need in needs), None, None)
+
+
+if native.DEVICE_TYPE is not None:
+    torch.library.register_autograd(
+        add_op_namespace_prefix("training_forward"), _gradients, setup_context=_setup_context
+    )
+
+
+class _Recorded(torch.autograd.Function):
+    """What is registered for the op, in a third of the time, for calls that nothing traces."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tuple[Tensor, ...]:
+        with _below_autograd():
+            output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        ctx.alone = _saved_tensors_hooks(False) is None  # what is kept is handed to nobody
+        return output
+
+    backward = staticmethod(_gradients)
+
+
+def _uses(tensor: Optional[Tensor]) -> int:
+    """How many tensors share a storage, and one for the question."""
+    return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _composed_gradients(given: Operands, grad: Tensor, needs: Tuple[bool, ...], activation: int) -> Tuple[Tensor, ...]:
+    """The gradients by PyTorch's operations, which can be differentiated again."""
+    create_graph = _is_grad_enabled()
+    with torch.enable_grad():
+        given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)  # tied ones apart
+        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
+        if up_weight is None:
+            result = reference.linear(x, weight, bias, activation)
+        else:
+            result = reference.gated_linear(x, weight, up_weight, bias, up_bias, activation)
+        if second_weight is not None:
+            result = F.linear(result, second_weight, second_bias)
+    wanted = [tensor for tensor, need in zip(given, needs) if need]
+    return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
