@@ -150,6 +150,7 @@ void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const
                 Matrix{up_first ? other : data, 2 * features}, Matrix{up_first ? data : other, 2 * features},
                 dense_matrix(out, features));
 }
+
 // What the backward of a hidden layer needs, [rows, features]: gate before its activation, and up where there is one.
 struct Kept {
   Tensor gate, up;

@@ -256,7 +256,7 @@ def gradients(function, made, grad):
 @dtypes
 def test_gradients(fused_mlp, device, dtype):
     """Of x, the routing's weights, all weights and biases."""
-    for form in (*forms(), {"interleaved": True, "transposed": True, **GPT_OSS}):
+    for form in forms() if dtype == torch.float32 else ({}, {"interleaved": True, "transposed": True, **GPT_OSS}):
         made = drawn(dtype=dtype, device=device, biases=True, **form)
         made["top_k_weights"].nan_to_num_(0.3)
         grad = torch.randn(7, 33, device=device).to(dtype)
@@ -283,7 +283,7 @@ def test_gradients(fused_mlp, device, dtype):
 
 
 def test_derivatives_of_every_order(fused_mlp, device):
-    for form in ({}, {"gated": False}, {"interleaved": True, "transposed": True, "limit": 0.7, "up_offset": 1.0}):
+    for form in ({"gated": False}, {"interleaved": True, "transposed": True, "limit": 0.7, "up_offset": 1.0}):
         made = drawn(3, 2, 3, (3, 2, 2), dtype=torch.float64, device=device, biases=True, **form)
         made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3).double()
         names = [name for name, value in made.items() if value.is_floating_point()]
@@ -455,7 +455,7 @@ def test_explained(fused_mlp, device):
 def test_any_call(fused_mlp, device, implementation):
     """What nobody thought of: everything drawn by chance."""
     draw = random.Random(torch.randint(1 << 30, ()).item())
-    for _ in range(25):
+    for _ in range(12):
         form = draw.choice(list(forms()))
         experts, k = draw.choice([1, 2, 3, 9, 40]), draw.choice([1, 2, 3, 8, 16])
         sizes = tuple(draw.choice([1, 3, 8, 16, 33, 64, 130]) for _ in range(3))

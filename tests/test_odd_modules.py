@@ -102,10 +102,10 @@ def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
     rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting")
     read = rewriting.fused_methods
 
-    def failing(module):
+    def failing(module, memory):
         if isinstance(module, Intermediate):
             raise ZeroDivisionError("nobody\nforesaw this")
-        return read(module)
+        return read(module, memory)
 
     monkeypatch.setattr(rewriting, "fused_methods", failing)
     model = nn.Sequential(Gated(), Intermediate(sizes=(32, 32)), Plain()).to(device)

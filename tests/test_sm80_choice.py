@@ -55,7 +55,7 @@ def test_large_tiles_only_where_they_fit(predictor):
         return KERNELS[predictor.predict(GPUS[name], 16384, 8192, 4096, True).kernel][2:4]
 
     assert tile("A100 80GB SXM") == ("128", "256")
-    assert tile("L40S") == tile("RTX 5090") == ("256", "128")
+    assert tile("L40S") == tile("RTX 5090") == tile("Jetson AGX Orin") == ("256", "128")
 
 
 def test_the_prediction_in_the_document(predictor):

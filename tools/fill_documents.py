@@ -82,6 +82,7 @@ def parts() -> dict[str, str]:
         "generate": generate_table(),
         "widths": widths_table(),
         "floors": floors_table(),
+        "experts": experts_table(),
     }
     sentences = {
         "machine": machine(),
@@ -89,6 +90,7 @@ def parts() -> dict[str, str]:
         "sweep": sweep_sentence(),
         "between": between_sentence(),
         "cpu": cpu_sentence(),
+        "experts-machine": experts_machine(),
         "coverage": coverage_sentence(),
     }
     return tables | {name: textwrap.fill(text, 120) for name, text in sentences.items()}
@@ -238,6 +240,36 @@ def cpu_sentence() -> str:
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, "
         f"{run['dtype']}: a gated MLP of {shape['batch'] * shape['seq']} x {shape['dim']} x {shape['hidden']} takes "
         f"{ms['ours']:.0f} ms, eager {ms['eager']:.0f} and torch.compile {ms['compile']:.0f}."
+    )
+
+
+# Experts of mixtures.
+
+EXPERTS = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "ours": HEADS["ours"]}
+
+
+def experts_table() -> str:
+    """Ratios to the best of transformers' ways."""
+    rows = []
+    for result in run("cpu-experts")["results"]:
+        times = {name: figures["wall_us"] for name, figures in result["providers"].items()}
+        best = min(time for name, time in times.items() if name != "ours")
+        cells = (f"{times[name] / best:.2f}" if name in times else "" for name in EXPERTS)
+        backward = ", with backward" if result["backward"] else ""
+        rows.append((f"{result['tokens']}, {result['routing']}{backward}", *cells))
+    return documents.table(("tokens, routing", *EXPERTS.values()), rows, left=1)
+
+
+def experts_machine() -> str:
+    found = run("cpu-experts")
+    facts, shape = found["machine"], found["results"][0]
+    spreads = [way["wall_us_spread"] for result in found["results"] for way in result["providers"].values()]
+    return (
+        f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
+        f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
+        f"{shape['top_k']} a token. Wall time as a part of the best of transformers' ways. The machine was busy with "
+        f"other work: the turns of one way differ by {statistics.median(spreads):.0%} of their median, and the times "
+        "themselves say nothing."
     )
 
 

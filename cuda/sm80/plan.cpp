@@ -12,7 +12,7 @@ GemmPlan choose(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for (const ListedKernel& listed : kListed) {
     const GemmKernel& kernel = listed.kernel;
-    if (kernel.product != p.product() || listed.shared_bytes > gpu.shared_of_cta) continue;
+    if (kernel.product != p.product() || !has_code(listed, gpu)) continue;
     if (kernel.loop == MainLoop::kStreamed && ceil_div(p.m, kernel.block_m) > kStreamedTiles) continue;
     const double microseconds = estimated_microseconds(p, listed, gpu);
     if (microseconds < best.microseconds) best = {kernel, microseconds};

@@ -56,7 +56,14 @@ static_assert(
     }(),
     "two kernels have the same tile");
 
-// The kernel that is estimated to take the least time, of those that the GPU has the shared memory for.
+// Whether there is code of the kernel for a GPU, which has the shared memory for it. 8.7 has as much as 8.0, but runs
+// the code of 8.6.
+constexpr bool has_code(const ListedKernel& listed, const Gpu& gpu) {
+  const bool large = (gpu.major == 8 || gpu.major == 9) && gpu.minor == 0;
+  return listed.shared_bytes <= (large ? gpu.shared_of_cta : kLeastSharedOfCta);
+}
+
+// The kernel that is estimated to take the least time, of those that there is code for.
 GemmPlan choose(const GemmProblem& problem, const Gpu& gpu);
 
 // kNone, with the plan in *plan, where the GPU's model says that a kernel of ours is the faster way, with a margin.

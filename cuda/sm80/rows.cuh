@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../torch-ext/matrix.h"
+#include "shape.h"
 
 namespace fused_mlp::sm80 {
 
@@ -11,9 +12,9 @@ __device__ __forceinline__ const Element* row_of(const Matrix& matrix, int row, 
   return static_cast<const Element*>(matrix.data) + min(row, rows - 1) * matrix.row_stride;
 }
 
-// A kernel that needs more is left empty. Code for 8.0 also runs on 8.6 and later, where the plan does not choose it.
+// A kernel that needs more is left out. plan.h knows where there is code for it.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kSharedLimit = 99 * 1024;
+constexpr int kSharedLimit = kLeastSharedOfCta;
 #else
 constexpr int kSharedLimit = 163 * 1024;
 #endif

@@ -9,6 +9,7 @@ constexpr int kSystemBytes = 1024;
 
 // Of the GPUs with the least: 8.6, 8.9 and 12.x, in all and for one CTA.
 constexpr int kLeastSharedOfMultiprocessor = 100 * 1024;
+constexpr int kLeastSharedOfCta = kLeastSharedOfMultiprocessor - kSystemBytes;
 
 // Two sets of rows, which are the M and the N side of the tensor cores' instructions, in blocks of block_k elements.
 // The warps of a CTA share the rows of both sides, and warps_k of them the elements of each block.

@@ -154,6 +154,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     multiply<Tile>(ring, rows, weights, place, args.k, sums);
     store_tile<Gemm>(args, sums, biases + place.n * Tile::kWarpRowsN * 2, ring + warp * Gemm::kStoreBytes,
                      first_row + place.m * Tile::kWarpRowsM, first_column + place.n * Gemm::kWarpColumns);
+  } else {
+    __trap();  // rather than leave the output as it is
   }
 }
 

@@ -38,6 +38,7 @@ def _gpu(capability: str, multiprocessors: int, mhz: int, gigabytes: int, l2_mib
 # As their drivers describe them: boost clock and nominal bandwidth, from NVIDIA's data sheets.
 GPUS = {
     "A100 80GB SXM": _gpu("8.0", 108, 1410, 2039, 40),
+    "Jetson AGX Orin": _gpu("8.7", 16, 1300, 205, 4),
     "A10": _gpu("8.6", 72, 1695, 600, 6),
     "L4": _gpu("8.9", 58, 2040, 300, 48),
     "L40S": _gpu("8.9", 142, 2520, 864, 96),
