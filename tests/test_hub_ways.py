@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils import kernel_config
 
 import machine
+import mixtures
 import project
 import tiny_models
 from safety import assert_same
@@ -293,6 +294,26 @@ def test_activations_by_name(fused_mlp, device, layer, kind, name, activation):
     assert_same_results(model, kernelized, ids)
     assert {module.extent for module in fused_mlp.fuse_mlps(kernelized).fused} == {"full"}
     assert_same_results(model, kernelized, ids)
+
+
+def test_the_mixture_of_the_default_mapping(fused_mlp, device):
+    """transformers has marked the mixture of gpt-oss alone."""
+    kind = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP
+    layer = fused_mlp.layers.MegaBlocksMoeMLP
+    assert kind.kernel_layer_name == "MegaBlocksMoeMLP"
+    _validate_layer(check_cls=kind, cls=layer, repo=None)
+    model, ids = mixtures.build("gpt_oss").to(device), torch.arange(3, 17, device=device).view(2, 7)
+    kernelized = copy.deepcopy(model)
+    kernelized.set_use_kernels(True, config_of({"MegaBlocksMoeMLP": "MegaBlocksMoeMLP"}))
+    blocks = [part for part in kernelized.modules() if type(part) is kind]
+    assert [part.forward.__func__ for part in blocks] == [layer.forward] * 2
+    assert fused_mlp.explain(blocks[0]).implementation == "fused"
+    assert_same(model, kernelized, ids)
+    with pytest.raises(AttributeError, match=r"layers\.MegaBlocksMoeMLP has no weights"):
+        layer()(torch.zeros(2, 3, 32, device=device))
+    for block in blocks:
+        block.experts.to(torch.float64)
+        assert "runs as it is: a weight of torch.float64" in fused_mlp.explain(block).reason
 
 
 # The examples.

@@ -201,7 +201,7 @@ def test_a_module_without_a_part_says_which(fused_mlp, device):
 
 def test_every_layer_is_tested(fused_mlp):
     layers = {name for name in fused_mlp.layers.__all__ if not name.endswith("Layout")}
-    assert layers == {layer for layer, *_ in CASES.values()}
+    assert layers == {layer for layer, *_ in CASES.values()} | {"MegaBlocksMoeMLP"}  # which test_hub_ways has
 
 
 LAYOUTS = {

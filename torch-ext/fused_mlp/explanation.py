@@ -14,6 +14,7 @@ from . import calls, dispatch, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import outcome, patching, report
+from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
 
@@ -176,16 +177,23 @@ _IMPLEMENTATIONS.update(dict.fromkeys(outcome.EXTENT_WORDS, "fused"))
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
+    taken_in = set()  # experts that a layer around them computes
     for path, module in model.named_modules():
+        if module in taken_in:
+            continue
         own = module.__dict__.get("forward")
         kernel = inspect.getattr_static(type(module), "forward") if own is None else getattr(own, "__func__", None)
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
+        if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
+            taken_in.add(module.experts)
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
         if found is not None:
             yield report.of_module(path, module, found)
 
 
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
+    if kernel is layers.MegaBlocksMoeMLP.forward:
+        return outcome.of_experts(module.experts, NAME)
     for attribute in _LAYER_ACTIVATIONS:
         act = getattr(module, attribute, None)
         if act is not None and activation_of(act) is None:

@@ -9,14 +9,14 @@ of its layer, so that it computes the same where nobody kernelizes it.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import nn
 
 from . import functional
 from .activations import get_activation
-from .models import forwards, obstacles, shortcut
+from .models import forwards, mixtures, obstacles, shortcut
 from .models.checkpoints import PackedWeights
 
 
@@ -144,6 +144,29 @@ class Intermediate(nn.Module):
         except AttributeError as error:
             raise _alone(self, error) from None
         return shortcut.fused(forwards.LINEAR, hidden_states, projections, act)
+
+
+class MegaBlocksMoeMLP(nn.Module):
+    """``experts(x, *router(x))``: the mixture of gpt-oss, by the name that transformers maps for it.
+
+    hidden_states ``[..., in]`` -> ``[..., in]``, and the weights ``[tokens, k]`` that the router gave. Experts that are
+    not understood, or must not be read, are called as they are.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    router: nn.Module
+    experts: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        try:
+            router, experts = self.router, self.experts
+        except AttributeError as error:
+            raise _alone(self, error) from None
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, index = router(x)
+        return mixtures.routed(experts, x, index, weights).reshape(hidden_states.shape), weights
 
 
 class Linear(nn.Module):
@@ -348,6 +371,7 @@ __all__ = [
     "Intermediate",
     "Linear",
     "MLPLayout",
+    "MegaBlocksMoeMLP",
     "NewGELU",
     "PackedGatedMLP",
     "PackedGatedMLPLayout",

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from ..activations import ACTIVATIONS, BY_CODE
 from ..backends import reference
 from ..experts import Form, traceable
-from . import interface, purity, switching
+from . import interface, obstacles, purity, switching
 from .miniature import MiniatureError, miniature, routing, sizes_of
 from .recognition import activation_of
 from .source import tree_of
@@ -96,6 +96,9 @@ def of(module: nn.Module) -> Optional[Union[Experts, Unknown]]:
     method = method_of(module)
     key = _key(module, method)
     if key not in _known:
+        around = obstacles.of_surroundings()
+        if around is not None:  # which a copy would be run under: it is found out another time
+            return Unknown(around)
         _known[key] = _found_out(module, method)
     return _known[key]
 
@@ -187,11 +190,11 @@ def _names_read(method: FunctionType, gate: Any) -> Tuple[str, ...]:
 def _found_out(module: nn.Module, method: FunctionType) -> Optional[Union[Experts, Unknown]]:
     own = interface.original_of(method)
     try:
-        if own is None:
-            return _of_any_class(module, method)
-        return _of_decorated(module, own)
+        return _of_any_class(module, method) if own is None else _of_decorated(module, own)
     except MiniatureError as error:
         return Unknown(str(error))
+    except Exception as error:  # of whatever a class has that nobody foresaw: its own code runs
+        return Unknown(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _of_decorated(module: nn.Module, own: FunctionType) -> Union[Experts, Unknown]:

@@ -87,6 +87,13 @@ def registered(
     return interface.fallback(method, hidden_states)(self, *given, *others, **named)
 
 
+def routed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The output of a module of experts, called by a layer of this package: on every device by ``experts_mlp``."""
+    called = obstacles.of_call(module) is not None or type(module).__call__ is not nn.Module.__call__
+    result = None if called else _fused(module, x, index, weights, interface.NAME)
+    return module(x, index, weights) if result is None else result
+
+
 def register_experts() -> None:
     """Makes ``experts_mlp`` known to transformers as an implementation of experts, under the name ``"fused_mlp"``.
 
@@ -101,24 +108,30 @@ def register_experts() -> None:
     interface.functions().register(interface.NAME, registered)
 
 
-def obstacle(module: nn.Module) -> Optional[str]:
-    """Why the forward of a module of experts runs as it was written, in its present state; None if it does not."""
+def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
+    """Why the forward of a module of experts runs as it was written, in its present state; None if it does not.
+
+    ``asked`` is the name of what stands in the place of the implementation that it is set to, if anything does.
+    """
     found = experts.of(module)
     if not isinstance(found, Experts):
         return found.reason if isinstance(found, Unknown) else "code in a form that is not known"
     tensors, way = experts.tensors_of(module, found.weights), _way(module)
-    return _of_module(module, found, tensors, way) or _of_device(tensors[0], way)
+    return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
 
 
-def _fused(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Optional[Tensor]:
+def _fused(
+    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, asked: Optional[str] = None
+) -> Optional[Tensor]:
     """The output of experts by one call; None where their forward is to run as it was written."""
+    way = _way(module)
+    if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
+        return None
     found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
     if type(found) is not Experts:
         return None
-    tensors, way = experts.tensors_of(module, found.weights), _way(module)
+    tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
-        return None
-    if _of_device(x, way) is not None:
         return None
     return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
 

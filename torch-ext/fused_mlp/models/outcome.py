@@ -92,9 +92,9 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Outcome:
     return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))
 
 
-def of_experts(module: nn.Module) -> Outcome:
+def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """Whether a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
-    obstacle = mixtures.obstacle(module)
+    obstacle = mixtures.obstacle(module, asked)
     if obstacle is None:
         return Outcome(FULL, (), _EXPERTS)
     return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
