@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
-      ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, bool transposed) -> str");
+  ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, bool transposed) -> str");
 }
 
 #if defined(CUDA_KERNEL)
