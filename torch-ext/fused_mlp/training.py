@@ -6,6 +6,7 @@ backward computes those gradients that are asked for. A gradient that is differe
 
 from __future__ import annotations
 
+import functools
 from sys import getrefcount
 from typing import Any, Optional, Tuple
 
@@ -125,9 +126,9 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation)
     else:
         alone = ctx.alone and gate is not None and not _keeps_graph() and not _dispatch_modes()
-        # Nor has anybody got hold of it through the node: there is this name, autograd's and the question's.
-        alone = alone and getrefcount(gate) <= 3 and _uses(gate) <= 2
-        alone = alone and (up is None or (getrefcount(up) <= 3 and _uses(up) <= 2))
+        # Nor has anybody got hold of it through the node.
+        alone = alone and getrefcount(gate) <= _references() and _uses(gate) <= 2
+        alone = alone and (up is None or (getrefcount(up) <= _references() and _uses(up) <= 2))
         backward = _backward_in_place if alone else _backward
         found = backward(grad, *given, gate, up, ctx.activation, sum(need << index for index, need in enumerate(needs)))
     found = iter(found)
@@ -152,6 +153,33 @@ class _Recorded(torch.autograd.Function):
         return output
 
     backward = staticmethod(_gradients)
+
+
+@functools.cache
+def _references() -> int:
+    """What ``getrefcount`` says of a tensor in a backward that nobody else holds: one more where torch counts its own.
+
+    It is seen in a backward, since versions of torch differ.
+    """
+    found = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tuple[Tensor, Tensor]:
+            kept = x.clone()
+            ctx.mark_non_differentiable(kept)
+            ctx.save_for_backward(x, kept)
+            return x.clone(), kept
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, _: None) -> Tensor:
+            *_, kept = ctx.saved_tensors
+            found.append(getrefcount(kept))
+            return grad
+
+    with torch.enable_grad():
+        Probe.apply(torch.zeros(1, device="cpu", requires_grad=True))[0].sum().backward()
+    return found[0]
 
 
 def _uses(tensor: Optional[Tensor]) -> int:
