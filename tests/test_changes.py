@@ -155,7 +155,11 @@ def outcomes(module, x):
         given = x.clone().requires_grad_()
         result = module(given)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(result.float().square().sum(), [given, *parameters], allow_unused=True)
+        # Weighted: a norm at the end makes the sum of the squares of its outputs a constant.
+        scale = torch.linspace(1, 2, result.shape[-1], device=x.device)
+        gradients = torch.autograd.grad(
+            (result.float() * scale).square().sum(), [given, *parameters], allow_unused=True
+        )
     except (RuntimeError, TypeError) as error:
         return isinstance(error, RuntimeError)
     return [plain(part) for part in (without, result.detach(), *gradients)]

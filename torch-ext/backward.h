@@ -122,10 +122,10 @@ class Backward {
     return matrix_view(dense, {x_.size(0), cols}, {cols, 1});
   }
 
-  // grad^T x in the layout of the weight: where that is a transposed matrix (Conv1D), so is its gradient.
+  // grad^T x in the layout that autograd gives it: row by row for a weight without gaps, else transposed.
   Tensor of_weight(const Tensor& grad, const Tensor& x, const Tensor& weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
-    if (!weight.is_contiguous() && weight.stride(0) == 1 && weight.stride(1) == out) {
+    if (weight.stride(1) != 1 || weight.stride(0) != in) {
       const Tensor result = new_dense(weight, {in, out});
       Backend::mm(result, transposed(x), grad);
       return transposed(result);

@@ -203,10 +203,10 @@ def _fake_gradients(
 
 
 def _like_weight(weight: Tensor) -> Tensor:
-    transposed = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-    if transposed and not weight.is_contiguous():
-        return weight.new_empty((weight.shape[1], weight.shape[0])).t()
-    return weight.new_empty(weight.shape)
+    rows, columns = weight.shape
+    if weight.stride(1) != 1 or weight.stride(0) != columns:
+        return weight.new_empty((columns, rows)).t()
+    return weight.new_empty((rows, columns))
 
 
 torch.library.register_fake(add_op_namespace_prefix("training_backward"), _fake_gradients)

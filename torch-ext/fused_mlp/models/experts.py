@@ -80,7 +80,7 @@ def constantly_of(module: nn.Module) -> Optional[Experts]:
     return None if plain is None else Experts(Weights(*plain[0]), Form(*plain[1]), *plain[2:])
 
 
-@torch.compiler.assume_constant_result
+@interface.constant
 def _plainly_of(module: nn.Module) -> Optional[Tuple[Any, ...]]:
     found = of(module)
     if not isinstance(found, Experts):

@@ -38,11 +38,15 @@ def functions() -> Any:
         ) from error
 
 
-@functools.cache
 def original_of(method: Any) -> Optional[FunctionType]:
-    """The method of a class that the interface's decorator stands around; None for any other method."""
+    """The method of a class that the interface's decorator stands around; None for anything else."""
+    return _original_of(method) if isinstance(method, FunctionType) else None
+
+
+@functools.cache
+def _original_of(method: FunctionType) -> Optional[FunctionType]:
     decorate = getattr(sys.modules.get(_MODULE), "use_experts_implementation", None)
-    if not isinstance(method, FunctionType) or decorate is None:
+    if decorate is None:
         return None
     return inside(method) if method.__code__ in _codes(inspect.unwrap(decorate).__code__) else None
 
@@ -68,9 +72,16 @@ def is_own(name: str, method: FunctionType) -> bool:
     return name in _OWN and function is getattr(sys.modules.get(_MODULE), _OWN[name], None)
 
 
-# What torch.compile takes for constants.
-constantly_decorates = torch.compiler.assume_constant_result(decorates)
-is_constantly_own = torch.compiler.assume_constant_result(is_own)
+def constant(function: FunctionType) -> FunctionType:
+    """Has torch.compile take what a function returns for a constant.
+
+    It is what ``torch.compiler.assume_constant_result`` does, but for importing the compiler.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+constantly_decorates, is_constantly_own = constant(decorates), constant(is_own)
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:
