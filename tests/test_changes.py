@@ -44,7 +44,7 @@ def replaced_hooks(part):
 
 
 def new_data(part):
-    part.weight.data = part.weight.data.flip(0) + 1
+    part.weight.data = 2 * part.weight.data.flip(0)
 
 
 def other_strides(part):
@@ -71,7 +71,7 @@ def in_place(part):
 
 
 def set_in_parameters(part):
-    part._parameters["weight"] = nn.Parameter(part.weight.detach() + 1)
+    part._parameters["weight"] = nn.Parameter(3 * part.weight.detach())
 
 
 def of_a_subclass(part):
