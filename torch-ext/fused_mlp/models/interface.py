@@ -38,6 +38,15 @@ def functions() -> Any:
         ) from error
 
 
+def constant(function: FunctionType) -> FunctionType:
+    """Has torch.compile take what a function returns for a constant.
+
+    It is what ``torch.compiler.assume_constant_result`` does, but for importing the compiler.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def original_of(method: Any) -> Optional[FunctionType]:
     """The method of a class that the interface's decorator stands around; None for anything else."""
     return _original_of(method) if isinstance(method, FunctionType) else None
@@ -51,6 +60,7 @@ def _original_of(method: FunctionType) -> Optional[FunctionType]:
     return inside(method) if method.__code__ in _codes(inspect.unwrap(decorate).__code__) else None
 
 
+@constant
 def decorates(method: Any) -> bool:
     """Whether a method is what the interface's decorator made."""
     return original_of(method) is not None
@@ -61,6 +71,7 @@ def implementation_of(module: nn.Module) -> str:
     return getattr(module.__dict__.get("config"), "_experts_implementation", None) or "eager"
 
 
+@constant
 def is_own(name: str, method: FunctionType) -> bool:
     """Whether a name stands for a function of transformers, or of this package, that computes what the class does."""
     if name == "eager":
@@ -70,18 +81,6 @@ def is_own(name: str, method: FunctionType) -> bool:
     if name == NAME:
         return getattr(function, "__module__", "").startswith(f"{__package__}.")
     return name in _OWN and function is getattr(sys.modules.get(_MODULE), _OWN[name], None)
-
-
-def constant(function: FunctionType) -> FunctionType:
-    """Has torch.compile take what a function returns for a constant.
-
-    It is what ``torch.compiler.assume_constant_result`` does, but for importing the compiler.
-    """
-    function._dynamo_marked_constant = True
-    return function
-
-
-constantly_decorates, is_constantly_own = constant(decorates), constant(is_own)
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:

@@ -138,8 +138,8 @@ def _fused(
 
 def _way(module: nn.Module) -> str:
     """By which name transformers computes a module of experts; another word where it has no part in it."""
-    decorated = interface.constantly_decorates if _is_compiling() else interface.decorates
-    return interface.implementation_of(module) if decorated(experts.method_of(module)) else _OWN_LOOP
+    decorated = interface.decorates(experts.method_of(module))
+    return interface.implementation_of(module) if decorated else _OWN_LOOP
 
 
 _OWN_LOOP = "own loop"
@@ -173,7 +173,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
             return "a loop of its own that computes something else"
         if found.wide and up.dtype != torch.float32:
             return "a loop of its own that computes in float32"
-    elif not (interface.is_constantly_own if _is_compiling() else interface.is_own)(way, experts.method_of(module)):
+    elif not interface.is_own(way, experts.method_of(module)):
         return f"experts_implementation {way!r}"
     return None
 
