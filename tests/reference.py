@@ -188,6 +188,11 @@ def _signs(operand: Tensor) -> Tensor:
     return 2.0 * torch.randint(2, sizes, device=operand.device) - 1
 
 
+def strides(tensor: Tensor) -> list[int]:
+    """Those that mean something: a dimension of size 1 has no step."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
 def assert_no_worse_than_eager(
     result: Tensor,
     eager: Tensor,

@@ -51,10 +51,12 @@ def test_gradients_of_any_call(fused_mlp, device, implementation, function):
             case = (
                 f"{function} with {activation} in {dtype}, {lead} by {sizes}, {layout}, gradients of {wanted}: {name}"
             )
-            assert got[name].stride() == eager[name].stride(), case
+            assert reference.strides(got[name]) == reference.strides(eager[name]), case
             limit = (
                 3 * (eager[name].double() - exact[name]).abs().max()
-                + 16 * torch.finfo(dtype).eps * exact[name].abs().max()
+                + 16
+                * torch.finfo(dtype).eps
+                * exact[name].abs().max().clamp(min=1)  # the terms that cancel are of order one
             )
             assert (got[name].double() - exact[name]).abs().max() <= limit, case
 

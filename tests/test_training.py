@@ -1,6 +1,7 @@
 """What training keeps and how much it takes at most, and real training: fused models follow the unfused loss curve."""
 
 import copy
+import importlib
 import itertools
 
 import pytest
@@ -97,6 +98,35 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
     for name, gradient in zip(made, found[1:], strict=True):
         if name.endswith("weight"):
             assert gradient.stride() == made[name].stride()
+
+
+@pytest.mark.parametrize("frozen", [(), ("up_weight", "fc1_weight"), ("gate_weight",)], ids=str)
+@pytest.mark.parametrize("lead", [(5,), (1,), (2, 3), (1, 5), (5, 1), (1, 1, 2)], ids=str)
+@functions
+def test_layout_of_the_gradient_of_x(fused_mlp, device, function, lead, frozen):
+    """It is autograd's, for x in every order of its dimensions, and the op's fake kernel knows it."""
+    made = operands(function, lead, (8, 3, 4), device=device)
+    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+    for order in itertools.permutations(range(len(lead) + 1)):
+        back = [order.index(dim) for dim in range(len(order))]
+        x = made["x"].permute(order).contiguous().permute(back)
+        given = leaves(made | {"x": x}, set(made) - set(frozen))
+        given["x"] = x.detach().requires_grad_()
+        found = step(lambda made: getattr(fused_mlp, function)(**made, activation="silu"), given)
+        eager = step(lambda made: reference.eager(function, made, "silu"), given)
+        assert reference.strides(found[1]) == reference.strides(eager[1]), x.stride()
+        torch.testing.assert_close(found[1], eager[1])
+        names = ("x", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+        if function == "mlp":
+            names = ("x", "fc1_weight", None, "fc2_weight", "fc1_bias", None, "fc2_bias")
+        full = [given.get(name) for name in names]
+        needs = sum(1 << bit for bit, tensor in enumerate(full) if tensor is not None and tensor.requires_grad)
+        with torch.no_grad():
+            torch.library.opcheck(
+                ops.training_backward.default,
+                (torch.randn_like(found[0]), *full[:-1], None, None, 4, needs),
+                test_utils="test_faketensor",
+            )
 
 
 @memories

@@ -94,15 +94,15 @@ class Backward {
 
     OptionalTensor dx;
     if (needs(kX)) {
-      dx = new_dense(input_, input_.sizes());
-      Backend::mm(flat(*dx), *dgate, weight);
+      dx = new_input_gradient(needs(up ? kUpWeight : kWeight));
+      add_to_input(*dx, *dgate, weight, &Backend::mm);
     }
     if (needs(kWeight)) found_[kWeight] = of_weight(*dgate, x_, weight);
     if (needs(kBias)) found_[kBias] = of_bias(*dgate);
     dgate.reset();
     if (in_place) release(gate);
     if (up) {
-      if (needs(kX)) Backend::add_mm(flat(*dx), *dup, *up_weight);
+      if (needs(kX)) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
       if (needs(kUpWeight)) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
       if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
       dup.reset();
@@ -120,6 +120,34 @@ class Backward {
   Tensor flat(const Tensor& dense) const {
     const int64_t cols = dense.size(-1);
     return matrix_view(dense, {x_.size(0), cols}, {cols, 1});
+  }
+
+  // An output for the gradient of x in the layout that autograd gives it: column by column for an x that, as a matrix,
+  // lies so without gaps, else row by row. F.linear makes a matrix of more dimensions if their strides say that it can,
+  // those of size 1 included, and always where the weight needs a gradient.
+  Tensor new_input_gradient(bool is_always_matrix) const {
+    const auto sizes = input_.sizes(), strides = input_.strides();
+    const size_t dims = sizes.size();
+    const int64_t rows = x_.size(0);
+    std::vector<int64_t> by_column = dense_strides({sizes.data(), dims - 1});
+    by_column.push_back(rows);
+    bool is_by_column = dims == 2 || (dims > 2 && rows > 1);
+    for (size_t d = 0; is_by_column && d < dims; ++d) {
+      const bool is_free = dims > 2 && d + 1 < dims && sizes[d] == 1 && is_always_matrix;
+      is_by_column = is_free || strides[d] == by_column[d];
+    }
+    return is_by_column ? new_strided(input_, sizes, by_column) : new_dense(input_, sizes);
+  }
+
+  // Runs mm or add_mm for dx (+)= grad weight. torch's GEMMs take an output whose rows have adjacent elements.
+  template <typename Gemm>
+  void add_to_input(const Tensor& dx, const Tensor& grad, const Tensor& weight, Gemm gemm) const {
+    const int64_t rows = x_.size(0), cols = x_.size(1);
+    if (dx.stride(-1) != 1) {
+      gemm(matrix_view(dx, {cols, rows}, {rows, 1}), transposed(weight), transposed(grad));
+    } else {
+      gemm(flat(dx), grad, weight);
+    }
   }
 
   // grad^T x in the layout that autograd gives it: row by row for a weight without gaps, else transposed.

@@ -191,7 +191,7 @@ def _fake_gradients(
 ) -> List[Tensor]:
     hidden, out = weight.shape[0], grad.shape[-1]
     made = (
-        lambda: x.new_empty(x.shape),
+        lambda: _like_input(x, bool(needs >> (1 if up_weight is None else 2) & 1)),
         lambda: _like_weight(weight),
         lambda: _like_weight(up_weight),
         lambda: _like_weight(second_weight),
@@ -200,6 +200,19 @@ def _fake_gradients(
         lambda: x.new_empty(out),
     )
     return [make() for index, make in enumerate(made) if needs >> index & 1]
+
+
+def _like_input(x: Tensor, is_always_matrix: bool) -> Tensor:
+    """The gradient of x, laid as ``backward.h`` lays it."""
+    if x.dim() != 2 and x.is_contiguous():  # which can be told of sizes that depend on data, too
+        return x.new_empty(x.shape)
+    rows = x.shape[:-1].numel()
+    by_column = (*torch.empty(x.shape[:-1], device="meta").stride(), rows)
+    is_free = [x.dim() > 2 and size == 1 and is_always_matrix for size in x.shape[:-1]] + [False]
+    is_by_column = x.dim() == 2 or (x.dim() > 2 and rows > 1)
+    for stride, wanted, free in zip(x.stride(), by_column, is_free):
+        is_by_column = is_by_column and (free or stride == wanted)
+    return x.new_empty_strided(x.shape, by_column) if is_by_column else x.new_empty(x.shape)
 
 
 def _like_weight(weight: Tensor) -> Tensor:
