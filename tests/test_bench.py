@@ -110,6 +110,7 @@ def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("activation", providers.ACTIVATIONS)
 def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, activation):
     """Written, shown, and read again: from the table of shapes to every M."""
+    monkeypatch.setattr(measure, "copy_bandwidth", partial(measure.copy_bandwidth, megabytes=8))
     monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
     monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
     few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
