@@ -253,6 +253,31 @@ def test_autocast_of_weights(fused_mlp, device, function, memory, kept_in):
 
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+@memories
+def test_weights_are_cast_once(fused_mlp, device, kind, memory):
+    """Under autocast, in a step of two MLPs with the same weights; their gradients are eager's."""
+    model = Blocks(kind).to(device)
+    for name, part in model.mlps[0].named_children():
+        setattr(model.mlps[1], name, part)
+    x = torch.randn(5, 32, device=device)
+    shapes = [list(parameter.shape) for parameter in model.mlps[0].parameters() if parameter.dim() == 2]
+
+    def outcome():
+        model.zero_grad()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                result = model(x)
+            result.float().square().mean().backward()
+        casts = [e for e in profile.events() if e.name == "aten::_to_copy" and e.input_shapes[0] in shapes]
+        return len(casts), [result.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    (cast_by_eager, eager), _ = outcome(), fused_mlp.fuse_mlps(model, memory=memory)
+    cast, found = outcome()
+    assert cast == cast_by_eager == 2 * len(shapes)  # and the gradient of each once
+    assert_close(found, eager, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_memory_of_a_model(fused_mlp, device, kind):
     """fuse_mlps(memory=...) chooses for the modules, fused before or not; what it does not know changes nothing."""
     model = Blocks(kind).to(device)

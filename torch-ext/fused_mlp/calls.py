@@ -277,7 +277,26 @@ def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...
     if not autocasts(given[0]):
         return given
     dtype = torch.get_autocast_dtype(given[0].device.type)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in given)
+    cast = _cast_once if _may_be_cached() else Tensor.to
+    return tuple(t if t is None or t.dtype == torch.float64 else cast(t, dtype) for t in given)
+
+
+def _may_be_cached() -> bool:
+    """Whether autocast's cache can be asked: for operands that autograd plainly records, and nobody else follows."""
+    if not _is_grad_enabled() or not torch.is_autocast_cache_enabled() or _is_compiling() or training.is_followed():
+        return False
+    return _ambient_reason() is None and not training.is_transformed()
+
+
+def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, of a weight by way of autocast's cache: one copy, and one gradient, for all its uses."""
+    if type(tensor) not in PLAIN_TENSORS or tensor.dtype != torch.float32 or tensor.dim() != 2:
+        return tensor.to(dtype)
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return tensor.to(dtype)  # which autocast does not keep
+    # The cache has no function that asks it. A product with nothing has its factors cast, and autograd keep them.
+    nothing = torch.empty(tensor.size(1), 0, dtype=dtype, device=tensor.device, requires_grad=True)
+    return torch.mm(tensor, nothing).grad_fn._saved_self
 
 
 def _composed_gated_linear(
@@ -334,11 +353,7 @@ def _composed_experts(
 ) -> Tensor:
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
     plain = pointwise_reason(top_k_index, top_k_weights, *given) is None
-    if autocasts(x):  # which knows nothing of products of groups
-        dtype = torch.get_autocast_dtype(x.device.type)
-        kept = (None, torch.float64)
-        given = tuple(given if getattr(given, "dtype", None) in kept else given.to(dtype) for given in given)
-    x, *others = given
+    x, *others = autocast(given)  # which knows nothing of products of groups
     compute = experts.composed if plain else experts.traceable
     return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul)
 

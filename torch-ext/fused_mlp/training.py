@@ -36,6 +36,11 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 Operands = Tuple[Optional[Tensor], ...]
 
 
+def is_followed() -> bool:
+    """Whether somebody sees the operations of this thread, or what autograd keeps of them."""
+    return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
+
+
 def check_memory(memory: str) -> None:
     """Raises ValueError for what is none of :data:`MEMORY`."""
     if memory not in MEMORY:
