@@ -246,8 +246,8 @@ template <typename Backend>
 std::vector<Tensor> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
                               const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                               const OptionalTensor& bias, const OptionalTensor& up_bias, const OptionalTensor& gate,
-                              const OptionalTensor& up, int64_t activation, int64_t needs,
-                              std::optional<bool> up_first, bool in_place) {
+                              const OptionalTensor& up, int64_t activation, int64_t needs, std::optional<bool> up_first,
+                              bool in_place) {
   const FirstLayer first(weight, up_weight, bias, up_bias, up_first);
   check_training(x, first, second_weight, std::nullopt, activation);
   check_kept(grad, "grad", x, second_weight ? *second_weight : first.weight);
