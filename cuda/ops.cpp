@@ -372,21 +372,29 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
                                                     const OptionalTensor& up_weight,
                                                     const OptionalTensor& second_weight, const OptionalTensor& bias,
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
-                                                    int64_t activation, bool keep) {
-  check_training(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation);
+                                                    int64_t activation, bool keep, std::optional<bool> up_first) {
+  const FirstLayer first(weight, up_weight, bias, up_bias, up_first);
+  check_training(x, first, second_weight, second_bias, activation);
   const DeviceGuard device_guard(x.get_device_index());
   if (!keep) {
     bool fused = false;
-    Tensor out = apply(x, {weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation}, &fused);
+    const Tensor* const up = first.up_weight ? &*first.up_weight : nullptr;
+    Tensor out = apply(x, {first.weight, up, first.bias, first.up_bias, activation}, &fused);
     if (second_weight) out = apply(out, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &fused);
     return {out, new_dense(x, {0}), new_dense(x, {0})};
   }
   const TensorRows rows(x);
   const auto sizes = with_last_size(x, weight.size(0));
-  const Tensor gate = torch_linear(rows, sizes, weight, bias), hidden = new_dense(x, sizes);
+  const Tensor gate = torch_linear(rows, sizes, weight, bias);
+  const Tensor hidden = new_dense(x, with_last_size(x, first.weight.size(0)));
   const OptionalTensor up = up_weight ? OptionalTensor(torch_linear(rows, sizes, *up_weight, up_bias)) : std::nullopt;
   const TensorRows hidden_rows(hidden);
-  Cuda::apply(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt, Cuda::rows(hidden), activation);
+  if (up_first) {
+    const auto [gate_rows, up_rows] = halves_of(gate, rows.rows, *up_first);
+    Cuda::apply(gate_rows, up_rows, Cuda::rows(hidden), activation);
+  } else {
+    Cuda::apply(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt, Cuda::rows(hidden), activation);
+  }
   const Tensor out =
       second_weight ? torch_linear(hidden_rows, with_last_size(x, second_weight->size(0)), *second_weight, second_bias)
                     : hidden;
@@ -397,17 +405,20 @@ std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
-                                      int64_t needs) {
+                                      int64_t needs, std::optional<bool> up_first) {
   const DeviceGuard device_guard(x.get_device_index());
-  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, false);
+  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs,
+                         up_first, false);
 }
 
 std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
-                                       const OptionalTensor& up, int64_t activation, int64_t needs) {
+                                       const OptionalTensor& up, int64_t activation, int64_t needs,
+                                       std::optional<bool> up_first) {
   const DeviceGuard device_guard(x.get_device_index());
-  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, true);
+  return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs,
+                         up_first, true);
 }
 
 }  // namespace fused_mlp

@@ -17,6 +17,7 @@ import break_even
 import display
 import peers
 import providers
+import training
 
 import measure
 
@@ -209,3 +210,19 @@ def test_garbage_of_earlier_calls_is_no_memory_of_this_one(device):
         return torch.ones(2048, device=device)
 
     assert measure.saved_and_peak(forward, lambda result: None) == (0, 2048 * 4)
+
+
+def test_training(monkeypatch, tmp_path, capsys):
+    """A small run has every provider measured or a reason why not, and can be shown."""
+    named = ["--shapes", "8,16,32", "--models", "--rounds", "2", "--seconds", "0.001"]
+    named += ["--providers", "eager", "ours", "ours-recompute", "gemms", "checkpoint", "liger-gemm", "quack"]
+    monkeypatch.setattr(measure, "machine", lambda: {"cpu": "this one"})
+    monkeypatch.setattr(sys, "argv", ["training.py", *named, "--out", str(tmp_path / "run")])
+    training.main()
+    (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert {"eager", "ours", "ours-recompute", "gemms", "checkpoint"} <= set(result["providers"])
+    assert {*result["providers"], *result["left"]} == set(named[named.index("--providers") + 1 :])
+    assert result["providers"]["ours-recompute"]["saved"] < result["providers"]["ours"]["saved"]
+    assert result["providers"]["ours"]["saved"] < result["providers"]["eager"]["saved"]
+    assert "8, 16, 32 bfloat16" in capsys.readouterr().out
+    assert (tmp_path / "run.svg").exists()
