@@ -464,7 +464,9 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
         torch.testing.assert_close(found, expected)
         if trained:
             grads = [torch.autograd.grad(result.square().sum(), weight)[0] for result in (expected, found)]
-            torch.testing.assert_close(*grads)
+            # Sums over tokens, in another order: their terms are as large as the largest, also where they cancel. Four
+            # products of some 40 terms each differ by some 1e-6 of that.
+            torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[0].abs().max().item())
 
 
 class Module(nn.Module):
