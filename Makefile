@@ -30,7 +30,7 @@ build: $(call installed,build) ## build the kernel for CPUs and, where there is 
 	$(python) tools/build.py
 
 test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
-	$(python) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(python) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
 	$(python) tools/release.py check

@@ -1,6 +1,6 @@
 """The GEMMs of sm_80, forced on the GPU at hand, against what else multiplies by mma.sync there.
 
-    python benchmarks/mma_sync.py                    every kernel, the best of each, and the ratios of issue 19
+    python benchmarks/mma_sync.py                    every kernel, the best of each, and the ratios
     python benchmarks/mma_sync.py --build            compiles build/mma_sync.so alone (needs nvcc, no GPU)
 
 The peers are cuBLASLt's kernels of Ampere's class, Triton's compiled for 8.0, and two limits: products from registers,

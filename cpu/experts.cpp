@@ -367,48 +367,14 @@ void run_gemms(const Tensor& x, DType dtype, const Experts& experts, const Routi
   }
 }
 
-void check(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& gate_up,
-           const ExpertWeights& down, bool gated) {
-  STD_TORCH_CHECK(x.dim() == 2, "x must be [tokens, in]");
-  check_same_kind(gate_up.tensor, "gate_up_weight", x);
-  check_same_kind(down.tensor, "down_weight", x);
-  STD_TORCH_CHECK(gate_up.in_features == x.size(1), "gate_up_weight must be [experts, out, in], in as in x");
-  STD_TORCH_CHECK(gate_up.features == down.in_features * (gated ? 2 : 1) && gate_up.tensor.size(0) > 0 &&
-                      gate_up.tensor.size(0) == down.tensor.size(0),
-                  "down_weight must be [experts, out, in] as gate_up_weight has it");
-  for (const auto& [weights, name] : {std::pair(&gate_up, "gate_up_bias"), std::pair(&down, "down_bias")}) {
-    if (!weights->bias) continue;
-    check_same_kind(*weights->bias, name, x);
-    STD_TORCH_CHECK(weights->bias->dim() == 2 && weights->bias->size(0) == weights->tensor.size(0) &&
-                        weights->bias->size(1) == weights->features,
-                    name, " must be [experts, out] as in its weight");
-  }
-  for (const auto& [tensor, name] :
-       {std::pair(&top_k_index, "top_k_index"), std::pair(&top_k_weights, "top_k_weights")}) {
-    STD_TORCH_CHECK(tensor->dim() == 2 && tensor->size(0) == x.size(0) && tensor->size(1) == top_k_index.size(1) &&
-                        tensor->device() == x.device(),
-                    name, " must be [tokens, k], tokens as in x, on its device");
-  }
-  const ScalarType index = top_k_index.scalar_type(), weight = top_k_weights.scalar_type();
-  STD_TORCH_CHECK(
-      index == ScalarType::Long || index == ScalarType::Int || index == ScalarType::Short || index == ScalarType::Char,
-      "top_k_index must be of a signed integer dtype");
-  STD_TORCH_CHECK(weight == ScalarType::Float || weight == ScalarType::BFloat16 || weight == ScalarType::Half ||
-                      weight == ScalarType::Double,
-                  "top_k_weights must be of a floating dtype");
-}
-
 }  // namespace
 
 Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset) {
-  check_activation(activation);
-  STD_TORCH_CHECK(gate_up_weight.dim() == 3 && down_weight.dim() == 3, "weights must be [experts, out, in]");
-  STD_TORCH_CHECK(gated || !(interleaved || limit || up_offset != 0),
-                  "interleaved, limit and up_offset must be left out where gated is false");
-  STD_TORCH_CHECK(!limit || *limit > 0, "limit must be positive");
+  check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, gated,
+                interleaved, transposed, limit, up_offset);
   const Experts experts{ExpertWeights(gate_up_weight, gate_up_bias, transposed),
                         ExpertWeights(down_weight, down_bias, transposed),
                         activation,
@@ -417,7 +383,6 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                         limit || up_offset != 0,
                         limit ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity(),
                         static_cast<float>(up_offset)};
-  check(x, top_k_index, top_k_weights, experts.gate_up, experts.down, gated);
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                   "x must be float32 or bfloat16 on the CPU, not ", torch::headeronly::toString(type));
@@ -454,7 +419,8 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   return out;
 }
 
-std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed) {
+std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t,
+                         bool transposed) {
   const Refusal refusal = tiles_refusal(x, ExpertWeights(gate_up_weight, std::nullopt, transposed),
                                         ExpertWeights(down_weight, std::nullopt, transposed));
   PlanRecord plan;

@@ -1,12 +1,9 @@
 // The CUDA backend's ops. A layer is one fused GEMM where the GPU's architecture has one that suits it, and otherwise
 // torch's GEMMs followed by a pointwise kernel.
-#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -18,11 +15,9 @@
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
+#include "device.h"
 #include "gemm/architecture.h"
 #include "pointwise.h"
-
-// torch's headers declare this function only where USE_CUDA is defined.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace fused_mlp {
 namespace {
@@ -30,71 +25,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::accelerator::DeviceGuard;
 
-void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
-}
-
-cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-DType dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    default:
-      STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
-  }
-}
-
-// An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
-Matrix matrix(const TensorRows& rows) { return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}; }
-
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
 
 constexpr Matrix kNoMatrix{nullptr, 0};
 constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
-
-Gpu describe_gpu(int device) {
-  const auto attribute = [&](cudaDeviceAttr name) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, name, device));
-    return value;
-  };
-  Gpu gpu{};
-  gpu.major = attribute(cudaDevAttrComputeCapabilityMajor);
-  gpu.minor = attribute(cudaDevAttrComputeCapabilityMinor);
-  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  gpu.shared_of_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  gpu.shared_of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  gpu.cycles_per_microsecond = attribute(cudaDevAttrClockRate) / 1e3;  // from kHz
-  // Memory moves data twice in a cycle of its clock.
-  gpu.bytes_per_microsecond =
-      attribute(cudaDevAttrMemoryClockRate) / 1e3 * 2 * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
-  gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize);
-  cudaDeviceProp properties;
-  check(cudaGetDeviceProperties(&properties, device));
-  gpu.geforce = std::strstr(properties.name, "GeForce") != nullptr;
-  return gpu;
-}
-
-// The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
-const Gpu& gpu(int32_t device) {
-  static const std::vector<Gpu> gpus = [] {
-    int count = 0;
-    check(cudaGetDeviceCount(&count));
-    std::vector<Gpu> found(count);
-    for (int i = 0; i < count; ++i) found[i] = describe_gpu(i);
-    return found;
-  }();
-  return gpus.at(device);
-}
 
 std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());

@@ -3,6 +3,7 @@
 Memcheck finds accesses outside of allocations, racecheck hazards in shared memory, synccheck misuse of barriers.
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -145,6 +146,30 @@ def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
             yield *(torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2)), activation
 
 
+def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
+    """Operands and form of calls of experts_mlp: tiles of all numbers of rows, one to eight CTAs to each."""
+    interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
+    for dtype in (torch.bfloat16, torch.float16):
+        for (tokens, k, experts), form in itertools.product(
+            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512)),
+            ({}, interleaved, {"gated": False}),
+        ):
+            n_in, hidden, out = (1032, 520, 40) if tokens == 1 else (136, 72, 264)
+            rows = hidden if "gated" in form else 2 * hidden
+            made = {"x": torch.randn(tokens, n_in), "top_k_index": torch.randint(-1, experts + 1, (tokens, k))}
+            made |= {"top_k_weights": torch.rand(tokens, k)}
+            made |= {
+                "gate_up_weight": torch.randn(experts, rows, n_in),
+                "down_weight": torch.randn(experts, out, hidden),
+            }
+            made |= {"gate_up_bias": torch.randn(experts, rows), "down_bias": torch.randn(experts, out)}
+            routing = ("top_k_index", "top_k_weights")
+            yield (
+                {name: value.cuda().to(value.dtype if name in routing else dtype) for name, value in made.items()},
+                form,
+            )
+
+
 def run(tool: str) -> None:
     """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
     from kernels import get_kernel
@@ -162,6 +187,15 @@ def run(tool: str) -> None:
                 shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
                 print(f"{architecture}: {function}: {shapes}, {made['x'].dtype}, {activation}", flush=True)
                 getattr(fused_mlp, function)(**made, activation=activation)
+                torch.cuda.synchronize()
+                calls += 1
+        if torch.cuda.get_device_capability() == (9, 0):
+            for made, form in experts():
+                shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
+                print(f"experts_mlp: {shapes}, {made['x'].dtype}, {form}", flush=True)
+                assert all(part.fused for part in fused_mlp.explain(fused_mlp.experts_mlp, **made, **form).parts)
+                with torch.no_grad():
+                    fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
         for gate, up, activation in pointwise():

@@ -30,7 +30,14 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+# The files that take longest, most of them for the processes that they start. Who runs files side by side begins with
+# these: the last to end would else be waited for, with nothing left to do beside it.
+LONGEST = ("hub", "triton", "package", "hub_ways", "coverage", "compile", "release", "noarch", "build", "cuda_binary")
+
+
 def pytest_collection_modifyitems(items) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if not machine.variants() and any("fused_mlp" in item.fixturenames for item in items):
         raise pytest.UsageError(f"no kernel in {machine.build_folder()}: run `make build`")
 

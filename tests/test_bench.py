@@ -1,9 +1,10 @@
 """What the benchmarks say of their figures: where fusing pays and where not. Nothing is timed here to be believed."""
 
+import gc
 import json
 import sys
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("activation", providers.ACTIVATIONS)
 def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, activation):
     """Written, shown, and read again: from the table of shapes to every M."""
+    monkeypatch.setattr(measure, "copy_bandwidth", partial(measure.copy_bandwidth, megabytes=8))
     monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
     monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
     few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
@@ -183,11 +185,31 @@ def test_turns_are_taken_in_turns_and_medians_count():
     assert figures == {"a": {"us": 2.0, "us_spread": 2.0}, "b": {"us": 50.0, "us_spread": 59 / 50}}
 
 
-def test_times_are_of_one_call():
-    """A sleep lasts no less than it says; how often a turn calls it does not show."""
-    figures = measure.compare({ms: partial(time.sleep, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
-    assert all(ms * 1e3 <= figures[ms]["wall_us"] for ms in (1, 8))
-    assert figures[1]["wall_us"] < figures[8]["wall_us"]
+def test_times_are_of_one_call(monkeypatch):
+    """By a clock that only the calls move: how often a turn calls does not show."""
+    now = 0.0
+
+    def call(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
+    figures = measure.compare({ms: partial(call, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
+    for ms in (1, 8):
+        assert figures[ms]["wall_us"] == pytest.approx(ms * 1e3)
+
+
+def test_garbage_of_earlier_calls_is_no_memory_of_this_one(device):
+    garbage = [torch.empty(1 << 20, device=device)]
+    garbage.append(garbage)
+    del garbage
+
+    def forward():
+        if gc.isenabled():
+            gc.collect()  # as Python may at any time
+        return torch.ones(2048, device=device)
+
+    assert measure.saved_and_peak(forward, lambda result: None) == (0, 2048 * 4)
 
 
 def test_training(monkeypatch, tmp_path, capsys):

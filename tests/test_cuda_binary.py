@@ -1,5 +1,6 @@
 """The compiled CUDA extension, as it lies in build/: no GPU is needed to look at its machine code."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -87,7 +88,8 @@ def hopper_code(cuobjdump, hopper_cubins) -> dict[str, set[str]]:
 
 
 def test_hopper_gemms_use_tensor_cores_and_tma(hopper_code):
-    assert {"tiled", "streamed"} == {re.search(r"(tiled|streamed)_gemm_kernel", name)[1] for name in hopper_code}
+    loops = {re.search(r"(tiled|streamed|grouped)_gemm_kernel", name)[1] for name in hopper_code}
+    assert loops == {"tiled", "streamed", "grouped"}
     for name, code in hopper_code.items():
         assert {"HGMMA", "UTMALDG"} <= code, f"{name} lacks { ({'HGMMA', 'UTMALDG'} - code) }"
 
@@ -126,6 +128,13 @@ def test_extension_needs_torch_and_the_system_alone(extension):
 @pytest.mark.parametrize("architecture", gemm_kernels.ARCHITECTURES)
 def test_the_kernels_are_those_of_the_list(extension, architecture):
     assert gemm_kernels.built(extension, architecture) == gemm_kernels.listed(architecture)
+
+
+def test_every_grouped_kernel_is_there(hopper_code):
+    rows = re.findall(r"VISIT\((\d+)\)", (project.ROOT / "cuda/sm90/grouped_rows.h").read_text())
+    names = output("c++filt", *(name for name in hopper_code if "grouped_gemm_kernel" in name)).splitlines()
+    found = [re.search(r"StreamedGemm<(\w+), \(fused_mlp::Product\)(\d), (\d+)>", name).groups() for name in names]
+    assert rows and sorted(found) == sorted(itertools.product(gemm_kernels.DTYPES, "01", rows))
 
 
 # The GEMMs of sm_80: by the architecture compiled for, the capabilities that run its code, with the shared memory and

@@ -1,10 +1,7 @@
 """The documents: what is filled in was measured and counted, what they show runs, what they point at is there."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,21 +65,7 @@ def test_a_table():
     assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
 
 
-# What they show
-
-
-def test_the_example_of_the_readme_runs(tmp_path):
-    intro, *use = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    program = re.search(r"^export LOCAL_KERNELS=\$\(\.venv/bin/python (\S+)\)$", README.read_text(), re.MULTILINE)[1]
-    set_up = subprocess.run([sys.executable, program], cwd=project.ROOT, capture_output=True, text=True, check=True)
-    environment = {**os.environ, "LOCAL_KERNELS": set_up.stdout.strip()}
-    script = "\n".join([*use, intro])  # the first example is of a model that one has
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 fused" in done.stdout, done.stdout
-    assert "No kernel mapping" not in done.stderr
+# What they show: test_hub_ways.py runs the examples
 
 
 def test_links_lead_somewhere():

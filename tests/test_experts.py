@@ -101,8 +101,7 @@ def conditioning(compute, made):
 
 
 def forced(fused_mlp, implementation, dtype):
-    taken = machine.takes(implementation, dtype) and implementation != "cuda"  # which has no kernel for experts
-    return fused_mlp.backend(implementation if taken else "auto")
+    return fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto")
 
 
 def check(fused_mlp, implementation, made, activation="silu", **form):
@@ -238,6 +237,135 @@ def test_the_same_bits_on_every_run(fused_mlp, device, dtype):
     made = drawn(200, 6, 16, (64, 96, 64), dtype=dtype, device=device)
     first = fused_mlp.experts_mlp(**made)
     assert all(torch.equal(fused_mlp.experts_mlp(**made), first) for _ in range(5))
+
+
+# The compiled CUDA kernels, which take what lies in rows of 16 bytes, in two bytes a number
+
+hopper = pytest.mark.skipif(
+    machine.device_type() != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+TWO_BYTES = [torch.bfloat16, torch.float16]
+
+
+def check_grouped(fused_mlp, made, activation="silu", **form):
+    """That the kernels, and not PyTorch, compute it; that they are right; and that the bits are the same again."""
+    with fused_mlp.backend("cuda"):
+        explained = fused_mlp.explain(fused_mlp.experts_mlp, **made, activation=activation, **form)
+    assert {part.implementation for part in explained.parts} == {"sm90"}, explained
+    with reference.poisoned_memory(made["x"].device):
+        result = check(fused_mlp, "cuda", made, activation, **form)
+        with fused_mlp.backend("cuda"), torch.no_grad():
+            again = fused_mlp.experts_mlp(**made, activation=activation, **form)
+    assert torch.equal(result, again)
+    return result
+
+
+@hopper
+@pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
+def test_grouped_forms(fused_mlp, device, dtype):
+    for form, biases in itertools.product((form for form in forms() if not form["transposed"]), (False, True)):
+        made = drawn(sizes=(40, 24, 32), dtype=dtype, device=device, biases=biases, **form)
+        check_grouped(fused_mlp, made, **form)
+    for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
+        check_grouped(
+            fused_mlp, drawn(sizes=(72, 136, 8), dtype=dtype, device=device, gated=gated), activation, gated=gated
+        )
+
+
+GROUPED = [
+    # tokens, k, experts, (in, hidden, out): tiles of 8, 16, 32 and 64 rows, one to eight CTAs to each
+    (1, 1, 1, (8, 8, 8)),
+    (1, 8, 16, (2048, 768, 2048)),
+    (3, 2, 5, (72, 136, 200)),
+    (1, 2, 8, (4104, 1544, 520)),
+    (33, 16, 5, (264, 40, 72)),
+    (16, 8, 128, (520, 264, 136)),
+    (70, 2, 512, (136, 72, 40)),
+    (64, 4, 16, (136, 136, 136)),
+    (128, 8, 64, (328, 200, 264)),
+    (300, 2, 12, (200, 328, 72)),
+    (512, 8, 128, (136, 72, 200)),
+    (4096, 1, 7, (72, 40, 8)),
+]
+
+
+@hopper
+@pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
+@pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), GROUPED, ids=str)
+def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
+    for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
+        check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+
+
+@hopper
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 4, 8), (50, 4, 8), (200, 16, 40)])
+def test_grouped_routings(fused_mlp, device, tokens, k, experts, routing):
+    made = drawn(tokens, k, experts, (72, 136, 40), dtype=torch.bfloat16, device=device)
+    ROUTINGS[routing](made["top_k_index"], experts)
+    made["top_k_weights"] = torch.rand(tokens, k, device=device)
+    result = check_grouped(fused_mlp, made)
+    if routing in ("none", "far outside"):
+        assert not result.any()
+
+
+@hopper
+def test_grouped_operands(fused_mlp, device):
+    """Of every dtype of the routing, and as views of more."""
+    made = drawn(20, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        check_grouped(fused_mlp, made | {"top_k_index": made["top_k_index"].to(dtype)})
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        check_grouped(fused_mlp, made | {"top_k_weights": made["top_k_weights"].to(dtype)})
+    check_grouped(
+        fused_mlp, made | {name: made[name].mT.contiguous().mT for name in ("x", "gate_up_bias", "down_bias")}
+    )
+    check_grouped(fused_mlp, made | {"x": made["x"][:1].expand(20, -1)})
+    part = made | {name: made[name][2:5] for name in made if name.startswith(("gate_up", "down"))}
+    check_grouped(fused_mlp, part | {"top_k_index": made["top_k_index"] - 2})
+    wide = {name: nn.functional.pad(made[name], (0, 8, 0, 6)) for name in ("gate_up_weight", "down_weight")}
+    wide = {name: value[:, :-6, :-8] for name, value in wide.items()}
+    check_grouped(fused_mlp, made | wide)
+    check_grouped(fused_mlp, made | wide, interleaved=True)
+
+
+@hopper
+def test_grouped_in_a_graph(fused_mlp, device):
+    """The shapes of the launches do not depend on the routing: a graph computes another one as well."""
+    for tokens in (1, 40):
+        made = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
+        other = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
+        with fused_mlp.backend("cuda"), torch.no_grad():
+            expected = [fused_mlp.experts_mlp(**operands) for operands in (made, other)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = fused_mlp.experts_mlp(**made)
+        for operands, result in zip((made, other), expected, strict=True):
+            for name, value in operands.items():
+                made[name].copy_(value)
+            graph.replay()
+            assert torch.equal(found, result)
+
+
+@hopper
+def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
+    """PyTorch computes it instead, forced or not, and the explanation says why."""
+    sizes = (72, 40, 24)
+    for words, made, form in (
+        ("float32", drawn(sizes=sizes, device=device), {}),
+        ("multiple of 8", drawn(dtype=torch.bfloat16, device=device), {}),
+        (
+            "not row-major",
+            drawn(sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True),
+            {"transposed": True},
+        ),
+        ("more choices", drawn(2049, 2, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
+        ("more choices", drawn(3, 2, 513, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
+    ):
+        check(fused_mlp, "cuda", made, **form)
+        with fused_mlp.backend("cuda"):
+            explained = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
+        assert words in explained.reason and not any(part.fused for part in explained.parts)
 
 
 # What is not one op

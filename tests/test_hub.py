@@ -81,7 +81,9 @@ class Users:
         self.folder = folder
 
     def run(self, *command, home: str = "home", **more: str) -> subprocess.CompletedProcess:
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "CUDA_HOME") if name in os.environ}
+        kept = {
+            name: os.environ[name] for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS") if name in os.environ
+        }
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
         known = {
             "PATH": path,

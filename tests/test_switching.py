@@ -304,6 +304,21 @@ def test_a_bound_method_of_the_class(fused_mlp, device):
     assert fused_mlp.explain(module).implementation == "fused"
 
 
+def test_a_bound_method_of_a_class_that_is_patched(fused_mlp, device, monkeypatch):
+    """A module that holds the method of its class runs that one, whatever the class has: fused, and given back."""
+    module = Gated().to(device)
+    module.forward = module.forward
+    x = torch.randn(3, 32, device=device)
+    expected = module(x)
+    report = fused_mlp.fuse_mlps(module)
+    monkeypatch.setattr(Gated, "forward", None)
+    assert fused_mlp.explain(module).implementation == "fused"
+    torch.testing.assert_close(module(x), expected)
+    assert type(fused_mlp.fuse_mlps(copy.deepcopy(module))) is type(report)
+    report.restore()
+    assert torch.equal(module(x), expected)
+
+
 # Copies.
 
 

@@ -3,11 +3,13 @@
 A machine that slows down as it warms up, or is busy for a while, then slows all of them alike.
 """
 
+import contextlib
+import gc
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +111,19 @@ def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
     return {"kernel_us": kernel_us, "kernels": kernels, "wall_us": wall_us, "cpu_us": cpu_us}
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Garbage of earlier calls is not freed meanwhile: on a GPU that would count as memory which this gives back."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def saved_and_peak(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[int, int]:
     """Bytes that the forward leaves for the backward, its result apart, and the most that were allocated in both."""
     if torch.cuda.is_available():

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "activation.h"
@@ -60,6 +61,49 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
   const auto sizes = operand.sizes(), expected = like.sizes();
   STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
                   " differs in shape from the first operand");
+}
+
+// The experts of a mixture: torch_binding.h has their shapes.
+inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                          const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                          const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
+                          bool transposed, std::optional<double> limit, double up_offset) {
+  using torch::headeronly::ScalarType;
+  check_activation(activation);
+  STD_TORCH_CHECK(gate_up_weight.dim() == 3 && down_weight.dim() == 3, "weights must be [experts, out, in]");
+  STD_TORCH_CHECK(gated || !(interleaved || limit || up_offset != 0),
+                  "interleaved, limit and up_offset must be left out where gated is false");
+  STD_TORCH_CHECK(!limit || *limit > 0, "limit must be positive");
+  STD_TORCH_CHECK(x.dim() == 2, "x must be [tokens, in]");
+  check_same_kind(gate_up_weight, "gate_up_weight", x);
+  check_same_kind(down_weight, "down_weight", x);
+  const int out = transposed ? 2 : 1, in = transposed ? 1 : 2;
+  STD_TORCH_CHECK(gate_up_weight.size(in) == x.size(1), "gate_up_weight must be [experts, out, in], in as in x");
+  STD_TORCH_CHECK(gate_up_weight.size(out) == down_weight.size(in) * (gated ? 2 : 1) && gate_up_weight.size(0) > 0 &&
+                      gate_up_weight.size(0) == down_weight.size(0),
+                  "down_weight must be [experts, out, in] as gate_up_weight has it");
+  const auto check_biases = [&](const OptionalTensor& bias, const char* name, const Tensor& weight) {
+    if (!bias.has_value()) return;
+    check_same_kind(*bias, name, x);
+    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == weight.size(out), name,
+                    " must be [experts, out] as in its weight");
+  };
+  check_biases(gate_up_bias, "gate_up_bias", gate_up_weight);
+  check_biases(down_bias, "down_bias", down_weight);
+  const auto check_routes = [&](const Tensor& tensor, const char* name) {
+    STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == x.size(0) && tensor.size(1) == top_k_index.size(1) &&
+                        tensor.device() == x.device(),
+                    name, " must be [tokens, k], tokens as in x, on its device");
+  };
+  check_routes(top_k_index, "top_k_index");
+  check_routes(top_k_weights, "top_k_weights");
+  const ScalarType index = top_k_index.scalar_type(), weight = top_k_weights.scalar_type();
+  STD_TORCH_CHECK(
+      index == ScalarType::Long || index == ScalarType::Int || index == ScalarType::Short || index == ScalarType::Char,
+      "top_k_index must be of a signed integer dtype");
+  STD_TORCH_CHECK(weight == ScalarType::Float || weight == ScalarType::BFloat16 || weight == ScalarType::Half ||
+                      weight == ScalarType::Double,
+                  "top_k_weights must be of a floating dtype");
 }
 
 inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayRef sizes) {

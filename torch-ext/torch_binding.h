@@ -52,14 +52,16 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
 // two dimensions the other way round. Gates come before ups, or alternate with them where interleaved. With a limit,
 // gates count as that at most, and ups as that in magnitude; up_offset is then added to the ups.
 //
-// CPU only: on a GPU there is no such kernel yet.
+// On a GPU, raises an error for operands that its kernel does not take (cuda/experts.cpp).
 Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset);
 
-// How it would be computed, as `plan` says it of the other ops.
-std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed);
+// How it would be computed, as `plan` says it of the other ops, of operands that its kernel takes.
+std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
+                         bool transposed);
+
 // What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
 // layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,

@@ -68,6 +68,13 @@ struct CodedActivation {
 // The operands that an epilogue takes sums of.
 enum class Operand { kGate, kUp };
 
+// A sum within the limits of its operand. NaN stays NaN.
+__device__ __forceinline__ float limited(const GateLimits& limits, Operand operand, float sum) {
+  const float bounded = sum > limits.limit ? limits.limit : sum;
+  if (operand == Operand::kGate) return bounded;
+  return (bounded < -limits.limit ? -limits.limit : bounded) + limits.up_offset;
+}
+
 // act(gate), times up where the product is gated.
 template <Product kProduct>
 struct GluEpilogue {

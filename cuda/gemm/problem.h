@@ -44,6 +44,12 @@ struct GemmProblem {
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
+// The bounds of a gated product, as gpt-oss has them: gates count as `limit` at most, ups as that in magnitude, and
+// `up_offset` is added to the ups.
+struct GateLimits {
+  float limit, up_offset;
+};
+
 enum class MainLoop {
   kTiled,     // for many rows: persistent CTAs, each computing large tiles of the output
   kStreamed,  // for few rows: bound by the reading of the weights, which pass through small tiles

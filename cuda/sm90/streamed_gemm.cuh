@@ -78,19 +78,46 @@ struct StreamedGemmShared {
   }
 };
 
-// The producer: brings the k blocks [k.x, k.y) into the ring.
+// A tile of an output whose rows all have the same weights. What the main loop knows of a tile it has from here: rows
+// grouped by weights have another (grouped_gemm.cuh).
 template <typename Gemm>
-__device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared, int row,
-                                       int first_token, int2 k) {
+struct StreamedTile {
+  using Element = typename Gemm::Element;
+  const StreamedGemmArgs& args;
+  int column;  // of the output, the first
+  int first_token;
+
+  __device__ __forceinline__ int weight_row() const { return column; }
+  __device__ __forceinline__ int tokens() const { return min(args.tokens, args.m - first_token); }
+  __device__ __forceinline__ int loaded_tokens() const { return args.tokens; }
+  __device__ __forceinline__ void load_tokens(uint32_t full, uint32_t tokens, int k) const {
+    tma_load(&args.a, full, tokens, k, first_token);
+  }
+  __device__ __forceinline__ int64_t out_row(int token) const { return first_token + token; }
+
+  // The sum of four adjacent columns of an operand, and its bias.
+  __device__ __forceinline__ float4 finished(Operand operand, float4 sum, int first) const {
+    const void* bias = operand == Operand::kGate ? args.epilogue.bias : args.epilogue.up_bias;
+    if (bias == nullptr) return sum;
+    const float2 low = to_float2(load_bias_pair<Element>(bias, first, args.n));
+    const float2 high = to_float2(load_bias_pair<Element>(bias, first + 2, args.n));
+    return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
+  }
+};
+
+// The producer: brings the k blocks [k.x, k.y) into the ring.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
+                                       const Tile& tile, int2 k) {
   const uint32_t stage_bytes =
-      Gemm::kParts * Gemm::kWeightBytes + args.tokens * Gemm::kBlockK * sizeof(typename Gemm::Element);
+      Gemm::kParts * Gemm::kWeightBytes + tile.loaded_tokens() * Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto load_weights = [&](int stage, int block) {
-    const int column = block * Gemm::kBlockK;
+    const int column = block * Gemm::kBlockK, row = tile.weight_row();
     tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0), column, row);
     if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1), column, row);
   };
   const auto load_tokens = [&](int stage, int block) {
-    tma_load(&args.a, shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK, first_token);
+    tile.load_tokens(shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK);
   };
 
   // In the first round, only weights are read until the kernel that writes a is done.
@@ -181,34 +208,58 @@ __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& s
 }
 
 // Stores this CTA's share of the tile. Each thread takes four adjacent columns of a token.
-template <typename Gemm>
+template <typename Gemm, typename Tile>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
-                                       int first_column, int first_token, int rank, int ranks) {
+                                       const Tile& tile, int rank, int ranks) {
   using Element = typename Gemm::Element;
   constexpr int kQuads = Gemm::kRows / 4;
-  for (int index = rank * 128 + threadIdx.x; index < min(args.tokens, args.m - first_token) * kQuads;
-       index += ranks * 128) {
+  for (int index = rank * 128 + threadIdx.x; index < tile.tokens() * kQuads; index += ranks * 128) {
     const int token = index / kQuads;
     const int row = index % kQuads * 4;
-    const int column = first_column + row;
+    const int column = tile.column + row;
     if (column >= args.n) continue;
-    const auto biased_sum = [&](int part, const void* bias) {
-      const float4 sum = sum_partials(shared, part, token, row, ranks);
-      if (bias == nullptr) return sum;
-      const float2 low = to_float2(load_bias_pair<Element>(bias, column, args.n));
-      const float2 high = to_float2(load_bias_pair<Element>(bias, column + 2, args.n));
-      return make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
-    };
     const auto sums = [&](Operand operand, auto&& take) {
-      const float4 sum =
-          operand == Operand::kGate ? biased_sum(0, args.epilogue.bias) : biased_sum(1, args.epilogue.up_bias);
+      const int part = operand == Operand::kGate ? 0 : 1;
+      const float4 sum = tile.finished(operand, sum_partials(shared, part, token, row, ranks), column);
       take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
     };
     float value[4];
     GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
-    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + (first_token + token) * args.out_stride + column) =
+    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + tile.out_row(token) * args.out_stride + column) =
         make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
   }
+}
+
+// Initialises the ring's barriers. The CTA's threads have to meet before they use them.
+template <typename Gemm>
+__device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
+                                                  const StreamedGemmShared<Gemm>& shared) {
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.weight);
+    if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
+    prefetch_tensor_map(&args.a);
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+      mbarrier_init(shared.full(stage), 1);
+      mbarrier_init(shared.empty(stage), 4);  // one arrival for each of the consumers' warps
+    }
+    fence_mbarrier_init();
+  }
+}
+
+// Computes a CTA's share of a tile.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void compute(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
+                                        const Tile& tile, int rank, int ranks) {
+  const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+  if (threadIdx.x < 128) {
+    multiply<Gemm>(shared, k);
+  } else {
+    if (threadIdx.x == 128) stream<Gemm>(args, shared, tile, k);
+    __syncwarp();
+  }
+  cluster_sync();
+  if (threadIdx.x < 128) finish<Gemm>(args, shared, tile, rank, ranks);
+  cluster_sync();  // no CTA exits while the others still read its sums
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -221,33 +272,13 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   const StreamedGemmShared<Gemm> shared(raw_shared);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
-  const int tile = blockIdx.x / ranks;
-  const int row = tile / args.tiles_m * Gemm::kRows;
-  const int first_token = tile % args.tiles_m * args.tokens;
-  const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+  const int index = blockIdx.x / ranks;
+  const StreamedTile<Gemm> tile{args, index / args.tiles_m * Gemm::kRows, index % args.tiles_m * args.tokens};
 
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&args.weight);
-    if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
-    prefetch_tensor_map(&args.a);
-    for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      mbarrier_init(shared.full(stage), 1);
-      mbarrier_init(shared.empty(stage), 4);  // one arrival for each of the consumers' warps
-    }
-    fence_mbarrier_init();
-  }
+  prepare_to_stream(args, shared);
   __syncthreads();
   allow_next_kernel();
-
-  if (threadIdx.x < 128) {
-    multiply<Gemm>(shared, k);
-  } else {
-    if (threadIdx.x == 128) stream<Gemm>(args, shared, row, first_token, k);
-    __syncwarp();
-  }
-  cluster_sync();
-  if (threadIdx.x < 128) finish<Gemm>(args, shared, row, first_token, rank, ranks);
-  cluster_sync();  // no CTA exits while the others still read its sums
+  compute(args, shared, tile, rank, ranks);
 #endif
 }
 

@@ -139,6 +139,9 @@ def experts_mlp(
     compute = _composed_experts
     if experts_reason(*given) is None:
         compute = dispatch.select("experts_mlp", x).experts_mlp
+        stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
+        if compute is native.experts_mlp and native.experts_refusal(x, top_k_index, *stored) is not None:
+            compute = _composed_experts
     flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
     result = compute(*flat, *given[3:], *form)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])

@@ -22,7 +22,7 @@ _AUTO: Tuple[str, ...] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), None: ()}
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 
 # What was never measured is not chosen; backend() forces it.
-_FORCED_ONLY = {"experts_mlp": (triton,)}
+_FORCED_ONLY = {"experts_mlp": (triton, native) if native.DEVICE_TYPE == "cuda" else (triton,)}
 
 # On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
 _LEAST_RECORDED = 1 << 17

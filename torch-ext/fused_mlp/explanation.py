@@ -120,7 +120,9 @@ def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
     name, reason = dispatch.reasoned("experts_mlp", x)
     if name != native.DEVICE_TYPE:
         return Explanation("experts_mlp", name, reason)
-    parts = native.plan_experts(x, gate_up_weight, down_weight, given["transposed"])
+    top_k_index = given["top_k_index"]
+    flat = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, top_k_index))
+    parts = native.plan_experts(*flat, gate_up_weight, down_weight, given["interleaved"], given["transposed"])
     return Explanation("experts_mlp", name, f"{reason}; {plans.in_words(parts)}", parts)
 
 

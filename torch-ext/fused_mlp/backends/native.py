@@ -39,10 +39,46 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
         return None
-    if op == "experts_mlp":
-        return "no CUDA kernel for experts"
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
+
+
+def experts_refusal(
+    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
+) -> Optional[str]:
+    """Why ``experts_mlp`` would raise an error for operands of which :func:`refusal` says nothing, by its code in
+    ``plans.REFUSALS``: as in cuda/experts.cpp.
+    """
+    if DEVICE_TYPE == "cpu":
+        return None
+    if torch.cuda.get_device_capability(x.get_device()) != (9, 0):
+        return "gpu"
+    if x.dtype == torch.float32:
+        return "float32"
+    if transposed:
+        return "column_major_weight"
+    if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() > _MOST_SLOTS:
+        return "many_rows"
+    for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
+        experts, features, width = weight.shape
+        if features * width == 0:
+            return "empty"
+        if features % 8 or width % 8:
+            return "odd_features"
+        of_expert, of_row, of_column = weight.stride()
+        if of_column != 1:
+            return "column_major_weight"
+        rows = features if experts == 1 else of_expert // of_row if of_row else 0
+        if of_row % 8 or of_row < width or rows < features or rows % step or (experts > 1 and of_expert % of_row):
+            return "unaligned_rows"
+        if experts * rows >= _MOST_ROWS:
+            return "too_large"
+    return "odd_features" if down_weight.shape[2] % 8 else None
+
+
+# As in cuda/gemm/grouped.h.
+_MOST_SLOTS, _MOST_EXPERTS = 4096, 512
+_MOST_ROWS = 2**31 - 1 - 1024
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:
@@ -68,10 +104,16 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
-def plan_experts(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool) -> Tuple[plans.Part, ...]:
+def plan_experts(
+    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
+) -> Tuple[plans.Part, ...]:
     """The same for ``experts_mlp``."""
-    record = ops.plan_experts.default(x, gate_up_weight, down_weight, transposed)
-    return plans.parsed(record, ("gate and up", "down"))
+    layers = ("gate and up", "down")
+    refused = experts_refusal(x, top_k_index, gate_up_weight, down_weight, interleaved, transposed)
+    if refused is not None:
+        return tuple(plans.Part(layer, "torch", refused) for layer in layers)
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
+    return plans.parsed(record, layers)
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ REFUSALS: Dict[str, str] = {
     "column_major_weight": "a weight that is not row-major",
     "strided_bias": "a strided bias",
     "unaligned_bias": "a bias not aligned to 4 bytes",
+    "many_rows": "more choices of experts, or more experts, than the kernel is for",
     "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
     "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
 }
@@ -64,7 +65,9 @@ class Part:
             return "fused GEMM on AMX tiles"
         split = f", k split in {self.split_k}" if self.split_k > 1 else ""
         basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
-        if self.kernel == "streamed":
+        if self.kernel == "grouped":
+            how = f"few rows an expert, the weights of those chosen stream past tiles of at most {self.block_m}{split}"
+        elif self.kernel == "streamed":
             how = f"few rows, the weights stream past tiles of {self.block_m}{split}"
         else:
             how = f"tiles of {self.block_m} x {self.block_n}{split}, {_SCHEDULES[self.schedule]}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
-from types import FunctionType
-from typing import Any, Callable, Dict, Optional, Tuple
+from types import FunctionType, MethodType
+from typing import Any, Callable, Dict, FrozenSet, Optional, Tuple
 
 from torch import nn
 
@@ -20,6 +20,8 @@ from torch import nn
 # class that the fused ones replace. They have the name of this build: what another one fused is not its own.
 FUSED = f"{__package__.partition('.')[0]}_fused"
 _REPLACED = f"{FUSED}_replaced"
+# The names of those that the module held itself, bound: what the class is patched with later does not concern it.
+_BOUND = f"{FUSED}_bound"
 
 
 class _Fused:
@@ -63,12 +65,13 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
 
     Raises TypeError for a module whose class cannot be changed.
     """
+    bound = frozenset(methods.keys() & vars(module).keys())  # methods of the class, as a wrapper leaves them behind
     if isinstance(module, _Fused):  # restored under somebody's class
         del vars(module)[FUSED]
     else:
-        object.__setattr__(module, "__class__", _subclass(type(module), methods))
-    for name in methods:
-        vars(module).pop(name, None)  # a bound method of the class, as a wrapper leaves it behind
+        object.__setattr__(module, "__class__", _subclass(type(module), methods, bound))
+    for name in bound:
+        del vars(module)[name]
 
 
 def switch_back(module: nn.Module) -> None:
@@ -77,7 +80,9 @@ def switch_back(module: nn.Module) -> None:
     Where somebody's class stands on the fused one, that stays, and the methods in it run the original.
     """
     if FUSED in vars(type(module)):
+        bound = {name: MethodType(getattr(module, _REPLACED)[name], module) for name in getattr(module, _BOUND)}
         object.__setattr__(module, "__class__", vars(type(module))[FUSED])
+        vars(module).update(bound)
     elif isinstance(module, _Fused):
         vars(module)[FUSED] = None
 
@@ -91,7 +96,8 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
     found = {}
     for name, method in _held(module).items():
         runs = name not in vars(module) or method in bound
-        if runs and getattr(original, name, None) is getattr(module, _REPLACED)[name]:
+        is_patched = getattr(original, name, None) is not getattr(module, _REPLACED)[name]
+        if runs and (not is_patched or name in getattr(module, _BOUND)):
             found[name] = method
     return found
 
@@ -122,7 +128,9 @@ def instead_of(name: str, method: FunctionType, original: FunctionType) -> Calla
         if kind is None:  # restored, while somebody's wrapper holds the fused method
             return original
         now = getattr(kind, name)
-        return None if now is method else _as_found_in(kind, name, original)  # the class was patched
+        if now is method or name in getattr(module, _BOUND):
+            return None
+        return _as_found_in(kind, name, original)  # the class was patched
 
     return instead
 
@@ -148,13 +156,13 @@ def _as_found_in(kind: type, name: str, original: FunctionType) -> Callable[...,
     return call
 
 
-def _subclass(kind: type, methods: Dict[str, FunctionType]) -> type:
+def _subclass(kind: type, methods: Dict[str, FunctionType], bound: FrozenSet[str]) -> type:
     """The subclass of ``kind`` with these methods: one that is in use, or a new one."""
     wanted = {**methods, FUSED: kind}
-    replaced = {name: getattr(kind, name) for name in methods}
+    kept = {_REPLACED: {name: getattr(kind, name) for name in methods}, _BOUND: bound}
     for known in type.__subclasses__(kind):
-        if all(vars(known).get(name) is value for name, value in wanted.items()):
+        if all(vars(known).get(name) is value for name, value in wanted.items()) and vars(known)[_BOUND] == bound:
             return known
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     # As type() would make it, but for what a metaclass of the user's may do then.
-    return type.__new__(type(kind), kind.__name__, (_Fused, kind), {**names, **wanted, _REPLACED: replaced})
+    return type.__new__(type(kind), kind.__name__, (_Fused, kind), {**names, **wanted, **kept})

@@ -1,0 +1,39 @@
+// The launches of the experts of a mixture.
+#include "../gemm/experts.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace fused_mlp::sm90 {
+
+// Defined in grouped_bf16.cu and grouped_fp16.cu, by grouped_launch.cuh.
+template <typename Element>
+cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, int multiprocessors,
+                           cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream);
+
+namespace {
+
+template <typename Element>
+cudaError_t launch(const GroupedProblem& first, const GroupedProblem& second, const WeightedSum& sum,
+                   int multiprocessors, cudaStream_t stream) {
+  if (sum.routes.slots() > 0) {
+    for (const GroupedProblem* problem : {&first, &second}) {
+      const GroupedPlan plan = plan_grouped(*problem, multiprocessors);
+      const cudaError_t error = launch_grouped<Element>(*problem, plan, multiprocessors, stream);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return launch_weighted_sum<Element>(sum, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_experts(const GroupedProblem& first, const GroupedProblem& second, const WeightedSum& sum,
+                           int multiprocessors, cudaStream_t stream) {
+  return sum.dtype == DType::kFloat16 ? launch<__half>(first, second, sum, multiprocessors, stream)
+                                      : launch<__nv_bfloat16>(first, second, sum, multiprocessors, stream);
+}
+
+}  // namespace fused_mlp::sm90

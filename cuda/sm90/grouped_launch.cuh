@@ -1,0 +1,71 @@
+// Launches the kernels of the experts of a mixture. Instantiated once per dtype.
+#pragma once
+
+#include "grouped_gemm.cuh"
+#include "grouped_rows.h"
+#include "launch.cuh"
+#include "weighted_sum.cuh"
+
+namespace fused_mlp::sm90 {
+
+template <typename Gemm>
+cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+  const GemmProblem& g = p.gemm;
+  constexpr int kRowsBytes = sizeof(GroupRows<Gemm::kTokens>);
+  static_assert(Gemm::kSharedBytes + kRowsBytes <= Gemm::kSharedLimit, "as many CTAs as the ring was cut for");
+  GroupedGemmArgs args{};
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kRows, Gemm::kBlockK);
+  };
+  const bool mapped =
+      encode_tensor_map(&args.gemm.a, g.dtype, g.a, p.routes.slots() / p.slots_of_row, g.k, 1, Gemm::kBlockK) &&
+      map_weight(&args.gemm.weight, g.weight) && (!Gemm::kGated || map_weight(&args.gemm.up_weight, g.up_weight));
+  if (!mapped) return cudaErrorInvalidValue;
+  args.gemm.epilogue = g.epilogue;
+  args.gemm.out = g.out.data;
+  args.gemm.out_stride = g.out.row_stride;
+  args.gemm.n = static_cast<int>(g.n);
+  args.gemm.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.gemm.starts_early = g.follows_gemm;
+  args.routes = p.routes;
+  args.limits = p.limits;
+  args.slots_of_row = p.slots_of_row;
+  args.weight_rows = static_cast<int>(p.weight_rows);
+  args.bias_stride = p.bias_stride;
+  args.bias_step = p.bias_step;
+  args.tiles_n = ceil_div(g.n, Gemm::kRows);
+
+  const auto kernel = grouped_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
+  const int shared =
+      g.follows_gemm
+          ? std::max(Gemm::kSharedBytes,
+                     shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes)
+          : Gemm::kSharedBytes;
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm, stream);
+}
+
+template <typename Element>
+cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+#define FUSED_MLP_LAUNCH(ROWS)                                                                                \
+  if (plan.rows == ROWS)                                                                                      \
+    return p.gemm.gated()                                                                                     \
+               ? launch_tiles<StreamedGemm<Element, Product::kGated, ROWS>>(p, plan, multiprocessors, stream) \
+               : launch_tiles<StreamedGemm<Element, Product::kPlain, ROWS>>(p, plan, multiprocessors, stream);
+  FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
+#undef FUSED_MLP_LAUNCH
+  return cudaErrorInvalidValue;
+}
+
+template <typename Element>
+cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream) {
+  const int64_t threads = int64_t{sum.routes.tokens} * (sum.n / kSumColumns);
+  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(threads, kSumThreads)), kSumThreads,
+                       0, 1, true, stream);
+}
+
+}  // namespace fused_mlp::sm90

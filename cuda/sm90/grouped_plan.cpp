@@ -1,0 +1,59 @@
+// How a grouped product is cut into tiles.
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+
+#include "../gemm/experts.h"
+#include "chip.h"
+#include "grouped_rows.h"
+#include "time_model.h"
+#include "tuning.h"
+
+namespace fused_mlp::sm90 {
+namespace {
+
+#define FUSED_MLP_ROWS(ROWS) ROWS,
+constexpr int kRows[] = {FUSED_MLP_GROUPED_ROWS(FUSED_MLP_ROWS)};
+#undef FUSED_MLP_ROWS
+
+// The rows that few experts exceed, were they chosen by chance. A token hardly chooses an expert twice.
+int64_t usual_rows(const Routes& routes) {
+  const double mean = static_cast<double>(routes.slots()) / routes.experts;
+  return std::clamp<int64_t>(std::ceil(mean + 2.0 * std::sqrt(mean)), 1, routes.tokens);
+}
+
+// The experts that are chosen at all, likewise.
+int64_t usual_experts(const Routes& routes) {
+  const double missed = std::pow(1.0 - 1.0 / routes.experts, routes.slots());
+  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, routes.slots());
+}
+
+}  // namespace
+
+GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
+  const int64_t rows = usual_rows(p.routes);
+  const int* found = std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= rows; });
+  const int tile = found == std::end(kRows) ? found[-1] : *found;
+  const int others = std::min(p.routes.experts, p.routes.slots()) * (tile - 1);  // rows that partly filled tiles lack
+  GroupedPlan plan{tile, (p.routes.slots() + others) / tile, 1};
+
+  // A product that takes as long: the weights of all those experts, side by side, for the rows of one.
+  GemmProblem alike = p.gemm;
+  alike.m = std::min<int64_t>(rows, tile);
+  alike.n = ceil_div(p.gemm.n, kStreamedColumns) * kStreamedColumns * usual_experts(p.routes);
+  const StreamedTime& time = p.gemm.gated() ? kStreamedGated : p.gemm.linear() ? kStreamedPlain : kStreamedActivated;
+  double least = std::numeric_limits<double>::infinity();
+  for (int split_k = 1; split_k <= kMaxStreamedSplitK && kBlockK * (split_k - 1) < p.gemm.k; split_k *= 2) {
+    const GemmKernel kernel{MainLoop::kStreamed, p.gemm.product(), tile, (p.gemm.gated() ? 2 : 1) * kStreamedColumns,
+                            Schedule::kSwapped,  split_k};
+    const double estimate = estimated_microseconds(alike, kernel, time, kTorch.bytes_per_microsecond, multiprocessors);
+    if (estimate < least) {
+      least = estimate;
+      plan.split_k = split_k;
+    }
+  }
+  return plan;
+}
+
+}  // namespace fused_mlp::sm90
