@@ -308,6 +308,26 @@ def test_memory_of_a_model(fused_mlp, device, kind):
     assert kept(fused) >= by_default
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_memory_of_a_model_with_checkpointing(fused_mlp, device, use_reentrant):
+    """transformers' checkpoints, each a layer: what is saved is theirs, the most at any time is not more, nor other."""
+    model, _ = llama(device, intermediate_size=256)
+    model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    fused, ids = copy.deepcopy(model), torch.randint(3, 64, (2, 128), device=device)
+    assert fused_mlp.fuse_mlps(fused, memory="recompute").fused
+    found = []
+    for each in (model, fused):
+        for _ in range(2):  # the first may load something
+            each.zero_grad()
+            bytes_of = measure.saved_and_peak(
+                lambda each=each: each(input_ids=ids, labels=ids).loss, torch.Tensor.backward
+            )
+        found.append((*bytes_of, [parameter.grad for parameter in each.parameters()]))
+    (saved, peak, gradients), (kept, most, fused_gradients) = found
+    assert kept <= saved + 4096 and most <= peak + 4096
+    assert_close(fused_gradients, gradients)
+
+
 def losses(model, ids, steps=4, accumulate=1, autocast=None, scaler=None):
     """The losses of a few steps of training on the same batch."""
     optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), []

@@ -293,10 +293,9 @@ def _may_be_cached() -> bool:
 
 def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, of a weight by way of autocast's cache: one copy, and one gradient, for all its uses."""
-    if type(tensor) not in PLAIN_TENSORS or tensor.dtype != torch.float32 or tensor.dim() != 2:
+    is_matrix = type(tensor) in PLAIN_TENSORS and tensor.dtype == torch.float32 and tensor.dim() == 2
+    if not (is_matrix and tensor.is_leaf and tensor.requires_grad):  # which is all that the cache takes
         return tensor.to(dtype)
-    if not (tensor.is_leaf and tensor.requires_grad):
-        return tensor.to(dtype)  # which autocast does not keep
     # The cache has no function that asks it. A product with nothing has its factors cast, and autograd keep them.
     nothing = torch.empty(tensor.size(1), 0, dtype=dtype, device=tensor.device, requires_grad=True)
     return torch.mm(tensor, nothing).grad_fn._saved_self

@@ -198,9 +198,9 @@ def _references() -> int:
     return found[0]
 
 
-def _uses(tensor: Optional[Tensor]) -> int:
+def _uses(tensor: Tensor) -> int:
     """How many tensors share a storage, and one for the question."""
-    return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _composed_gradients(
