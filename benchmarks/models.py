@@ -8,12 +8,14 @@ The architectures have their real widths and depths, and random weights. Copies 
 so every variant is built several times from the same seed, and all copies take turns that are long enough for the clock
 to settle. A figure is the median over the copies of each copy's median; the spread is that of the copies.
 
-"In place" is the CPU time of one MLP module's call inside the running model, where the caches hold what the rest of the
-model left there. Writes <out>.json and <out>.svg, and prints a table.
+"In place" is the CPU time of one MLP's call inside the running model (BERT's with the norm behind it), where the caches
+hold what the rest of the model left there. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
+import functools
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -47,7 +49,7 @@ MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # b
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and an input for it; ``part`` names the modules whose CPU time is taken in place."""
+    """A model and an input for it; ``part`` names the modules, or methods, whose CPU time is taken in place."""
 
     name: str
     size: str
@@ -111,9 +113,9 @@ def gemma():
 
 
 GPU_WORKLOADS = [
-    Workload("minilm", "16 x 20", minilm, ids(16, 20), "intermediate"),
-    Workload("minilm", "64 x 128", minilm, ids(64, 128), "intermediate"),
-    Workload("bert-base", "8 x 128", bert, ids(8, 128), "intermediate"),
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk"),
+    Workload("minilm", "64 x 128", minilm, ids(64, 128), "feed_forward_chunk"),
+    Workload("bert-base", "8 x 128", bert, ids(8, 128), "feed_forward_chunk"),
     Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
     Workload("vit-b/16", "8 images", vit, noise("pixel_values", 8, 3, 224, 224)),
     Workload("whisper-base encoder", "30 s", whisper_encoder, noise("input_features", 1, 80, 3000)),
@@ -124,9 +126,9 @@ GPU_WORKLOADS = [
     Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "mlp"),
 ]
 CPU_WORKLOADS = [
-    Workload("minilm", "16 x 20", minilm, ids(16, 20), "intermediate"),
-    Workload("minilm float32", "16 x 20", minilm, ids(16, 20), "intermediate", torch.float32),
-    Workload("bert-base", "1 x 128", bert, ids(1, 128), "intermediate"),
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk"),
+    Workload("minilm float32", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk", torch.float32),
+    Workload("bert-base", "1 x 128", bert, ids(1, 128), "feed_forward_chunk"),
     Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
     Workload("gpt2", "64 tokens", gpt2, ids(1, 64)),
     Workload("llama of 576", "1 token", small_llama, ids(1, 1), "mlp"),
@@ -192,43 +194,54 @@ def turn(forward: Callable, calls: int) -> dict[str, float]:
 
 
 class Timed(nn.Module):
-    """Stands around a module and adds up the CPU time of its calls."""
+    """Stands around a module."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Callable) -> None:
         super().__init__()
-        self.inner = inner
-        self.nanoseconds: list[int] = []
+        self.forward = inner
 
-    def forward(self, *given, **named):
+
+def timed(inner: Callable, nanoseconds: list[int]) -> Callable:
+    """Adds the CPU time of each call to a list."""
+
+    @functools.wraps(inner)
+    def run(*given, **named):
         start = time.perf_counter_ns()
-        out = self.inner(*given, **named)
-        self.nanoseconds.append(time.perf_counter_ns() - start)
+        out = inner(*given, **named)
+        nanoseconds.append(time.perf_counter_ns() - start)
         return out
+
+    return run
+
+
+def time_parts(model: nn.Module, part: str) -> list[int]:
+    """Times the modules, or methods, of that name from now on."""
+    nanoseconds: list[int] = []
+    for parent in list(model.modules()):
+        if part in parent._modules:
+            parent._modules[part] = Timed(timed(parent._modules[part].__call__, nanoseconds))
+        elif callable(getattr(type(parent), part, None)):
+            vars(parent)[part] = timed(getattr(parent, part), nanoseconds)
+    return nanoseconds
 
 
 def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, float]:
     """Median CPU microseconds of a call of the part inside the running model, original and fused, in turns."""
     inputs = work.inputs()
-    timers: dict[str, list[Timed]] = {}
+    taken: dict[str, list[list[int]]] = {}
     models = []
     for _ in range(copies):
         for name, package in (("eager", None), ("eager fused", fused_mlp)):
-            model = built(work, package)
-            parents = [module for module in model.modules() if work.part in module._modules]
-            for parent in parents:
-                parent._modules[work.part] = Timed(parent._modules[work.part])
-                timers.setdefault(name, []).append(parent._modules[work.part])
-            models.append(model)
+            models.append(built(work, package))
+            taken.setdefault(name, []).append(time_parts(models[-1], work.part))
     for turn in range(rounds + 1):
         for model in models:
             for _ in range(6):
                 model(**inputs)
                 measure.synchronize()
-        for timer in (each for some in timers.values() for each in some) if turn == 0 else ():
-            timer.nanoseconds.clear()  # the first turn warms up
-    return {
-        name: statistics.median(t for timer in some for t in timer.nanoseconds) / 1e3 for name, some in timers.items()
-    }
+        for nanoseconds in itertools.chain(*taken.values()) if turn == 0 else ():
+            nanoseconds.clear()  # the first turn warms up
+    return {name: statistics.median(itertools.chain(*some)) / 1e3 for name, some in taken.items()}
 
 
 def summary(times: list[float]) -> dict[str, float]:

@@ -1,36 +1,37 @@
-"""Forward and backward of one gated MLP against its peers: time, and memory.
+"""Forward and backward of one gated MLP against its peers, and whole steps of two models: time, and memory.
 
-    python benchmarks/training.py                        the shapes of this machine's list
-    python benchmarks/training.py --shapes 1024,1024,4096 --providers eager compile ours
+    python benchmarks/training.py                        all points of this machine's list, in 8 minutes at most
+    python benchmarks/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
     python benchmarks/training.py --from build/training.json     show what such a run has written; measure nothing
 
-All providers of a shape take turns in one process, long enough for the clock to settle; the medians of the turns count.
+All providers of a point take turns in one process, long enough for the clock to settle; the medians of turns count.
 "Saved" is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the
-six products alone, which give no answer. Writes <out>.json and <out>.svg, and prints a table.
+six products alone, which give no answer. `ours-sm90` forces the GEMMs of training for Hopper GPUs, which are not chosen
+by themselves yet. A model's step has its optimizer in it; fresh instances of each variant take turns. What found no
+time left, or does not run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import kernels
 import torch
-import torch.nn.functional as F
+import training_models
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from training_providers import ACTIVATIONS, PROVIDERS, Forward, GatedMLP, kernels_of, makers, six_gemms, unavailable
 
 import measure
 
@@ -43,156 +44,153 @@ SHAPES = {
         (8192, 2048, 16384),
         (16384, 4096, 14336),
         (131072, 4096, 14336),
+        (1024, 4096, 14336),
+        (4096, 4096, 14336),
+        (65536, 4096, 14336),
     ],
     "cpu": [(16, 384, 1536), (128, 768, 3072), (1024, 768, 3072)],
 }
 TIMES = {"kernel_us": "GPU us", "wall_us": "wall us", "saved": "saved MiB", "peak": "peak MiB"}
-MLP = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def eager(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+class Clock:
+    """Shares out what is left of a run's time. Only a start is refused: what has begun is finished."""
+
+    def __init__(self, minutes: float, points: int) -> None:
+        self.end = time.monotonic() + 60 * minutes if minutes > 0 else float("inf")
+        self.points = points
+
+    def next_point(self) -> None:
+        """Half of a point's share may be spent on starting its providers; the rest is for their turns."""
+        now = time.monotonic()
+        share = max(0.0, self.end - now) / self.points
+        self.last_start, self.point_end = now + share / 2, now + share
+        self.points -= 1
+
+    def refusal(self) -> str | None:
+        return None if time.monotonic() < self.last_start else "no time left"
+
+    def rounds(self, seconds: float, most: int) -> int:
+        """How many rounds of that length there is time for; two at least."""
+        return int(max(2, min(most, (self.point_end - time.monotonic()) / seconds)))
 
 
-def liger(name: str) -> MLP:
-    """The MLP as Liger computes it, with the pointwise part fused or tile by tile."""
-    if name == "liger-tiled":
-        from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
-
-        def tiled(x: Tensor, *weights: Tensor) -> Tensor:
-            holder = torch.nn.Module()
-            return apply_tiled_mlp(
-                lambda module, part: eager(part, *weights), holder, x[None], None, [*weights]
-            ).squeeze(0)
-
-        return tiled
-    product = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
-    return lambda x, gate, up, down: F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
-
-
-def quack() -> MLP:
-    from quack.mlp import mlp_func
-
-    def run(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        interleaved = torch.stack([gate, up], dim=1).flatten(0, 1)
-        return mlp_func(x, interleaved, down, activation="swiglu")
-
-    return run
-
-
-def makers(fused_mlp) -> dict[str, Callable[[], MLP]]:
-    def ours(memory: str) -> MLP:
-        return lambda x, gate, up, down: fused_mlp.gated_mlp(x, gate, up, down, activation="silu", memory=memory)
-
-    return {
-        "eager": lambda: eager,
-        "compile": lambda: torch.compile(eager),
-        "checkpoint": lambda: lambda *given: checkpoint(eager, *given, use_reentrant=False, preserve_rng_state=False),
-        "liger": lambda: liger("liger"),
-        "liger-tiled": lambda: liger("liger-tiled"),
-        "quack": quack,
-        "ours": lambda: ours("activations"),
-        "ours-recompute": lambda: ours("recompute"),
-        "ours-compiled": lambda: torch.compile(ours("activations")),
-    }
-
-
-NEEDS = {"liger": "liger_kernel", "liger-tiled": "liger_kernel", "quack": "quack"}
-PROVIDERS = ("eager", "compile", "checkpoint", "liger", "liger-tiled", "quack", "gemms", *makers(None))
-PROVIDERS = tuple(dict.fromkeys(PROVIDERS))
-
-
-def unavailable(name: str) -> str | None:
-    if name in NEEDS and not ON_GPU:
-        return "it is for GPUs"
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        return f"{NEEDS[name]} is not installed"
-    return None
-
-
-def six_gemms(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Callable[[], object]:
-    """The products of a forward and a backward, gate and up as one."""
-    packed, hidden = torch.cat([gate, up]).detach(), torch.randn(len(x), len(gate), dtype=x.dtype, device=x.device)
-    x, down = x.detach(), down.detach()
-    both, grad = torch.cat([hidden, hidden], 1), torch.randn_like(x)
-
-    def run() -> None:
-        F.linear(x, packed), F.linear(hidden, down)
-        grad @ down, grad.t() @ hidden, both @ packed, both.t() @ x
-
-    return run
-
-
-def figures(shape: tuple[int, int, int], dtype: torch.dtype, wanted: list[str], fused_mlp, given) -> dict:
+def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: Clock, given) -> dict:
     rows, width, hidden = shape
-    x = torch.randn(rows, width, dtype=dtype, device=DEVICE)
-    weights = [torch.randn(hidden, width, dtype=dtype, device=DEVICE) * width**-0.5 for _ in range(2)]
-    weights.append(torch.randn(width, hidden, dtype=dtype, device=DEVICE) * hidden**-0.5)
-    operands = [tensor.requires_grad_() for tensor in (x, *weights)]
-    grad = torch.randn(rows, width, dtype=dtype, device=DEVICE)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        mlp = GatedMLP(width, hidden, given.activation).to(dtype)
+        x, grad = torch.randn(rows, width, dtype=dtype).requires_grad_(), torch.randn(rows, width, dtype=dtype)
+    leaves = [x, *(part.weight for part in mlp.children())]
+
+    def forget() -> None:
+        for leaf in (x, *mlp.parameters()):
+            leaf.grad = None
+
+    def backward(result: Tensor) -> None:
+        result.backward(grad)
+
+    def step(forward: Forward) -> None:
+        forget()
+        backward(forward(x))
+
     steps, memory, left = {}, {}, {}
-    expected = torch.autograd.grad(eager(*operands), operands, grad)
-    for name in wanted:
-        reason = unavailable(name)
+    step(mlp)
+    expected = [leaf.grad for leaf in leaves]
+    for name in given.providers:
+        reason = unavailable(name, given.activation) or clock.refusal()
         if reason is None and name == "gemms":
-            steps[name] = six_gemms(*operands)
+            steps[name] = six_gemms(mlp, x)
             continue
         try:
             if reason is None:
-                mlp = makers(fused_mlp)[name]()
-
-                def backward(result: Tensor) -> tuple[Tensor, ...]:
-                    return torch.autograd.grad(result, operands, grad)
-
-                for one, other in zip(backward(mlp(*operands)), expected, strict=True):
-                    if not (one - other).float().norm() <= 3e-2 * other.float().norm():
+                forward = makers(fused_mlp)[name](mlp)
+                with kernels_of(name, fused_mlp):
+                    step(forward)
+                for leaf, other in zip(leaves, expected, strict=True):  # QuACK has gate and up in a weight of its own
+                    if not (leaf.grad is None and name.startswith("quack")) and not alike(leaf.grad, other):
                         raise RuntimeError("its gradients are not eager's")
-                memory[name] = measure.saved_and_peak(lambda mlp=mlp: mlp(*operands), backward)
-                steps[name] = lambda mlp=mlp, backward=backward: backward(mlp(*operands))
+                forget()
+                with kernels_of(name, fused_mlp):
+                    memory[name] = measure.saved_and_peak(lambda forward=forward: forward(x), backward)
+
+                def turn(name=name, forward=forward) -> None:
+                    with kernels_of(name, fused_mlp):
+                        step(forward)
+
+                steps[name] = turn
         except Exception as error:  # a peer that does not run here is left out, with its words
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if reason is not None:
             left[name] = reason
     del expected
-    found = measure.compare(steps, given.rounds, given.seconds * 1e6)
+    forget()
+    calls = 9 if ON_GPU else 3  # of a long step in a turn; a short one's turn takes half a second
+    of_a_round = len(steps) * max(0.5, calls * measure.wall_microseconds(lambda: step(mlp), 1) / 1e6)
+    forget()
+    found = measure.compare(steps, clock.rounds(of_a_round, given.rounds), given.seconds * 1e6)
     for name, (saved, peak) in memory.items():
         found[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "providers": found, "left": left}
 
 
+def alike(found: Tensor | None, expected: Tensor) -> bool:
+    return found is not None and bool((found - expected).float().norm() <= 3e-2 * expected.float().norm())
+
+
+def of_model(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> dict:
+    reason = clock.refusal()
+    if reason is None:
+        try:
+            return training_models.figures(name, dtype, fused_mlp, given.copies, given.rounds, given.seconds)
+        except Exception as error:  # the points that are there already are worth more than one that is not
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return {"model": name, "shape": [], "dtype": str(dtype), "providers": {}, "left": {"all": reason}}
+
+
 def run(given) -> dict:
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
-    shapes = given.shapes or SHAPES[DEVICE]
-    found = {"machine": measure.machine(), "results": []}
-    with tqdm(total=len(shapes) * len(given.dtypes), disable=None) as progress:
-        for dtype in given.dtypes:
-            for shape in shapes:
-                progress.set_description(f"{shape}, {dtype}")
-                found["results"].append(figures(shape, getattr(torch, dtype), given.providers, fused_mlp, given))
-                torch._dynamo.reset()
-                given.out.parent.mkdir(parents=True, exist_ok=True)
-                given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-                progress.update()
+    shapes = SHAPES[DEVICE] if given.shapes is None else given.shapes
+    found = {"machine": measure.machine(), "activation": given.activation, "results": []}
+    points = [(dtype, point) for dtype in given.dtypes for point in (*shapes[:4], *given.models, *shapes[4:])]
+    clock = Clock(given.minutes, len(points))
+    with tqdm(points, disable=None) as progress:
+        for dtype, point in progress:
+            progress.set_description(f"{point}, {dtype}")
+            clock.next_point()
+            measured = of_model if isinstance(point, str) else figures
+            found["results"].append(measured(point, getattr(torch, dtype), fused_mlp, clock, given))
+            torch._dynamo.reset()
+            if ON_GPU:
+                torch.cuda.empty_cache()
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def title(result: dict) -> str:
+    numbers = (", " if "model" not in result else " x ").join(map(str, result["shape"]))
+    return f"{result.get('model', '')} {numbers} {result['dtype']}".strip()
 
 
 def print_table(found: dict) -> None:
     table = Table(title=f"{found['machine'].get('gpu') or found['machine']['cpu']}: forward and backward (to eager)")
-    table.add_column("M, D, H")
+    table.add_column("M, D, H, or a model's step")
     table.add_column("provider", no_wrap=True)
     columns = [key for key in TIMES if any(key in of for r in found["results"] for of in r["providers"].values())]
     for key in columns:
         table.add_column(TIMES[key], justify="right", no_wrap=True)
     for result in found["results"]:
         base = result["providers"].get("eager", {})
+        titles = iter([title(result)])
         for name, of in result["providers"].items():
-            cells = [
-                f"{of[key]:.3g} ({of[key] / base[key]:.2f})" if key in of and base.get(key) else f"{of.get(key, '')}"
-                for key in columns
-            ]
-            table.add_row(f"{', '.join(map(str, result['shape']))} {result['dtype']}", name, *cells)
+            cells = []
+            for key in columns:
+                ratio = f" ({of[key] / base[key]:.2f})" if key in of and base.get(key) else ""
+                cells.append(f"{of[key]:.{0 if of[key] >= 100 else 2}f}{ratio}" if key in of else "")
+            table.add_row(next(titles, ""), name, *cells)
         for name, reason in result["left"].items():
-            table.add_row("", name, reason)
+            table.add_row(next(titles, ""), name, reason)
         table.add_section()
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
@@ -204,29 +202,37 @@ def plot(found: dict, path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    key = "kernel_us" if any("kernel_us" in r["providers"].get("eager", {}) for r in found["results"]) else "wall_us"
     results = [result for result in found["results"] if "eager" in result["providers"]]
-    figure, axes = plt.subplots(1, max(len(results), 1), figsize=(3.2 * max(len(results), 1), 3.4), squeeze=False)
+    key = "kernel_us" if any("kernel_us" in result["providers"]["eager"] for result in results) else "wall_us"
+    figure, axes = plt.subplots(1, max(len(results), 1), figsize=(2.8 * max(len(results), 1), 3.6), squeeze=False)
+    lines = {}
     for axis, result in zip(axes[0], results, strict=False):
         base = result["providers"]["eager"]
         for name, of in result["providers"].items():
-            if "peak" in of:
-                axis.plot(of[key] / base[key], of["peak"] / base["peak"], "o", label=name)
-        axis.set_title(f"{', '.join(map(str, result['shape']))}\n{result['dtype']}", fontsize="small")
+            if "peak" in of and base["peak"]:
+                color = f"C{PROVIDERS.index(name)}"
+                (lines[name],) = axis.plot(of[key] / base[key], of["peak"] / base["peak"], "o", color=color)
+        axis.set_title(title(result).replace(f" {result['dtype']}", f"\n{result['dtype']}"), fontsize="small")
         axis.set_xlabel("time, eager = 1")
     axes[0][0].set_ylabel("peak memory, eager = 1")
-    axes[0][0].legend(fontsize="x-small")
-    figure.tight_layout()
+    figure.legend(lines.values(), lines, fontsize="x-small", loc="lower center", ncols=len(lines))
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))), help="M,D,H each")
+    parser.add_argument("--shapes", nargs="*", type=lambda text: tuple(map(int, text.split(","))), help="M,D,H each")
+    parser.add_argument(
+        "--models", nargs="*", choices=training_models.MODELS, default=list(training_models.MODELS), help="whole steps"
+    )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32", "float16"], default=["bfloat16"])
+    parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every provider")
     parser.add_argument("--seconds", type=float, default=0.1, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run; 0 for as long as it takes")
     parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
     parser.add_argument("--out", type=Path, default=Path("build/training"))
     given = parser.parse_args()

@@ -152,8 +152,10 @@ void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const
 }
 
 // What the backward of a hidden layer needs, [rows, features]: gate before its activation, and up where there is one.
+// With `up_first`, `gate` is [rows, 2 * features] and holds both.
 struct Kept {
   Tensor gate, up;
+  std::optional<bool> up_first;
 };
 
 // Runs both layers, or, without `output`, the hidden one, with torch's GEMMs on blocks of x [rows, in].
@@ -167,7 +169,7 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
   const bool up_follows = hidden.gated() && follows(hidden.weight, hidden.bias, *hidden.up_weight, *hidden.up_bias);
   const bool gate_follows = hidden.gated() && follows(*hidden.up_weight, *hidden.up_bias, hidden.weight, hidden.bias);
-  const bool packed = !kept && (up_follows || gate_follows);
+  const bool packed = kept ? kept->up_first.has_value() : up_follows || gate_follows;
   const int64_t row_bytes = std::max<int64_t>(features, 1) * element_bytes(dtype) *
                             (packed           ? 3
                              : hidden.gated() ? 2
@@ -184,7 +186,8 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
     const PointwiseShape shape{dtype, count, features};
     const Matrix gate = dense_matrix(gate_rows, features), values = dense_matrix(hidden_rows, features);
     if (packed) {
-      run_packed(x_rows, hidden, gate_follows, rows_of(*up_block, 0, count), hidden_rows);
+      const Tensor both = kept ? gate_rows : rows_of(*up_block, 0, count);
+      run_packed(x_rows, hidden, kept ? *kept->up_first : gate_follows, both, hidden_rows);
     } else {
       torch_linear(gate_rows, x_rows, hidden.weight, hidden.bias);
       if (hidden.gated()) {
@@ -276,6 +279,15 @@ struct Cpu {
     } else {
       run_pointwise(pointwise().act_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(dgate));
     }
+  }
+
+  template <typename... Operands>
+  static NoKernel hidden_gradients(const Operands&...) {
+    return {};
+  }
+  template <typename... Operands>
+  static NoKernel input_gradient(const Operands&...) {
+    return {};
   }
 
  private:
@@ -386,18 +398,19 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
                                                     const OptionalTensor& up_weight,
                                                     const OptionalTensor& second_weight, const OptionalTensor& bias,
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
-                                                    int64_t activation, bool keep) {
-  check_training(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation);
-  const HiddenLayer hidden{weight, bias, up_weight ? &*up_weight : nullptr, &up_bias, activation};
+                                                    int64_t activation, bool keep, std::optional<bool> up_first) {
+  const FirstLayer first(weight, up_weight, bias, up_bias, up_first);
+  check_training(x, first, second_weight, second_bias, activation);
+  const HiddenLayer hidden{first.weight, first.bias, first.up_weight ? &*first.up_weight : nullptr, &first.up_bias,
+                           activation};
   const std::optional<OutputLayer> second =
       second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
   const OutputLayer* const output = second ? &*second : nullptr;
   if (!keep) return {run(x, hidden, output), new_dense(x, {0}), new_dense(x, {0})};
   const Tensor flat = flatten_rows(x), out = new_result(x, output ? output->features() : hidden.features());
-  const Tensor gate = new_result(x, hidden.features());
-  const Tensor up = hidden.gated() ? new_result(x, hidden.features()) : new_dense(x, {0});
+  const Tensor gate = new_result(x, weight.size(0)), up = up_weight ? new_result(x, weight.size(0)) : new_dense(x, {0});
   const int64_t rows = flat.size(0);
-  const Kept kept{matrix_of(gate, rows), hidden.gated() ? matrix_of(up, rows) : up};
+  const Kept kept{matrix_of(gate, rows), up_weight ? matrix_of(up, rows) : up, up_first};
   run_blocks(gemm_rows(flat), hidden, output, matrix_of(out, rows), &kept);
   return {out, gate, up};
 }
@@ -406,15 +419,18 @@ std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
-                                      int64_t needs) {
-  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, false);
+                                      int64_t needs, std::optional<bool> up_first) {
+  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, up_first,
+                        false);
 }
 
 std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
-                                       const OptionalTensor& up, int64_t activation, int64_t needs) {
-  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, true);
+                                       const OptionalTensor& up, int64_t activation, int64_t needs,
+                                       std::optional<bool> up_first) {
+  return gradients<Cpu>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs, up_first,
+                        true);
 }
 
 }  // namespace fused_mlp

@@ -16,6 +16,7 @@ import break_even
 import display
 import peers
 import providers
+import training
 
 import measure
 
@@ -187,3 +188,19 @@ def test_times_are_of_one_call():
     figures = measure.compare({ms: partial(time.sleep, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
     assert all(ms * 1e3 <= figures[ms]["wall_us"] for ms in (1, 8))
     assert figures[1]["wall_us"] < figures[8]["wall_us"]
+
+
+def test_training(monkeypatch, tmp_path, capsys):
+    """A small run has every provider measured or a reason why not, and can be shown."""
+    named = ["--shapes", "8,16,32", "--models", "--rounds", "2", "--seconds", "0.001"]
+    named += ["--providers", "eager", "ours", "ours-recompute", "gemms", "checkpoint", "liger-gemm", "quack"]
+    monkeypatch.setattr(measure, "machine", lambda: {"cpu": "this one"})
+    monkeypatch.setattr(sys, "argv", ["training.py", *named, "--out", str(tmp_path / "run")])
+    training.main()
+    (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert {"eager", "ours", "ours-recompute", "gemms", "checkpoint"} <= set(result["providers"])
+    assert {*result["providers"], *result["left"]} == set(named[named.index("--providers") + 1 :])
+    assert result["providers"]["ours-recompute"]["saved"] < result["providers"]["ours"]["saved"]
+    assert result["providers"]["ours"]["saved"] < result["providers"]["eager"]["saved"]
+    assert "8, 16, 32 bfloat16" in capsys.readouterr().out
+    assert (tmp_path / "run.svg").exists()

@@ -112,9 +112,10 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not result._is_view():
-            is_of_weights = self.in_features in result.shape and self.rows not in result.shape
-            self.elements += result.numel() if is_of_weights else 0
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
+                is_of_weights = self.in_features in tensor.shape and self.rows not in tensor.shape
+                self.elements += tensor.numel() if is_of_weights else 0
         return result
 
 
@@ -139,7 +140,7 @@ def test_packed_projections_in_training(fused_mlp, device, rows, trained):
     assert [fused.pattern for fused in fused_mlp.fuse_mlps(module).fused] == ["packed gated"]
     got, of_fused = results()
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert of_fused == of_eager
+    assert of_fused <= of_eager
 
 
 # Reports.

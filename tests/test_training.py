@@ -9,17 +9,14 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-import machine
 import measure
 import reference
+from look_alikes import SwappedPacked
 from modules import Gated, PackedGated, Plain
 from reference import ROUNDINGS, assert_no_worse_than_eager, operands, poisoned_memory
 from safety import Blocks, assert_close, fuse, llama
 
-without_gates = pytest.mark.skipif(
-    machine.device_type() == "cuda", reason="no CUDA kernel for the gradient of an activation without a gate"
-)
-functions = pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", pytest.param("mlp", marks=without_gates)])
+functions = pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
 MEMORY = ("activations", "recompute")
 memories = pytest.mark.parametrize("memory", MEMORY)
 
@@ -100,6 +97,67 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
             assert gradient.stride() == made[name].stride()
 
 
+@pytest.mark.parametrize("kind", [PackedGated, SwappedPacked])
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@memories
+def test_gradients_of_a_packed_weight(fused_mlp, device, kind, memory, dtype, biases):
+    """Odd sizes, an input with gaps; the same bits again and where the graph is kept, each parameter trained alone."""
+    module = kind(bias=biases, sizes=(33, 47, 21)).to(device, dtype)
+    wide, fused = copy.deepcopy(module).double(), copy.deepcopy(module)
+    assert [each.pattern for each in fused_mlp.fuse_mlps(fused, memory=memory).fused] == [
+        getattr(kind, "fused", "packed gated")
+    ]
+    values = torch.randn(3, 37, 2, 33, device=device).to(dtype)[:, :, 0]
+
+    def outcome(each, of=None, retain=False):
+        x = values.to(each.down_proj.weight.dtype) if each is wide else values
+        named = {"hidden_states": x.detach(), **dict(each.named_parameters())}
+        for name, tensor in named.items():
+            tensor.requires_grad_(of is None or name == of)
+        return step(lambda made: each(made["hidden_states"]), named, retain)
+
+    with poisoned_memory(device):
+        found = outcome(fused)
+        for again in (outcome(fused), outcome(fused, retain=True)):
+            assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        alone = {name: outcome(fused, of=name) for name in ("hidden_states", *dict(fused.named_parameters()))}
+    for *three, name in zip(found, outcome(module), outcome(wide), ["result", *alone], strict=True):
+        assert_no_worse_than_eager(*three, name, roundings=ROUNDINGS["gated_mlp"])
+    for gradient, (name, (_, gradient_alone)) in zip(found[1:], alone.items(), strict=True):
+        error, tolerance = (gradient_alone - gradient).float().norm(), 4 * torch.finfo(dtype).eps
+        assert error <= tolerance * gradient.float().norm(), name  # the hidden values may be rounded in another place
+
+
+@pytest.mark.parametrize("of", ["all", "hidden_states", "gate_up_proj.weight", "down_proj.weight"])
+@pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512)])
+def test_memory_of_a_packed_weight(fused_mlp, device, rows, width, hidden, of):
+    """Gate and up are kept, or nothing; the most at any time is never more than eager's."""
+    module = PackedGated(sizes=(width, hidden, width)).to(device)
+    x, grad = (torch.randn(rows, width, device=device) for _ in range(2))
+    named = {"hidden_states": x, **dict(module.named_parameters())}
+    for name, tensor in named.items():
+        tensor.requires_grad_(of in ("all", name))
+    wanted = [tensor for tensor in named.values() if tensor.requires_grad]
+
+    def bytes_of(each):
+        for _ in range(2):  # the first may load something
+            found = measure.saved_and_peak(lambda: each(x), lambda result: torch.autograd.grad(result, wanted, grad))
+        return found
+
+    saved, peak = bytes_of(module)
+    fused_mlp.fuse_mlps(module)
+    for memory in MEMORY:
+        fused_mlp.fuse_mlps(module, memory=memory)
+        kept, most = bytes_of(module)
+        block, slack = rows * hidden * 4, 512 * 8 if device.type == "cuda" else 64
+        matrices = 0 if memory == "recompute" else 1 if of == "down_proj.weight" else 2
+        assert matrices * block <= kept <= min(matrices * block, saved) + slack
+        assert most <= peak + slack
+        if rows == 512 and of == "all":
+            assert most <= 3 * block + 3 * rows * width * 4 + 3 * width * hidden * 4 + slack
+
+
 @pytest.mark.parametrize("frozen", [(), ("up_weight", "fc1_weight"), ("gate_weight",)], ids=str)
 @pytest.mark.parametrize("lead", [(5,), (1,), (2, 3), (1, 5), (5, 1), (1, 1, 2)], ids=str)
 @functions
@@ -124,7 +182,7 @@ def test_layout_of_the_gradient_of_x(fused_mlp, device, function, lead, frozen):
         with torch.no_grad():
             torch.library.opcheck(
                 ops.training_backward.default,
-                (torch.randn_like(found[0]), *full[:-1], None, None, 4, needs),
+                (torch.randn_like(found[0]), *full[:-1], None, None, 4, needs, None),
                 test_utils="test_faketensor",
             )
 
@@ -191,6 +249,31 @@ def test_autocast_of_weights(fused_mlp, device, function, memory, kept_in):
 
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+@memories
+def test_weights_are_cast_once(fused_mlp, device, kind, memory):
+    """Under autocast, in a step of two MLPs with the same weights; their gradients are eager's."""
+    model = Blocks(kind).to(device)
+    for name, part in model.mlps[0].named_children():
+        setattr(model.mlps[1], name, part)
+    x = torch.randn(5, 32, device=device)
+    shapes = [list(parameter.shape) for parameter in model.mlps[0].parameters() if parameter.dim() == 2]
+
+    def outcome():
+        model.zero_grad()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                result = model(x)
+            result.float().square().mean().backward()
+        casts = [e for e in profile.events() if e.name == "aten::_to_copy" and e.input_shapes[0] in shapes]
+        return len(casts), [result.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    (cast_by_eager, eager), _ = outcome(), fused_mlp.fuse_mlps(model, memory=memory)
+    cast, found = outcome()
+    assert cast == cast_by_eager == 2 * len(shapes)  # and the gradient of each once
+    assert_close(found, eager, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_memory_of_a_model(fused_mlp, device, kind):
     """fuse_mlps(memory=...) chooses for the modules, fused before or not; what it does not know changes nothing."""
     model = Blocks(kind).to(device)
@@ -210,7 +293,7 @@ def test_memory_of_a_model(fused_mlp, device, kind):
             candidate.zero_grad()
             candidate(x).square().mean().backward()
         assert_close(*([parameter.grad for parameter in each.parameters()] for each in (fused, model)))
-    if kind is Gated:
+    if kind is not Plain:
         fused.zero_grad()
         torch.compile(fused, fullgraph=True, backend="aot_eager")(x).square().mean().backward()
         assert_close(*([parameter.grad for parameter in each.parameters()] for each in (fused, model)))

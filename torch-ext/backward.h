@@ -12,19 +12,47 @@
 #include "torch_binding.h"
 #include "torch_gemm.h"
 
-// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and the pointwise kernels of a backend.
+// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and a backend's pointwise kernels, or by its
+// GEMMs that have epilogues of training.
 namespace fused_mlp {
 
 // The operands of training_forward. Bit i of `needs` asks for the gradient of operand i.
 enum Operand { kX, kWeight, kUpWeight, kSecondWeight, kBias, kUpBias, kSecondBias, kOperands };
 
-inline void check_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
-                           const OptionalTensor& second_weight, const OptionalTensor& bias,
-                           const OptionalTensor& up_bias, const OptionalTensor& second_bias, int64_t activation) {
+// The first layer by its gate and up. An `up_first` says that weight and bias hold both, and in which order.
+struct FirstLayer {
+  Tensor weight;
+  OptionalTensor up_weight, bias, up_bias;
+
+  FirstLayer(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& bias,
+             const OptionalTensor& up_bias, std::optional<bool> up_first)
+      : weight(weight), up_weight(up_weight), bias(bias), up_bias(up_bias) {
+    if (!up_first) return;
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) % 2 == 0, "weight must be [2 * hidden, in]");
+    STD_TORCH_CHECK(!up_weight && !up_bias, "up_weight and up_bias must be left out where weight holds both");
+    STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "bias must be [2 * hidden]");
+    const int64_t features = weight.size(0) / 2;
+    const auto half = [&](bool second) {
+      return matrix_view(weight, {features, weight.size(1)}, {weight.stride(0), weight.stride(1)},
+                         second ? features * weight.stride(0) : 0);
+    };
+    this->weight = half(*up_first);
+    this->up_weight = half(!*up_first);
+    if (!bias) return;
+    const auto half_bias = [&](bool second) {
+      return view_of(*bias, std::array{features}, std::array{bias->stride(0)}, second ? features * bias->stride(0) : 0);
+    };
+    this->bias = half_bias(*up_first);
+    this->up_bias = half_bias(!*up_first);
+  }
+};
+
+inline void check_training(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
+                           const OptionalTensor& second_bias, int64_t activation) {
   check_activation(activation);
-  check_linear(x, weight, bias);
-  if (up_weight) check_gated_linear(x, weight, *up_weight, bias, up_bias);
-  if (second_weight) check_second(x, weight, *second_weight, second_bias);
+  check_linear(x, first.weight, first.bias);
+  if (first.up_weight) check_gated_linear(x, first.weight, *first.up_weight, first.bias, first.up_bias);
+  if (second_weight) check_second(x, first.weight, *second_weight, second_bias);
 }
 
 // A tensor of the shape of a layer's result.
@@ -36,6 +64,22 @@ inline void check_kept(const Tensor& tensor, const char* name, const Tensor& x, 
                   name, " must have the shape of its layer's result");
 }
 
+// Gate and up, which lie beside each other in the rows of a dense tensor, as matrices.
+inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, bool up_first) {
+  const int64_t features = both.size(-1) / 2;
+  const auto half = [&](bool second) {
+    return matrix_view(both, {rows, features}, {2 * features, 1}, second ? features : 0);
+  };
+  return {half(up_first), half(!up_first)};
+}
+
+// What a backend answers that has no kernel for a product with its epilogue.
+struct NoKernel {
+  explicit operator bool() const { return false; }
+  template <typename... Outputs>
+  void launch(const Outputs&...) const {}
+};
+
 // Backend:
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
@@ -43,11 +87,19 @@ inline void check_kept(const Tensor& tensor, const char* name, const Tensor& x, 
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
+//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
+//                                                          differentiate and, unless values is null, apply
+//   input_gradient(dgate, weight, dup, up_weight)          a kernel, or none, whose launch(dx) is mm and add_mm
 template <typename Backend>
 class Backward {
  public:
-  Backward(const Tensor& grad, const Tensor& x, int64_t activation, int64_t needs)
-      : grad_(Backend::rows(grad)), input_(x), x_(Backend::rows(x)), activation_(activation), needs_(needs) {}
+  Backward(const Tensor& grad, const Tensor& x, std::optional<bool> up_first, int64_t activation, int64_t needs)
+      : grad_(Backend::rows(grad)),
+        input_(x),
+        x_(Backend::rows(x)),
+        up_first_(up_first),
+        activation_(activation),
+        needs_(needs) {}
 
   // Makes again what a forward has not kept.
   std::vector<Tensor> run_again(const Tensor& weight, const OptionalTensor& up_weight,
@@ -63,46 +115,67 @@ class Backward {
                up_weight ? OptionalTensor(made(*up_weight, up_bias)) : std::nullopt, true);
   }
 
-  // `gate` and `up` are the values before the activation. `in_place`: they are written to, and their memory is freed as
+  // `gate` and `up` are the values before the activation, both in `gate` where the weight holds both: then so are their
+  // gradients, and each product below is one for the two. `in_place`: they are written to, and their memory is freed as
   // soon as it is not needed. Peak memory beside operands and gradients: three matrices [rows, hidden] with gate and
-  // up among them, four where they are to stay.
+  // up among them; where they are to stay four, or five of a weight that holds both or with a kernel for
+  // hidden_gradients.
   std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                           Tensor gate, OptionalTensor up, bool in_place) {
-    const std::array<int64_t, 2> sizes{x_.size(0), weight.size(0)};
-    const Tensor gate_rows = flat(gate);
-    const OptionalTensor up_rows = up ? OptionalTensor(flat(*up)) : std::nullopt;
+    const auto [gate_rows, up_rows] = parts(flat(gate), up ? OptionalTensor(flat(*up)) : std::nullopt);
+    const std::array<int64_t, 2> sizes{x_.size(0), gate_rows.size(1)};
+    auto fused = [&] {
+      using Kernel = decltype(Backend::hidden_gradients(grad_, weight, gate_rows, up_rows, activation_));
+      if (!second_weight || !needs_first()) return Kernel();
+      return Backend::hidden_gradients(grad_, *second_weight, gate_rows, up_rows, activation_);
+    }();
     OptionalTensor dhidden;
     if (second_weight) {
-      if (needs(kSecondWeight)) {
-        const Tensor values = in_place && !needs_first() ? gate_rows : new_dense(gate, sizes);
+      if (needs(kSecondWeight) && !fused) {
+        const bool done = in_place && !needs_first();
+        const Tensor values = done && !up_first_ ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
-        if (up && in_place && !needs_first()) release(*up);
+        if (done && (up || up_first_)) release(up ? *up : gate);
         found_[kSecondWeight] = of_weight(grad_, values, *second_weight);
       }
       if (needs(kSecondBias)) found_[kSecondBias] = of_bias(grad_);
       if (!needs_first()) return results();
-      dhidden = new_dense(gate, sizes);
-      Backend::mm(*dhidden, grad_, *second_weight);
+      if (!fused) {
+        dhidden = new_dense(gate, sizes);
+        Backend::mm(*dhidden, grad_, *second_weight);
+      }
     }
-    OptionalTensor dgate = gate_rows, dup = up_rows;
+    OptionalTensor dgate = flat(gate), dup = up ? up_rows : std::nullopt;
     if (!in_place) {
-      dgate = dhidden ? dhidden : OptionalTensor(new_dense(gate, sizes));
+      dgate = dhidden && !up_first_ ? dhidden : OptionalTensor(new_dense(gate, {x_.size(0), weight.size(0)}));
       if (up) dup = new_dense(gate, sizes);
     }
-    Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, *dgate, dup, activation_);
+    {
+      const auto [dgate_rows, dup_rows] = parts(*dgate, dup);
+      if (fused) {
+        const auto values = needs(kSecondWeight) ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
+        fused.launch(dgate_rows, dup_rows, values);
+        if (values) found_[kSecondWeight] = of_weight(grad_, *values, *second_weight);
+      } else {
+        Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, dgate_rows, dup_rows, activation_);
+      }
+    }
     dhidden.reset();
 
-    OptionalTensor dx;
-    if (needs(kX)) {
-      dx = new_input_gradient(needs(up ? kUpWeight : kWeight));
-      add_to_input(*dx, *dgate, weight, &Backend::mm);
-    }
+    const auto dx = needs(kX) ? OptionalTensor(new_input_gradient(needs(up ? kUpWeight : kWeight))) : std::nullopt;
+    auto both = [&] {
+      using Kernel = decltype(Backend::input_gradient(*dgate, weight, *dup, *up_weight));
+      if (!dx || !up || dx->stride(-1) != 1) return Kernel();
+      return Backend::input_gradient(*dgate, weight, *dup, *up_weight);
+    }();
+    if (both) both.launch(flat(*dx));
+    if (dx && !both) add_to_input(*dx, *dgate, weight, &Backend::mm);
     if (needs(kWeight)) found_[kWeight] = of_weight(*dgate, x_, weight);
     if (needs(kBias)) found_[kBias] = of_bias(*dgate);
     dgate.reset();
     if (in_place) release(gate);
     if (up) {
-      if (needs(kX)) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
+      if (dx && !both) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
       if (needs(kUpWeight)) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
       if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
       dup.reset();
@@ -113,6 +186,12 @@ class Backward {
   }
 
  private:
+  // Gate and up, of matrices of each or of one that holds both.
+  std::pair<Tensor, OptionalTensor> parts(const Tensor& gate, const OptionalTensor& up) const {
+    if (!up_first_) return {gate, up};
+    return halves_of(gate, gate.size(0), *up_first_);
+  }
+
   bool needs(Operand operand) const { return needs_ >> operand & 1; }
   bool needs_first() const { return needs(kX) || needs(kWeight) || needs(kUpWeight) || needs(kBias) || needs(kUpBias); }
 
@@ -185,6 +264,7 @@ class Backward {
   }
 
   const Tensor grad_, input_, x_;
+  const std::optional<bool> up_first_;
   const int64_t activation_, needs_;
   OptionalTensor found_[kOperands];
 };
@@ -194,10 +274,12 @@ template <typename Backend>
 std::vector<Tensor> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
                               const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                               const OptionalTensor& bias, const OptionalTensor& up_bias, const OptionalTensor& gate,
-                              const OptionalTensor& up, int64_t activation, int64_t needs, bool in_place) {
-  check_training(x, weight, up_weight, second_weight, bias, up_bias, std::nullopt, activation);
-  check_kept(grad, "grad", x, second_weight ? *second_weight : weight);
-  Backward<Backend> backward(grad, x, activation, needs);
+                              const OptionalTensor& up, int64_t activation, int64_t needs, std::optional<bool> up_first,
+                              bool in_place) {
+  const FirstLayer first(weight, up_weight, bias, up_bias, up_first);
+  check_training(x, first, second_weight, std::nullopt, activation);
+  check_kept(grad, "grad", x, second_weight ? *second_weight : first.weight);
+  Backward<Backend> backward(grad, x, up_first, activation, needs);
   if (!gate) return backward.run_again(weight, up_weight, second_weight, bias, up_bias);
   STD_TORCH_CHECK(up.has_value() == up_weight.has_value(), "up must be there where up_weight is");
   const auto dense = [&](const Tensor& kept, const char* name) {

@@ -27,13 +27,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
-      "Tensor? up_bias, Tensor? second_bias, int activation, bool keep) -> (Tensor, Tensor, Tensor)");
+      "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
-      "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs) -> Tensor[]");
+      "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs, bool? up_first) -> "
+      "Tensor[]");
   ops.def(
       "training_backward_(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
-      "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs) -> Tensor[]");
+      "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs, bool? up_first) "
+      "-> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)

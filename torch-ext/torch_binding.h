@@ -64,12 +64,13 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
 
 // What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
-// layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept.
+// layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,
+// weight and bias hold gate and up, of which up comes first or second, and so does what is kept, [..., 2 * hidden].
 std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tensor& weight,
                                                     const OptionalTensor& up_weight,
                                                     const OptionalTensor& second_weight, const OptionalTensor& bias,
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
-                                                    int64_t activation, bool keep);
+                                                    int64_t activation, bool keep, std::optional<bool> up_first);
 
 // The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what
 // it kept; without `gate` they are computed again.
@@ -77,12 +78,13 @@ std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
-                                      int64_t needs);
+                                      int64_t needs, std::optional<bool> up_first);
 
 // The same in less memory: what was kept is overwritten, and its memory freed.
 std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
-                                       const OptionalTensor& up, int64_t activation, int64_t needs);
+                                       const OptionalTensor& up, int64_t activation, int64_t needs,
+                                       std::optional<bool> up_first);
 
 }  // namespace fused_mlp

@@ -14,17 +14,18 @@ using TorchMm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle a, AtenTen
 using TorchAddmm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                   double beta, double alpha);
 
-// A view of the memory of `tensor` that begins at its first element.
+// A view of the memory of `tensor` that begins at its first element, or `offset` elements behind it.
 template <typename Sizes>
-Tensor view_of(const Tensor& tensor, const Sizes& sizes, const Sizes& strides) {
+Tensor view_of(const Tensor& tensor, const Sizes& sizes, const Sizes& strides, int64_t offset = 0) {
   AtenTensorHandle view = nullptr;
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(tensor.get(), sizes.size(), sizes.data(), strides.data(), 0, &view));
+      aoti_torch__reinterpret_tensor(tensor.get(), sizes.size(), sizes.data(), strides.data(), offset, &view));
   return Tensor(view);
 }
 
-inline Tensor matrix_view(const Tensor& tensor, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides) {
-  return view_of(tensor, sizes, strides);
+inline Tensor matrix_view(const Tensor& tensor, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides,
+                          int64_t offset = 0) {
+  return view_of(tensor, sizes, strides, offset);
 }
 
 inline Tensor transposed(const Tensor& weight) {

@@ -81,21 +81,31 @@ __device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 
 
 // Sends what the warp wrote to (row, column) of the output.
 template <typename Gemm>
-__device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t store, int row, int column) {
+__device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t store, int row, int column) {
   fence_shared_to_async();
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&args.out, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
+      tma_store(&map, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
     }
     tma_store_commit();
   }
 }
 
+// A buffer of this warp, which the TMA is done with.
+template <typename Gemm>
+__device__ __forceinline__ uint32_t next_buffer(uint32_t stores, int& buffer) {
+  if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
+  __syncwarp();
+  const uint32_t store = stores + buffer * Gemm::kStoreBytes;
+  buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+  return store;
+}
+
 // Stores the warp's rows of the tile, 16 of every 64. Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
-__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
+__device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
                                            int first_column) {
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
@@ -123,14 +133,22 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
       // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
-      if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
-      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
-      __syncwarp();
-      store = stores + buffer * Gemm::kStoreBytes;
-      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+      if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1));
+      if constexpr (Gemm::kKept) {
+        const auto keep = [&](Operand operand, const CUtensorMap& map) {
+          float kept[kCount];
+          sums(operand, [&](int i, float sum) { kept[i] = sum; });
+          const uint32_t kept_store = next_buffer<Gemm>(stores, buffer);
+          write_boxes<Gemm>(kept, kept_store);
+          send_boxes<Gemm>(map, kept_store, row, column + step_column);
+        };
+        keep(Operand::kGate, args.gate);
+        if constexpr (Gemm::kGated) keep(Operand::kUp, args.up);
+      }
+      store = next_buffer<Gemm>(stores, buffer);
       write_boxes<Gemm>(value, store);
     }
-    send_boxes<Gemm>(args, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
+    send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll
     for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
       const int next = i + kShift;

@@ -7,7 +7,7 @@ argument, what came and what is needed.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -151,6 +151,12 @@ def autocasts(x: Tensor) -> bool:
     if x.is_cpu:
         return torch.is_autocast_enabled("cpu")
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which raises for meta
+
+
+def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """The gate's and the up's half of a weight or bias that holds both; ``both`` has an even number of rows."""
+    first, second = (None, None) if both is None else both.chunk(2)
+    return (second, first) if up_first else (first, second)
 
 
 def _shape(tensor: Tensor) -> str:

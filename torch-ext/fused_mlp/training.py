@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from sys import getrefcount
+from types import ModuleType
 from typing import Any, Optional, Tuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
 from .backends import native, reference
+from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 
@@ -34,6 +36,11 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 Operands = Tuple[Optional[Tensor], ...]
 
 
+def is_followed() -> bool:
+    """Whether somebody sees the operations of this thread, or what autograd keeps of them."""
+    return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
+
+
 def check_memory(memory: str) -> None:
     """Raises ValueError for what is none of :data:`MEMORY`."""
     if memory not in MEMORY:
@@ -44,8 +51,6 @@ def refusal(op: str) -> Optional[str]:
     """Why a call that autograd follows is not one op, or None if it can be."""
     if op not in _NAMES:
         return "autograd follows the parts"
-    if op == "mlp" and native.DEVICE_TYPE == "cuda":
-        return "autograd follows the parts: no CUDA kernel for the gradient of an activation without a gate"
     return "torch.func follows the parts" if is_transformed() else None
 
 
@@ -60,19 +65,27 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
 
-def run(op: str, given: Operands, activation: int, memory: str) -> Tensor:
-    """The result of a function of this package on its operands, followed by autograd."""
+def run(op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None) -> Tensor:
+    """The result of a function of this package on its operands, followed by autograd.
+
+    ``up_first``, of ``gated_mlp``: the first weight and bias hold gate and up, in the order that it tells, and the
+    second weight may be None.
+    """
     given = _full(op, given)
     if memory == KEPT and _is_first_frozen(*given):
-        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
-        if up_weight is None:
-            hidden = native.linear(x, weight, bias, activation)
-        else:
-            hidden = native.gated_linear(x, weight, up_weight, bias, up_bias, activation)
-        return F.linear(hidden, second_weight, second_bias)
-    if _is_compiling() or _dispatch_modes():
-        return _forward(*given, activation, memory == KEPT)[0]
-    return _Recorded.apply(*given, activation, memory == KEPT)[0]
+        hidden = _first_layer(given, activation, up_first, native)
+        return F.linear(hidden, given[3], given[6])
+    compute = _forward if _is_compiling() or _dispatch_modes() else _Recorded.apply
+    return compute(*given, activation, memory == KEPT, up_first)[0]
+
+
+def _first_layer(given: Operands, activation: int, up_first: Optional[bool], backend: ModuleType) -> Tensor:
+    x, weight, up_weight, _, bias, up_bias, _ = given
+    if up_first is not None:
+        (weight, up_weight), (bias, up_bias) = halves(weight, up_first), halves(bias, up_first)
+    if up_weight is None:
+        return backend.linear(x, weight, bias, activation)
+    return backend.gated_linear(x, weight, up_weight, bias, up_bias, activation)
 
 
 _NAMES = frozenset(("gated_linear", "mlp", "gated_mlp"))
@@ -105,7 +118,7 @@ def _is_first_frozen(
 
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
-    *given, ctx.activation, keep = inputs
+    *given, ctx.activation, keep, ctx.up_first = inputs
     _, gate, up = output
     ctx.alone = False
     ctx.set_materialize_grads(False)
@@ -118,21 +131,22 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
     if grad is None:
-        return (None,) * 9
+        return (None,) * 10
     *given, second_bias, gate, up = ctx.saved_tensors
     needs = ctx.needs_input_grad[:7]
     # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
     if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
-        found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation)
+        found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation, ctx.up_first)
     else:
         alone = ctx.alone and gate is not None and not _keeps_graph() and not _dispatch_modes()
         # Nor has anybody got hold of it through the node.
         alone = alone and getrefcount(gate) <= _references() and _uses(gate) <= 2
         alone = alone and (up is None or (getrefcount(up) <= _references() and _uses(up) <= 2))
         backward = _backward_in_place if alone else _backward
-        found = backward(grad, *given, gate, up, ctx.activation, sum(need << index for index, need in enumerate(needs)))
+        bits = sum(need << index for index, need in enumerate(needs))
+        found = backward(grad, *given, gate, up, ctx.activation, bits, ctx.up_first)
     found = iter(found)
-    return (*(next(found) if need else None for need in needs), None, None)
+    return (*(next(found) if need else None for need in needs), None, None, None)
 
 
 if native.DEVICE_TYPE is not None:
@@ -187,17 +201,15 @@ def _uses(tensor: Optional[Tensor]) -> int:
     return 0 if tensor is None else torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _composed_gradients(given: Operands, grad: Tensor, needs: Tuple[bool, ...], activation: int) -> Tuple[Tensor, ...]:
+def _composed_gradients(
+    given: Operands, grad: Tensor, needs: Tuple[bool, ...], activation: int, up_first: Optional[bool]
+) -> Tuple[Tensor, ...]:
     """The gradients by PyTorch's operations, which can be differentiated again."""
     create_graph = _is_grad_enabled()
     with torch.enable_grad():
         given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)  # tied ones apart
-        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
-        if up_weight is None:
-            result = reference.linear(x, weight, bias, activation)
-        else:
-            result = reference.gated_linear(x, weight, up_weight, bias, up_bias, activation)
-        if second_weight is not None:
-            result = F.linear(result, second_weight, second_bias)
+        result = _first_layer(given, activation, up_first, reference)
+        if given[3] is not None:
+            result = F.linear(result, given[3], given[6])
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)

@@ -210,12 +210,13 @@ def _(
     second_bias: Optional[Tensor],
     activation: int,
     keep: bool,
+    up_first: Optional[bool],
 ) -> Tuple[Tensor, Tensor, Tensor]:
     operands.check_gated_linear(x, weight, weight if up_weight is None else up_weight, bias, up_bias)
-    hidden, nothing = (*x.shape[:-1], weight.shape[0]), (0,)
-    out = hidden if second_weight is None else (*x.shape[:-1], second_weight.shape[0])
-    kept = x.new_empty(hidden if keep else nothing)
-    return x.new_empty(out), kept, x.new_empty(nothing if up_weight is None or not keep else hidden)
+    lead, features, nothing = x.shape[:-1], weight.shape[0], (0,)
+    out = (features if up_first is None else features // 2) if second_weight is None else second_weight.shape[0]
+    kept = x.new_empty((*lead, features) if keep else nothing)
+    return x.new_empty((*lead, out)), kept, x.new_empty(nothing if up_weight is None or not keep else kept.shape)
 
 
 def _fake_gradients(
@@ -230,6 +231,7 @@ def _fake_gradients(
     up: Optional[Tensor],
     activation: int,
     needs: int,
+    up_first: Optional[bool],
 ) -> List[Tensor]:
     hidden, out = weight.shape[0], grad.shape[-1]
     made = (

@@ -6,15 +6,12 @@ through before the last projection: dropout modules and their like, or probabili
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Callable, List, Optional, Sequence, Tuple, Union
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from .. import calls, training
+from .. import calls
 from ..activations import Activation
 from . import obstacles, switching
 from .pattern import Pattern
@@ -46,15 +43,9 @@ def fused(
         if not pattern.gated:
             (first_weight, first_bias), (weight, bias) = found
             return calls.mlp(x, first_weight, weight, first_bias, bias, activation, pattern.memory)
-        weight, bias = found[-1]
-        gate_and_up = _gate_and_up(pattern, x, found[:-1])
-        if gate_and_up is not None:
-            gate_weight, up_weight, gate_bias, up_bias = gate_and_up
-            operands = (x, gate_weight, up_weight, weight, gate_bias, up_bias, bias)
-            return calls.gated_mlp(*operands, activation, pattern.memory)
-    if found is not None and pattern.packed and pattern.memory == training.RECOMPUTED and torch.is_grad_enabled():
-        kept = dataclasses.replace(pattern, memory=training.KEPT)  # two products of views are no one op: see below
-        return checkpoint(fused, kept, x, projections, activation, act, between, use_reentrant=False)
+        hidden = _gated(pattern, x, found[:-1], activation, *found[-1])
+        if hidden is not None:
+            return hidden
     *others, last = projections
     found = None if activation is None else _parameters(others)
     return _last(_hidden(pattern, x, others, found, activation, act), between, last)
@@ -73,9 +64,9 @@ def _hidden(
         if found is not None:
             return calls.linear(x, *found[0], activation)
         return (act or activation.function)(projections[0](x))
-    gate_and_up = None if found is None else _gate_and_up(pattern, x, found)
-    if gate_and_up is not None:
-        return calls.gated_linear(x, *gate_and_up, activation, pattern.memory)
+    hidden = None if found is None else _gated(pattern, x, found, activation)
+    if hidden is not None:
+        return hidden
     if pattern.packed:
         if getattr(act, "halves", False):
             return act(projections[0](x))
@@ -205,19 +196,24 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-def _gate_and_up(pattern: Pattern, x: Tensor, found: Parameters) -> Optional[Tuple[Optional[Tensor], ...]]:
-    """The weights and the biases of gate and up; None where the projections are to be called.
-
-    That is where one output would be broadcast to the other, and where the parts of a packed MLP are composed: two
-    products would take longer than one, and autograd would pad the gradient of each half to the whole weight.
-    """
+def _gated(
+    pattern: Pattern,
+    x: Tensor,
+    found: Parameters,
+    activation: Activation,
+    last_weight: Optional[Tensor] = None,
+    last_bias: Optional[Tensor] = None,
+) -> Optional[Tensor]:
+    """A gated MLP, or without a last weight its first half; None where one output would be broadcast to the other."""
     if pattern.packed:
         ((weight, bias),) = found
-        if calls.composition_reason(x, weight, bias) is not None:
+        if weight.size(0) % 2 != 0:
             return None
-        first, second = weight.chunk(2)
-        first_bias, second_bias = (None, None) if bias is None else bias.chunk(2)
-        halves = ((first, first_bias), (second, second_bias))
-        found = halves[::-1] if pattern.up_first else halves
+        return calls.packed_gated(x, weight, last_weight, bias, last_bias, activation, pattern.up_first, pattern.memory)
     (gate_weight, gate_bias), (up_weight, up_bias) = found
-    return (gate_weight, up_weight, gate_bias, up_bias) if gate_weight.size(0) == up_weight.size(0) else None
+    if gate_weight.size(0) != up_weight.size(0):
+        return None
+    if last_weight is None:
+        return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation, pattern.memory)
+    operands = (x, gate_weight, up_weight, last_weight, gate_bias, up_bias, last_bias)
+    return calls.gated_mlp(*operands, activation, pattern.memory)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as _torch_module
 
 from .. import dispatch, training
 from ..backends import native
+from ..operands import halves
 from . import forms, forwards, obstacles, recognition
 from .pattern import Pattern
 
@@ -156,21 +157,22 @@ def _short_way(
         return None
     if not x.is_cuda or _gpu_refusal(x.get_device()) is not None if _on_gpu else not x.is_cpu:
         return None
+    up_first = None
     if pattern.packed:
-        if recorded:  # the gradients of halves would be padded to the size of both
+        if weights[0].size(0) % 2 != 0:  # there are no halves
             return None
-        weights[:1], biases[:1] = weights[0].chunk(2), (None, None) if biases[0] is None else biases[0].chunk(2)
-        if pattern.up_first:
-            weights[:2], biases[:2] = weights[1::-1], biases[1::-1]
-        if not len(weights) == len(biases) == len(projections) + 1:  # there is no second half
-            return None
+        if recorded:
+            up_first = pattern.up_first
+            weights[1:1] = biases[1:1] = [None] * (3 - len(weights))
+        else:
+            weights[:1], biases[:1] = halves(weights[0], pattern.up_first), halves(biases[0], pattern.up_first)
     count = len(weights)
     op = _linear if count == 1 else _gated_mlp if count == 3 else _mlp if pattern.whole else _gated_linear
     try:
         if recorded:
             name = _NAMES[op]
             refused = training.refusal(name) is not None
-            return None if refused else training.run(name, (x, *weights, *biases), code, pattern.memory)
+            return None if refused else training.run(name, (x, *weights, *biases), code, pattern.memory, up_first)
         return op(x, *weights, *biases, code)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None

@@ -1,0 +1,99 @@
+"""Whole steps of training of two models: as they are, and fused with each choice of what is kept."""
+
+import gc
+import statistics
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import nn
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+VARIANTS = {"eager": None, "ours": "activations", "ours-recompute": "recompute"}
+
+
+def llama() -> nn.Module:
+    """Four layers of the widths of Llama 8B; on a CPU, two small ones."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4, "vocab_size": 32_000}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    if not ON_GPU:
+        sizes = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 2, "vocab_size": 512}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+def gpt2() -> nn.Module:
+    """GPT-2; on a CPU, two layers of it. Without dropout between the parts of an MLP, which keeps them apart."""
+    sizes = {} if ON_GPU else {"n_layer": 2, "vocab_size": 512}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, use_cache=False))
+
+
+# The model, the sequences of a batch and the tokens of one.
+MODELS = {
+    "llama": (llama, 4 if ON_GPU else 1, 2048 if ON_GPU else 64),
+    "gpt2": (gpt2, 8 if ON_GPU else 1, 1024 if ON_GPU else 64),
+}
+
+
+class Step:
+    """A fresh instance of a model, the same weights every time, its optimizer and a batch."""
+
+    def __init__(self, name: str, memory: str | None, dtype: torch.dtype, fused_mlp) -> None:
+        build, sequences, tokens = MODELS[name]
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(DEVICE):
+                self.model = build().train()
+        finally:
+            torch.set_default_dtype(default)
+        if memory is not None and not fused_mlp.fuse_mlps(self.model, memory=memory).fused:
+            raise RuntimeError(f"nothing was fused in {name}")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.ids = torch.randint(self.model.config.vocab_size, (sequences, tokens), device=DEVICE)
+
+    def forward(self) -> torch.Tensor:
+        return self.model(input_ids=self.ids, labels=self.ids).loss
+
+    def __call__(self) -> torch.Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, rounds: int, seconds: float) -> dict:
+    """The medians over fresh instances, which take turns, of each variant's figures."""
+    steps: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
+    memory, first = {}, {}
+    for copy in range(copies):
+        for variant, kept in VARIANTS.items():
+            step = steps[variant, copy] = Step(name, kept, dtype, fused_mlp)
+            first[variant] = step().item()  # the optimizer's state is there from now on
+            if not abs(first[variant] - first["eager"]) <= 1e-2 * abs(first["eager"]):
+                raise RuntimeError(f"{name}, {variant}: a loss of {first[variant]}, eager's is {first['eager']}")
+            memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)
+            step.optimizer.zero_grad()
+    taken = measure.compare(steps, rounds, seconds * 1e6)
+    found = {}
+    for variant, (saved, peak) in memory.items():
+        of_copies = [taken[variant, copy] for copy in range(copies)]
+        found[variant] = {key: statistics.median(each[key] for each in of_copies) for key in of_copies[0]}
+        walls = [each["wall_us"] for each in of_copies]
+        found[variant] |= {"saved": saved / 2**20, "peak": peak / 2**20, "low": min(walls), "high": max(walls)}
+    _, sequences, tokens = MODELS[name]
+    del steps, step
+    gc.collect()
+    return {
+        "model": name,
+        "shape": [sequences, tokens],
+        "dtype": str(dtype).removeprefix("torch."),
+        "providers": found,
+        "left": {},
+    }
