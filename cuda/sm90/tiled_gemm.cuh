@@ -51,13 +51,12 @@ __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, ui
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
-                                        int rank) {
-  const TileOrder tiles{args};
+__device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared, int rank) {
+  const auto tiles = tile_order(args);
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
-    const Tile tile = tiles.tile<Gemm>(index);
+    const auto tile = tiles.template tile<Gemm>(index);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
@@ -70,7 +69,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
                                        tile.column);
       } else {
         tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
-        load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.column, rank);
+        load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
       }
     }
   }
@@ -187,7 +186,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   const int group = consumer / Gemm::kConsumersOfTile;  // the warpgroups that share a tile have one number
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
-  const TileOrder tiles{args};
+  const auto tiles = tile_order(args);
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kSplitK;
@@ -204,15 +203,16 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   // their parity alone, so nobody may wait for a round while the one before it is incomplete.
   constexpr int kTileBarrier = 1;
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
-  if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
+  const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
+  if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
   [[maybe_unused]] GradientSlots<Gemm> slots(shared, warp, index);
   if constexpr (Gemm::kGradient) slots.load_first(args, tiles);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
-    const Tile tile = tiles.tile<Gemm>(index);
+    const auto tile = tiles.template tile<Gemm>(index);
     const int column = tile.column + rank * Gemm::kShareN;
     TileBias<Gemm> bias;
-    if (biased) bias.load(args, column);
+    if (biased) bias.load(args, tile, column);
     if (Gemm::kPingPong) {
       named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
     } else if (biased) {

@@ -48,6 +48,8 @@ struct TiledGemm {
   static constexpr bool kGradient = is_gradient(kProduct);
   static constexpr bool kOfUp = kProduct == Product::kGatedGradient;  // a gradient of gate and of up
   static constexpr bool kPair = kProduct == Product::kPair;
+  // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
+  static constexpr bool kGrouped = false;
   // The weights are [k, n]: a stage holds 64 rows of k of them, 64 columns of n side by side.
   static constexpr bool kTransposed = reads_weights_as_they_lie(kProduct);
   using Args = std::conditional_t<is_training(kProduct), TrainingGemmArgs, TiledGemmArgs>;
@@ -134,6 +136,9 @@ struct TiledGemm {
 struct Tile {
   int row;
   int column;
+
+  __device__ __forceinline__ int weight_row() const { return column; }
+  __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
 };
 
 // The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
@@ -155,6 +160,8 @@ struct TileOrder {
     return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * Gemm::kTileN, args.last_column)};
   }
 };
+
+__device__ __forceinline__ TileOrder tile_order(const TiledGemmArgs& args) { return {args}; }
 
 // The addresses of what a CTA keeps in shared memory.
 template <typename Gemm>

@@ -30,13 +30,14 @@ struct TileBias {
 
   __device__ __forceinline__ static int index(int i) { return threadIdx.x % kThreads + i * kThreads; }
 
-  __device__ __forceinline__ void load(const TiledGemmArgs& args, int first_column) {
+  template <typename Tile>
+  __device__ __forceinline__ void load(const TiledGemmArgs& args, const Tile& tile, int first_column) {
     using Element = typename Gemm::Element;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
       const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
-      values[i] = bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + column));
+      values[i] = bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + tile.bias_index(column)));
     }
   }
 
@@ -123,7 +124,11 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
       const int step_column = Gemm::step_column(step);
       const int first = step_column / 2;  // accumulator
       float value[kCount];
-      const auto sums = [&](Operand operand, auto&& take) {
+      const auto sums = [&](Operand operand, auto&& take_sum) {
+        const auto take = [&](int i, float sum) {
+          if constexpr (Gemm::kGrouped && Gemm::kGated) sum = limited(args.limits, operand, sum);
+          take_sum(i, sum);
+        };
         if (operand == Operand::kGate) {
           for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
         } else {
