@@ -183,7 +183,7 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
     for dtype in (torch.bfloat16, torch.float16):
         for (tokens, k, experts), form in itertools.product(
-            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512)),
+            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512), (900, 3, 7)),
             ({}, interleaved, {"gated": False}),
         ):
             n_in, hidden, out = (1032, 520, 40) if tokens == 1 else (136, 72, 264)
