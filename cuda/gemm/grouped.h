@@ -40,7 +40,7 @@ struct RowSort {
   int64_t k;           // a multiple of 8
   void* sorted;        // [blocks * kGroupedBlock, k]
   int* row_of_slot;    // [slots], -1 where skipped
-  int* block_experts;  // [blocks]
+  int* block_experts;  // [blocks]: twice the expert, plus one where at most half the block's rows are filled
   int* blocks;         // how many there are: block_experts and sorted have room for as many as there can be
 };
 

@@ -92,8 +92,9 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
 template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.loop == MainLoop::kTiled) {
-    return p.gemm.gated() ? launch_blocks<GroupedTiles<Element, Product::kGated, 192>>(p, plan, multiprocessors, stream)
-                          : launch_blocks<GroupedTiles<Element, Product::kPlain, 192>>(p, plan, multiprocessors, stream);
+    return p.gemm.gated()
+               ? launch_blocks<GroupedTiles<Element, Product::kGated, 192>>(p, plan, multiprocessors, stream)
+               : launch_blocks<GroupedTiles<Element, Product::kPlain, 192>>(p, plan, multiprocessors, stream);
   }
 #define FUSED_MLP_LAUNCH(ROWS)                                                                                \
   if (plan.rows == ROWS)                                                                                      \

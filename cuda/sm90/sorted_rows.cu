@@ -50,7 +50,10 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
     const int first = blocks + last - mine;
     if (expert < args.routes.experts) sorted.next[expert] += first * kGroupedBlock;
     if (blockIdx.x == 0) {
-      for (int block = first; block < first + mine; ++block) args.block_experts[block] = expert;
+      for (int block = 0; block < mine; ++block) {
+        const bool half_empty = sorted.counts[expert] - block * kGroupedBlock <= kGroupedBlock / 2;
+        args.block_experts[first + block] = expert * 2 + half_empty;
+      }
     }
     blocks += __shfl_sync(0xFFFFFFFF, last, 31);
   }

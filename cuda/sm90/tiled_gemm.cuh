@@ -51,7 +51,8 @@ __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, ui
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared, int rank) {
+__device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
+                                        int rank) {
   const auto tiles = tile_order(args);
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
@@ -82,8 +83,8 @@ __device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step)
 }
 
 // accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on.
-// Calls on_last_block() once all the blocks have arrived.
-template <typename Gemm, typename OnLastBlock>
+// Calls on_last_block() once all the blocks have arrived. Of the warpgroup's wgmmas, only the first kMmas.
+template <typename Gemm, int kMmas, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
                                          OnLastBlock&& on_last_block) {
@@ -94,17 +95,20 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
   };
   const auto fence = [&] {
 #pragma unroll
-    for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
+    for (int mma = 0; mma < kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
 #if __CUDACC_VER_MAJOR__ < 13
-  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it takes what
-  // the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
+  constexpr bool kSetFirst = true;
+#else
+  constexpr bool kSetFirst = Gemm::kGrouped;  // which has two pipelines of which one is run
+#endif
+  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
+  // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
 #pragma unroll
-  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+  for (int mma = 0; kSetFirst && mma < kMmas; ++mma) {
 #pragma unroll
     for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
   }
-#endif
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
@@ -116,7 +120,7 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #pragma unroll
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
-      for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+      for (int mma = 0; mma < kMmas; ++mma) {
         const uint32_t rows = m_side + mma * Gemm::kMmaStride * kRowBytes;
         Mma::multiply(accumulator[mma], wgmma_descriptor(rows + step * kWgmmaStepBytes),
                       n_side_descriptor<Gemm>(n_side, step), block > 0 || step > 0);
@@ -219,10 +223,15 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     }
     if (biased) bias.store(shared.bias(group));  // the threads have passed a barrier since they read the last biases
-    multiply<Gemm>(shared, at, accumulator, k_blocks, first_m, first_n, [&] {
+    const auto on_last_block = [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
-    });
+    };
+    if (Gemm::kGrouped && warp_uniform(tile.half_empty())) {
+      multiply<Gemm, (Gemm::kMmas + 1) / 2>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
+    } else {
+      multiply<Gemm, Gemm::kMmas>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
+    }
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;

@@ -37,7 +37,9 @@ struct TileBias {
     for (int i = 0; i < kPerThread; ++i) {
       const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
       const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
-      values[i] = bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + tile.bias_index(column)));
+      values[i] = bias == nullptr
+                      ? 0.0f
+                      : static_cast<float>(__ldg(static_cast<const Element*>(bias) + tile.bias_index(column)));
     }
   }
 
