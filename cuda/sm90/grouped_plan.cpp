@@ -26,12 +26,13 @@ int64_t usual_rows(const Routes& routes) {
 // The experts that are chosen at all, likewise.
 int64_t usual_experts(const Routes& routes) {
   const double missed = std::pow(1.0 - 1.0 / routes.experts, routes.slots());
-  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, routes.slots());
+  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, std::max(routes.slots(), 1));
 }
 
 // The most tiles of rows that there can be.
 int row_tiles(const Routes& routes, int tile) {
-  const int64_t lacking = std::min<int64_t>(routes.experts, routes.slots()) * (tile - 1);  // rows of partly filled tiles
+  const int64_t lacking =
+      std::min<int64_t>(routes.experts, routes.slots()) * (tile - 1);  // rows of partly filled tiles
   return static_cast<int>((routes.slots() + lacking) / tile);
 }
 

@@ -55,6 +55,8 @@ def experts_refusal(
         return "gpu"
     if x.dtype == torch.float32:
         return "float32"
+    if top_k_index.numel() == 0:
+        return "empty"
     if transposed:
         return "column_major_weight"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
