@@ -49,7 +49,7 @@ enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 // out [tokens, n] = the rows of a token's slots, each times its weight, added in the order of the slots.
 struct WeightedSum {
   Routes routes;
-  const void* rows;     // [slots, n]; or where they were sorted, those that row_of_slot says
+  const void* rows;  // [slots, n]; or where they were sorted, those that row_of_slot says
   const int* row_of_slot;
   const void* weights;  // [slots]
   WeightType type;
