@@ -6,9 +6,9 @@
 
 All providers of a point take turns in one process, long enough for the clock to settle; the medians of turns count.
 "Saved" is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the
-six products alone, which give no answer. A model's step has its optimizer in it; fresh instances of each variant take
-turns. What found no time left, or does not run here, is named with the reason. Writes <out>.json and
-<out>.svg, and prints a table.
+six products alone, which give no answer. `ours-sm90` forces the GEMMs of training for Hopper GPUs, which are not chosen
+by themselves yet. A model's step has its optimizer in it; fresh instances of each variant take turns. What found no
+time left, or does not run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from training_providers import ACTIVATIONS, PROVIDERS, Forward, GatedMLP, makers, six_gemms, unavailable
+from training_providers import ACTIVATIONS, PROVIDERS, Forward, GatedMLP, kernels_of, makers, six_gemms, unavailable
 
 import measure
 
@@ -104,13 +105,20 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
         try:
             if reason is None:
                 forward = makers(fused_mlp)[name](mlp)
-                step(forward)
+                with kernels_of(name, fused_mlp):
+                    step(forward)
                 for leaf, other in zip(leaves, expected, strict=True):  # QuACK has gate and up in a weight of its own
                     if not (leaf.grad is None and name.startswith("quack")) and not alike(leaf.grad, other):
                         raise RuntimeError("its gradients are not eager's")
                 forget()
-                memory[name] = measure.saved_and_peak(lambda forward=forward: forward(x), backward)
-                steps[name] = lambda forward=forward: step(forward)
+                with kernels_of(name, fused_mlp):
+                    memory[name] = measure.saved_and_peak(lambda forward=forward: forward(x), backward)
+
+                def turn(name=name, forward=forward) -> None:
+                    with kernels_of(name, fused_mlp):
+                        step(forward)
+
+                steps[name] = turn
         except Exception as error:  # a peer that does not run here is left out, with its words
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if reason is not None:

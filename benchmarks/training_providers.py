@@ -1,5 +1,6 @@
 """Those who can train a gated MLP. Each is a function of x; all use the weights of one MLP."""
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import gemm_kernels
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 Forward = Callable[[Tensor], Tensor]
@@ -81,6 +84,8 @@ def makers(fused_mlp) -> dict[str, Callable[[GatedMLP], Forward]]:
         "eager": lambda mlp: mlp,
         "ours": ours("activations"),
         "ours-recompute": ours("recompute"),
+        "ours-sm90": ours("activations"),
+        "ours-sm90-recompute": ours("recompute"),
         "liger": _liger("liger"),
         "liger-tiled": _liger("liger-tiled"),
         "checkpoint": lambda mlp: lambda x: checkpoint(mlp, x, use_reentrant=False, preserve_rng_state=False),
@@ -93,10 +98,18 @@ def makers(fused_mlp) -> dict[str, Callable[[GatedMLP], Forward]]:
 
 
 PROVIDERS = ("gemms", *makers(None))
+ON_HOPPER = torch.cuda.is_available() and gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability())
+
+
+def kernels_of(name: str, fused_mlp) -> contextlib.AbstractContextManager:
+    """Within this, a provider's step runs by its kernels: Hopper's for training are not chosen otherwise."""
+    return gemm_kernels.forced(fused_mlp, "sm90") if "sm90" in name else contextlib.nullcontext()
 
 
 def unavailable(name: str, activation: str) -> str | None:
     """Why a provider cannot run here, or None."""
+    if "sm90" in name and not ON_HOPPER:
+        return "it is for Hopper GPUs"
     package = {"liger": "liger_kernel", "quack": "quack"}.get(name.split("-")[0])
     if package is None:
         return None

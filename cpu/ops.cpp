@@ -281,6 +281,15 @@ struct Cpu {
     }
   }
 
+  template <typename... Operands>
+  static NoKernel hidden_gradients(const Operands&...) {
+    return {};
+  }
+  template <typename... Operands>
+  static NoKernel input_gradient(const Operands&...) {
+    return {};
+  }
+
  private:
   static PointwiseShape shape(const Tensor& rows) { return {dtype_of(rows, "x"), rows.size(0), rows.size(1)}; }
   static Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }

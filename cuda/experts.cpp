@@ -1,5 +1,5 @@
-// The experts of a mixture on a GPU, for few tokens: two grouped GEMMs and a weighted sum, which never wait for the
-// host.
+// The experts of a mixture on a GPU: two grouped GEMMs and a weighted sum, and for many tokens a sort before them. None
+// waits for the host.
 #include "gemm/experts.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -22,6 +22,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::accelerator::DeviceGuard;
 
 bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+constexpr int64_t kMaxSlots = int64_t{1} << 24;
 
 // What the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
 bool addressable(const TensorRows& rows) {
@@ -113,7 +115,7 @@ const Gpu& gpu_of(const Tensor& x) {
 }
 
 void check_size(int64_t slots, int64_t experts) {
-  STD_TORCH_CHECK(slots <= kMaxGroupedSlots, "top_k_index must have at most ", kMaxGroupedSlots, " elements");
+  STD_TORCH_CHECK(slots < kMaxSlots, "top_k_index must have less than ", kMaxSlots, " elements");
   STD_TORCH_CHECK(experts <= kMaxGroupedExperts, "weights must be those of at most ", kMaxGroupedExperts, " experts");
 }
 
@@ -143,10 +145,27 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const Tensor out = new_dense(x, {x.size(0), second.gemm.n});
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
-  const Tensor hidden = new_dense(x, {routes.slots(), first.gemm.n}),
-               results = new_dense(x, {routes.slots(), second.gemm.n});
-  first.gemm.a = matrix(rows);
   first.gemm.epilogue.activation = activation;
+  const GroupedPlan plan = sm90::plan_grouped(first, device.multiprocessors);
+  const bool sorts = plan.loop == MainLoop::kTiled;
+  const int64_t slots = sorts ? int64_t{plan.row_tiles} * kGroupedBlock : routes.slots();
+  const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
+  first.gemm.a = matrix(rows);
+  const Tensor sorted = new_dense(x, {sorts ? slots : 0, rows.cols});
+  const Tensor lists =
+      new_dense(x, {sorts ? (routes.slots() + plan.row_tiles + 1) * 2 : 0});  // of int, in 16-bit elements
+  RowSort sort{routes, matrix(rows), rows.cols};
+  if (sorts) {
+    sort.sorted = sorted.mutable_data_ptr();
+    sort.row_of_slot = static_cast<int*>(lists.mutable_data_ptr());
+    sort.block_experts = sort.row_of_slot + routes.slots();
+    sort.blocks = sort.block_experts + plan.row_tiles;
+    first.gemm.a = {sort.sorted, rows.cols};
+  }
+  for (GroupedProblem* problem : {&first, &second}) {
+    problem->block_experts = sort.block_experts;
+    problem->blocks = sort.blocks;
+  }
   if (limit) first.limits.limit = static_cast<float>(*limit);
   first.limits.up_offset = static_cast<float>(up_offset);
   first.gemm.out.data = hidden.mutable_data_ptr();
@@ -156,12 +175,13 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   second.gemm.follows_gemm = true;
   const WeightedSum sum{routes,
                         results.const_data_ptr(),
+                        sort.row_of_slot,
                         weights.const_data_ptr(),
                         weight_type(weights),
                         out.mutable_data_ptr(),
                         static_cast<int>(second.gemm.n),
                         dtype};
-  check(sm90::launch_experts(first, second, sum, device.multiprocessors, current_stream(x)));
+  check(sm90::launch_experts(sorts ? &sort : nullptr, first, second, sum, device.multiprocessors, current_stream(x)));
   return out;
 }
 
@@ -177,7 +197,10 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
   for (const ExpertLayer& layer :
        {ExpertLayer{gate_up_weight, {}, parts, false}, ExpertLayer{down_weight, {}, 1, false}}) {
     const GroupedPlan plan = sm90::plan_grouped(layer.problem(routes, dtype_of(x, "x"), 1), device.multiprocessors);
-    record.layer().set("implementation", "sm90").set("kernel", "grouped").set("block_m", plan.rows);
+    record.layer()
+        .set("implementation", "sm90")
+        .set("kernel", plan.loop == MainLoop::kTiled ? "grouped_tiled" : "grouped")
+        .set("block_m", plan.rows);
     record.set("split_k", plan.split_k);
   }
   return record.text();

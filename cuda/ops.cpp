@@ -66,6 +66,18 @@ struct Input {
 
 Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_of(x.tensor, "x")}; }
 
+// Describes an operand to the kernels, if it lies so that they can read it.
+bool describe_weight(const Tensor& weight, Matrix* matrix) {
+  if (weight.stride(1) != 1 && weight.size(1) != 1) return false;
+  *matrix = {const_cast<void*>(weight.const_data_ptr()), weight.stride(0)};
+  return true;
+}
+
+bool describe_bias(const OptionalTensor& bias, const void** data) {
+  *data = bias.has_value() ? bias->const_data_ptr() : nullptr;
+  return !bias.has_value() || bias->size(0) == 1 || bias->stride(0) == 1;
+}
+
 // One kernel for a whole layer, or the reason why there is none.
 struct FusedGemm {
   const Architecture* architecture;
@@ -100,17 +112,6 @@ struct FusedGemm {
     }
     problem.out = {nullptr, problem.n};
     return choose_gemm(*architecture, problem, gpu, &plan);
-  }
-
-  static bool describe_weight(const Tensor& weight, Matrix* matrix) {
-    if (weight.stride(1) != 1 && weight.size(1) != 1) return false;
-    *matrix = {const_cast<void*>(weight.const_data_ptr()), weight.stride(0)};
-    return true;
-  }
-
-  static bool describe_bias(const OptionalTensor& bias, const void** data) {
-    *data = bias.has_value() ? bias->const_data_ptr() : nullptr;
-    return !bias.has_value() || bias->size(0) == 1 || bias->stride(0) == 1;
   }
 };
 
@@ -158,7 +159,103 @@ Tensor apply(const Tensor& x, const Layer& layer, bool* fused) {
   return out;
 }
 
-// What backward.h asks of a backend. None of our GEMMs is among it.
+// A kernel for a product of training, or none. Its outputs are there only when it is launched.
+class TrainingGemm {
+ public:
+  explicit operator bool() const { return architecture_ != nullptr; }
+
+ protected:
+  TrainingGemm() = default;
+
+  // Of matrices a and weight, where weight is [k, n] or, of a kept product, [n, k].
+  TrainingGemm(Product kind, const Tensor& a, const Tensor& weight, int64_t activation)
+      : device_(a.get_device_index()) {
+    const bool lies = reads_weights_as_they_lie(kind);
+    described_ = describe_weight(weight, &problem_.weight);
+    problem_.kind = kind;
+    problem_.a = matrix(a);
+    problem_.m = a.size(0);
+    problem_.n = weight.size(lies ? 1 : 0);
+    problem_.k = weight.size(lies ? 0 : 1);
+    problem_.out = {nullptr, problem_.n};
+    problem_.dtype = dtype_of(a, "x");
+    problem_.epilogue.activation = activation;
+  }
+
+  static Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
+
+  void choose() {
+    const Architecture* const found = architecture_of(gpu(device_));
+    if (found == nullptr || !described_) return;
+    if (choose_gemm(*found, problem_, gpu(device_), &plan_) == Refusal::kNone) architecture_ = found;
+  }
+
+  void launch_on_stream_of(const Tensor& tensor) const {
+    check(architecture_->launch(problem_, plan_, gpu(device_), current_stream(tensor)));
+  }
+
+  GemmProblem problem_{};
+  bool described_ = false;
+
+ private:
+  const Architecture* architecture_ = nullptr;
+  GemmPlan plan_{};
+  int32_t device_ = 0;
+};
+
+// A first layer, and what its backward needs.
+struct KeptGemm : TrainingGemm {
+  KeptGemm(const Tensor& x, const FirstLayer& first, int64_t activation)
+      : TrainingGemm(first.up_weight ? Product::kGatedKept : Product::kPlainKept, x, first.weight, activation) {
+    EpilogueArgs& epilogue = problem_.epilogue;
+    described_ = described_ && describe_bias(first.bias, &epilogue.bias) &&
+                 describe_bias(first.up_bias, &epilogue.up_bias) &&
+                 (!first.up_weight || describe_weight(*first.up_weight, &problem_.up_weight));
+    choose();
+  }
+
+  void launch(const Tensor& gate, const OptionalTensor& up, const Tensor& hidden) {
+    problem_.training.gate = matrix(gate);
+    if (up) problem_.training.up = matrix(*up);
+    problem_.out = matrix(hidden);
+    launch_on_stream_of(hidden);
+  }
+};
+
+struct HiddenGradients : TrainingGemm {
+  HiddenGradients() = default;
+  HiddenGradients(const Tensor& grad, const Tensor& weight, const Tensor& gate, const OptionalTensor& up,
+                  int64_t activation)
+      : TrainingGemm(up ? Product::kGatedGradient : Product::kPlainGradient, grad, weight, activation) {
+    problem_.training.gate = matrix(gate);
+    if (up) problem_.training.up = matrix(*up);
+    choose();
+  }
+
+  void launch(const Tensor& dgate, const OptionalTensor& dup, const OptionalTensor& values) {
+    problem_.training.gate_gradient = matrix(dgate);
+    if (dup) problem_.training.up_gradient = matrix(*dup);
+    if (values) problem_.out = matrix(*values);
+    launch_on_stream_of(dgate);
+  }
+};
+
+struct InputGradient : TrainingGemm {
+  InputGradient() = default;
+  InputGradient(const Tensor& dgate, const Tensor& weight, const Tensor& dup, const Tensor& up_weight)
+      : TrainingGemm(Product::kPair, dgate, weight, kNoActivation) {
+    problem_.training.second_a = matrix(dup);
+    described_ = described_ && describe_weight(up_weight, &problem_.training.second_weight);
+    choose();
+  }
+
+  void launch(const Tensor& dx) {
+    problem_.out = matrix(dx);
+    launch_on_stream_of(dx);
+  }
+};
+
+// What backward.h asks of a backend.
 struct Cuda {
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     fused_mlp::linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(out, x, weight, bias);
@@ -184,10 +281,19 @@ struct Cuda {
 
   static void differentiate(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& dgate,
                             const OptionalTensor& dup, int64_t activation) {
-    STD_TORCH_CHECK(up.has_value(), "there is no CUDA kernel for the gradient of an activation without a gate");
-    check(launch_act_and_mul_backward(matrix(grad), matrix(gate), matrix(*up), matrix(dgate), matrix(*dup),
-                                      gate.size(0), gate.size(1), dtype_of(gate, "x"), activation,
-                                      current_stream(gate)));
+    check(launch_act_and_mul_backward(matrix(grad), matrix(gate), up ? matrix(*up) : kNoMatrix, matrix(dgate),
+                                      dup ? matrix(*dup) : kNoMatrix, gate.size(0), gate.size(1), dtype_of(gate, "x"),
+                                      activation, current_stream(gate)));
+  }
+
+  static HiddenGradients hidden_gradients(const Tensor& grad, const Tensor& weight, const Tensor& gate,
+                                          const OptionalTensor& up, int64_t activation) {
+    return {grad, weight, gate, up, activation};
+  }
+
+  static InputGradient input_gradient(const Tensor& dgate, const Tensor& weight, const Tensor& dup,
+                                      const Tensor& up_weight) {
+    return {dgate, weight, dup, up_weight};
   }
 
  private:
@@ -319,15 +425,21 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   }
   const TensorRows rows(x);
   const auto sizes = with_last_size(x, weight.size(0));
-  const Tensor gate = torch_linear(rows, sizes, weight, bias);
-  const Tensor hidden = new_dense(x, with_last_size(x, first.weight.size(0)));
-  const OptionalTensor up = up_weight ? OptionalTensor(torch_linear(rows, sizes, *up_weight, up_bias)) : std::nullopt;
+  KeptGemm fused(Cuda::rows(x), first, activation);
+  const auto kept = [&](const Tensor& weight, const OptionalTensor& bias) {
+    return fused ? new_dense(x, sizes) : torch_linear(rows, sizes, weight, bias);
+  };
+  const Tensor gate = kept(weight, bias), hidden = new_dense(x, with_last_size(x, first.weight.size(0)));
+  const OptionalTensor up = up_weight ? OptionalTensor(kept(*up_weight, up_bias)) : std::nullopt;
   const TensorRows hidden_rows(hidden);
+  const auto run = [&](const Tensor& gate, const OptionalTensor& up) {
+    fused ? fused.launch(gate, up, Cuda::rows(hidden)) : Cuda::apply(gate, up, Cuda::rows(hidden), activation);
+  };
   if (up_first) {
     const auto [gate_rows, up_rows] = halves_of(gate, rows.rows, *up_first);
-    Cuda::apply(gate_rows, up_rows, Cuda::rows(hidden), activation);
+    run(gate_rows, up_rows);
   } else {
-    Cuda::apply(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt, Cuda::rows(hidden), activation);
+    run(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt);
   }
   const Tensor out =
       second_weight ? torch_linear(hidden_rows, with_last_size(x, second_weight->size(0)), *second_weight, second_bias)

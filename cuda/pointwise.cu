@@ -86,7 +86,9 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
     using T = std::remove_pointer_t<decltype(element)>;
     cudaError_t error = cudaErrorInvalidValue;
     visit_activation(activation, [&]<Activation A>() {
-      error = run<T, Backward<A, T>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream);
+      error = up.data == nullptr
+                  ? run<T, Backward<A, T, false>>({{grad, gate}, {gate_grad}}, rows, cols, stream)
+                  : run<T, Backward<A, T, true>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream);
     });
     return error;
   });

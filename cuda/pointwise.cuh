@@ -53,14 +53,18 @@ struct Forward {
   }
 };
 
-template <Activation A, typename T>
+template <Activation A, typename T, bool Gated>
 struct Backward {
-  static constexpr int kInputs = 3;
-  static constexpr int kOutputs = 2;
+  static constexpr int kInputs = Gated ? 3 : 2;
+  static constexpr int kOutputs = Gated ? 2 : 1;
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
-    const float grad = in[0], gate = in[1], up = in[2];
-    out[0] = grad * up * Fn<A, T>::derivative(gate);
-    out[1] = grad * Fn<A, T>::value(gate);
+    const float grad = in[0], gate = in[1];
+    if constexpr (Gated) {
+      out[0] = grad * in[2] * Fn<A, T>::derivative(gate);
+      out[1] = grad * Fn<A, T>::value(gate);
+    } else {
+      out[0] = grad * Fn<A, T>::derivative(gate);
+    }
   }
 };
 

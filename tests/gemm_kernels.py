@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 import project
 from tuning.kernels import SCHEDULES
 
-ENUMS = {"Product": ("Plain", "Gated"), "Schedule": SCHEDULES}  # as in cuda/gemm/problem.h
+TRAINING = ("PlainKept", "GatedKept", "PlainGradient", "GatedGradient", "Pair")
+ENUMS = {"Product": ("Plain", "Gated", *TRAINING), "Schedule": SCHEDULES}  # as in cuda/gemm/problem.h
 DTYPES = ("__nv_bfloat16", "__half")
 ARCHITECTURES = ("sm90", "sm80")  # the folders of cuda/
 CAPABILITIES = {"sm90": {(9, 0)}, "sm80": {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)}}
@@ -44,8 +46,8 @@ def built(extension: Path, architecture: str = "sm90") -> set[tuple[str, ...]]:
 def entries(architecture: str = "sm90") -> list[tuple[str, ...]]:
     """Main loop and arguments of each line of the list that the extension is compiled from, in its order."""
     text = (project.ROOT / f"cuda/{architecture}/kernels.def").read_text()
-    found = re.findall(r"^FUSED_MLP_(TILED|STREAMED)\((.*)\)$", text, re.MULTILINE)
-    return [(loop.lower(), *arguments.split(", ")) for loop, arguments in found]
+    found = re.findall(r"^FUSED_MLP_(TILED|STREAMED|TRAINING)\((.*)\)$", text, re.MULTILINE)
+    return [(loop.lower().replace("training", "tiled"), *arguments.split(", ")) for loop, arguments in found]
 
 
 def listed(architecture: str = "sm90") -> set[tuple[str, ...]]:
@@ -57,6 +59,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return capability in CAPABILITIES[architecture]
 
 
+@functools.cache
 def library(fused_mlp) -> ctypes.CDLL:
     """The extension of a loaded CUDA build."""
     (path,) = Path(fused_mlp.__file__).parent.glob("*.so")

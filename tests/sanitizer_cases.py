@@ -3,13 +3,14 @@
 Memcheck finds accesses outside of allocations, racecheck hazards in shared memory, synccheck misuse of barriers.
 """
 
+import importlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -70,6 +71,8 @@ PLAIN = [
     *((m, 328, n) for m, n in ((1500, 776), (95, 10248))),
     *((m, 328, n) for m, n in ((2000, 1288), (177, 12296))),
 ]
+# One tile with a tail, whole tiles, and several tiles for each CTA; both widths of the tiles of dx.
+TRAINING = [(5, 40, 40), (128, 128, 128), (300, 264, 520), (129, 72, 136), (2100, 200, 2056)]
 WHOLE = [(5, (264, 520, 136)), (65, (264, 520, 136)), (600, (264, 520, 136))]
 
 
@@ -108,6 +111,35 @@ def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torc
                         operands(function, (rows,), (n_in, n_out, 0), dtype=dtype, device="cuda"),
                         activation,
                     )
+
+
+def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The products of training by the kernels of sm90: what a call is, and the call.
+
+    With `by_cublas` the gradient of the second weight is among them, for which the hidden values are stored.
+    """
+    ops = importlib.import_module(f"{fused_mlp.__name__}.training")
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, n_in, hidden in TRAINING:
+            made = operands("gated_mlp", (rows,), (n_in, hidden, n_in), dtype=dtype, device="cuda")
+            x, gate_weight, up_weight, down_weight, gate_bias, up_bias, _ = made.values()
+            code = count % len(ACTIVATIONS)
+            count += 1
+            for up in (up_weight, None):
+                first = (gate_weight, up), (gate_bias, None if up is None else up_bias)
+                what = f"{'gated' if up is not None else 'plain'} training: {rows}, {n_in}, {hidden}, {dtype}, {code}"
+
+                def call(first=first, x=x, down_weight=down_weight, code=code):
+                    (weight, up), (bias, up_bias) = first
+                    _, gate, kept_up = ops._forward(x, weight, up, None, bias, up_bias, None, code, True, None)
+                    needs = 1 if up is not None else 1 << 4  # x; of a plain MLP the bias, which takes no product
+                    needs |= by_cublas << 3
+                    given = (x, weight, up, down_weight, bias, up_bias, gate, None if up is None else kept_up)
+                    ops._backward(torch.ones_like(x), *given, code, needs, None)
+                    return ops._backward_in_place(torch.ones_like(x), *given, code, needs, None)
+
+                yield what, call
 
 
 def forced_shapes(entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
@@ -151,7 +183,7 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
     for dtype in (torch.bfloat16, torch.float16):
         for (tokens, k, experts), form in itertools.product(
-            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512)),
+            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512), (900, 3, 7)),
             ({}, interleaved, {"gated": False}),
         ):
             n_in, hidden, out = (1032, 520, 40) if tokens == 1 else (136, 72, 264)
@@ -198,6 +230,13 @@ def run(tool: str) -> None:
                     fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
+        if gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability()):
+            with gemm_kernels.forced(fused_mlp, "sm90"):
+                for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):
+                    print(what, flush=True)
+                    call()
+                    torch.cuda.synchronize()
+                    calls += 1
         for gate, up, activation in pointwise():
             print(f"act_and_mul: {list(gate.shape)} by {gate.stride()}, {gate.dtype}, {activation}", flush=True)
             leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]

@@ -15,6 +15,7 @@ sys.path.append(str(project.ROOT / "benchmarks"))
 
 import break_even
 import display
+import experts
 import peers
 import providers
 import training
@@ -108,10 +109,15 @@ def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
     assert "<!-- eager -->" not in svg  # the line at 1
 
 
-@pytest.mark.parametrize("activation", providers.ACTIVATIONS)
-def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, activation):
-    """Written, shown, and read again: from the table of shapes to every M."""
+@pytest.fixture
+def quick_facts(monkeypatch):
+    """Of this machine, with copies of a few megabytes for its bandwidth."""
     monkeypatch.setattr(measure, "copy_bandwidth", partial(measure.copy_bandwidth, megabytes=8))
+
+
+@pytest.mark.parametrize("activation", providers.ACTIVATIONS)
+def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts, activation):
+    """Written, shown, and read again: from the table of shapes to every M."""
     monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
     monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
     few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
@@ -127,6 +133,34 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, activation):
     assert "gemms: PyTorch's matrix products of the MLP alone" in said
     assert (found["machine"]["dtype"], found["machine"]["activation"]) == ("bfloat16", activation)
     assert float(found["machine"]["copy_bandwidth_GBps"]) > 0
+
+
+def results(monkeypatch, benchmark, out, *arguments):
+    """What a run of a benchmark writes; it prints its table and draws its plot."""
+    quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
+    monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
+    benchmark.main()
+    assert out.with_suffix(".svg").exists()
+    return json.loads(out.with_suffix(".json").read_text())["results"]
+
+
+def test_a_run_of_training(monkeypatch, tmp_path, quick_facts):
+    names = ["eager", "checkpoint", "gemms", "ours", "ours-recompute"]
+    (found,) = results(monkeypatch, training, tmp_path / "run", "--shapes", "8,32,64", "--providers", *names)
+    assert (found["left"], found["providers"].keys()) == ({}, set(names))
+    assert all(figures["wall_us"] > 0 for figures in found["providers"].values())
+    assert found["providers"]["ours"]["saved"] > found["providers"]["ours-recompute"]["saved"]
+
+
+def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
+    tiny = experts.Mixture("tiny", experts=4, top_k=2, dim=32, hidden=16, tokens=(3,), trained=(3,))
+    monkeypatch.setattr(experts, "MIXTURES", (tiny,))
+    found = results(monkeypatch, experts, tmp_path / "run")
+    cases = [(result["routing"], result["backward"]) for result in found]
+    assert cases == [(routing, backward) for routing in ("balanced", "zipf") for backward in (False, True)]
+    for result in found:
+        assert {"grouped_mm", "ours"} <= result["providers"].keys()
+        assert all(figures["wall_us"] > 0 for figures in result["providers"].values())
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,10 @@ def test_the_kernels_are_those_of_the_list(extension, architecture):
 
 def test_every_grouped_kernel_is_there(hopper_code):
     rows = re.findall(r"VISIT\((\d+)\)", (project.ROOT / "cuda/sm90/grouped_rows.h").read_text())
-    names = output("c++filt", *(name for name in hopper_code if "grouped_gemm_kernel" in name)).splitlines()
+    names = output("c++filt", *hopper_code).splitlines()
+    tiled = [name for name in names if "GroupedTiles<" in name]
+    assert len(tiled) == 2 * len(gemm_kernels.DTYPES)
+    names = [name for name in names if "grouped_gemm_kernel" in name]
     found = [re.search(r"StreamedGemm<(\w+), \(fused_mlp::Product\)(\d), (\d+)>", name).groups() for name in names]
     assert rows and sorted(found) == sorted(itertools.product(gemm_kernels.DTYPES, "01", rows))
 

@@ -12,10 +12,6 @@ import machine
 import project
 from reference import FUNCTIONS, operands
 
-without_gates = pytest.mark.skipif(
-    machine.device_type() == "cuda", reason="no CUDA kernel for the gradient of an activation without a gate"
-)
-
 
 def implementation_of(fused_mlp, function, **options):
     made = operands(function, device=machine.device_type(), **options)
@@ -104,7 +100,7 @@ def test_every_record_has_words(fused_mlp):
 
 
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
-@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", pytest.param("mlp", marks=without_gates)])
+@pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
 def test_one_op_forward_and_one_backward(fused_mlp, device, function, memory):
     """Autograd follows the op; explain says so, and what is kept. A transform of torch.func follows the parts."""
     made = operands(function, (2, 32), (8, 256, 8), device=device)

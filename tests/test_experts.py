@@ -285,7 +285,12 @@ GROUPED = [
     (128, 8, 64, (328, 200, 264)),
     (300, 2, 12, (200, 328, 72)),
     (512, 8, 128, (136, 72, 200)),
+    # many tokens: rows in blocks, several tiles to each CTA, tails of columns and of k
     (4096, 1, 7, (72, 40, 8)),
+    (700, 2, 3, (520, 264, 136)),
+    (2500, 4, 9, (264, 776, 1032)),
+    (5000, 1, 512, (72, 40, 104)),
+    (1024, 8, 128, (512, 192, 256)),
 ]
 
 
@@ -299,7 +304,7 @@ def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
 
 @hopper
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 4, 8), (50, 4, 8), (200, 16, 40)])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 4, 8), (50, 4, 8), (200, 16, 40), (1000, 4, 8)])
 def test_grouped_routings(fused_mlp, device, tokens, k, experts, routing):
     made = drawn(tokens, k, experts, (72, 136, 40), dtype=torch.bfloat16, device=device)
     ROUTINGS[routing](made["top_k_index"], experts)
@@ -310,9 +315,10 @@ def test_grouped_routings(fused_mlp, device, tokens, k, experts, routing):
 
 
 @hopper
-def test_grouped_operands(fused_mlp, device):
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_grouped_operands(fused_mlp, device, tokens):
     """Of every dtype of the routing, and as views of more."""
-    made = drawn(20, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
+    made = drawn(tokens, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
     for dtype in (torch.int32, torch.int16, torch.int8):
         check_grouped(fused_mlp, made | {"top_k_index": made["top_k_index"].to(dtype)})
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -320,7 +326,7 @@ def test_grouped_operands(fused_mlp, device):
     check_grouped(
         fused_mlp, made | {name: made[name].mT.contiguous().mT for name in ("x", "gate_up_bias", "down_bias")}
     )
-    check_grouped(fused_mlp, made | {"x": made["x"][:1].expand(20, -1)})
+    check_grouped(fused_mlp, made | {"x": made["x"][:1].expand(tokens, -1)})
     part = made | {name: made[name][2:5] for name in made if name.startswith(("gate_up", "down"))}
     check_grouped(fused_mlp, part | {"top_k_index": made["top_k_index"] - 2})
     wide = {name: nn.functional.pad(made[name], (0, 8, 0, 6)) for name in ("gate_up_weight", "down_weight")}
@@ -332,7 +338,7 @@ def test_grouped_operands(fused_mlp, device):
 @hopper
 def test_grouped_in_a_graph(fused_mlp, device):
     """The shapes of the launches do not depend on the routing: a graph computes another one as well."""
-    for tokens in (1, 40):
+    for tokens in (1, 40, 1000):
         made = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
         other = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
         with fused_mlp.backend("cuda"), torch.no_grad():
@@ -359,8 +365,7 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
             drawn(sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True),
             {"transposed": True},
         ),
-        ("more choices", drawn(2049, 2, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
-        ("more choices", drawn(3, 2, 513, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
+        ("more experts", drawn(3, 2, 513, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
     ):
         check(fused_mlp, "cuda", made, **form)
         with fused_mlp.backend("cuda"):
@@ -464,7 +469,9 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
         torch.testing.assert_close(found, expected)
         if trained:
             grads = [torch.autograd.grad(result.square().sum(), weight)[0] for result in (expected, found)]
-            torch.testing.assert_close(*grads)
+            # Sums over tokens, in another order: their terms are as large as the largest, also where they cancel. Four
+            # products of some 40 terms each differ by some 1e-6 of that.
+            torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[0].abs().max().item())
 
 
 class Module(nn.Module):

@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import machine
 from modules import Decoder, Gated, Intermediate, PackedGated, Plain
 from safety import assert_close, x_of
-
-without_gates = pytest.mark.skipif(
-    machine.device_type() == "cuda", reason="no CUDA kernel for the gradient of an activation without a gate"
-)
 
 
 @pytest.fixture
@@ -83,7 +78,7 @@ def test_halves_of_a_packed_projection(fused_mlp, device, rows):
     assert outcomes[0] == outcomes[1] if isinstance(outcomes[1], type) else torch.allclose(*outcomes, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Gated, PackedGated, pytest.param(Plain, marks=without_gates)])
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
     module, fused = fused_pair(fused_mlp, kind(), device)
     long_way.clear()

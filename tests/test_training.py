@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-import machine
 import measure
 import reference
 from look_alikes import SwappedPacked
@@ -17,10 +16,7 @@ from modules import Gated, PackedGated, Plain
 from reference import ROUNDINGS, assert_no_worse_than_eager, operands, poisoned_memory
 from safety import Blocks, assert_close, fuse, llama
 
-without_gates = pytest.mark.skipif(
-    machine.device_type() == "cuda", reason="no CUDA kernel for the gradient of an activation without a gate"
-)
-functions = pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", pytest.param("mlp", marks=without_gates)])
+functions = pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
 MEMORY = ("activations", "recompute")
 memories = pytest.mark.parametrize("memory", MEMORY)
 

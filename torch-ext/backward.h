@@ -12,7 +12,8 @@
 #include "torch_binding.h"
 #include "torch_gemm.h"
 
-// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and the pointwise kernels of a backend.
+// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and a backend's pointwise kernels, or by its
+// GEMMs that have epilogues of training.
 namespace fused_mlp {
 
 // The operands of training_forward. Bit i of `needs` asks for the gradient of operand i.
@@ -72,6 +73,13 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
   return {half(up_first), half(!up_first)};
 }
 
+// What a backend answers that has no kernel for a product with its epilogue.
+struct NoKernel {
+  explicit operator bool() const { return false; }
+  template <typename... Outputs>
+  void launch(const Outputs&...) const {}
+};
+
 // Backend:
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
@@ -79,6 +87,9 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
+//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
+//                                                          differentiate and, unless values is null, apply
+//   input_gradient(dgate, weight, dup, up_weight)          a kernel, or none, whose launch(dx) is mm and add_mm
 template <typename Backend>
 class Backward {
  public:
@@ -107,14 +118,20 @@ class Backward {
   // `gate` and `up` are the values before the activation, both in `gate` where the weight holds both: then so are their
   // gradients, and each product below is one for the two. `in_place`: they are written to, and their memory is freed as
   // soon as it is not needed. Peak memory beside operands and gradients: three matrices [rows, hidden] with gate and
-  // up among them; where they are to stay four, or five of a weight that holds both.
+  // up among them; where they are to stay four, or five of a weight that holds both or with a kernel for
+  // hidden_gradients.
   std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                           Tensor gate, OptionalTensor up, bool in_place) {
     const auto [gate_rows, up_rows] = parts(flat(gate), up ? OptionalTensor(flat(*up)) : std::nullopt);
     const std::array<int64_t, 2> sizes{x_.size(0), gate_rows.size(1)};
+    auto fused = [&] {
+      using Kernel = decltype(Backend::hidden_gradients(grad_, weight, gate_rows, up_rows, activation_));
+      if (!second_weight || !needs_first()) return Kernel();
+      return Backend::hidden_gradients(grad_, *second_weight, gate_rows, up_rows, activation_);
+    }();
     OptionalTensor dhidden;
     if (second_weight) {
-      if (needs(kSecondWeight)) {
+      if (needs(kSecondWeight) && !fused) {
         const bool done = in_place && !needs_first();
         const Tensor values = done && !up_first_ ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
@@ -123,8 +140,10 @@ class Backward {
       }
       if (needs(kSecondBias)) found_[kSecondBias] = of_bias(grad_);
       if (!needs_first()) return results();
-      dhidden = new_dense(gate, sizes);
-      Backend::mm(*dhidden, grad_, *second_weight);
+      if (!fused) {
+        dhidden = new_dense(gate, sizes);
+        Backend::mm(*dhidden, grad_, *second_weight);
+      }
     }
     OptionalTensor dgate = flat(gate), dup = up ? up_rows : std::nullopt;
     if (!in_place) {
@@ -133,21 +152,30 @@ class Backward {
     }
     {
       const auto [dgate_rows, dup_rows] = parts(*dgate, dup);
-      Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, dgate_rows, dup_rows, activation_);
+      if (fused) {
+        const auto values = needs(kSecondWeight) ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
+        fused.launch(dgate_rows, dup_rows, values);
+        if (values) found_[kSecondWeight] = of_weight(grad_, *values, *second_weight);
+      } else {
+        Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, dgate_rows, dup_rows, activation_);
+      }
     }
     dhidden.reset();
 
-    OptionalTensor dx;
-    if (needs(kX)) {
-      dx = new_input_gradient(needs(up ? kUpWeight : kWeight));
-      add_to_input(*dx, *dgate, weight, &Backend::mm);
-    }
+    const auto dx = needs(kX) ? OptionalTensor(new_input_gradient(needs(up ? kUpWeight : kWeight))) : std::nullopt;
+    auto both = [&] {
+      using Kernel = decltype(Backend::input_gradient(*dgate, weight, *dup, *up_weight));
+      if (!dx || !up || dx->stride(-1) != 1) return Kernel();
+      return Backend::input_gradient(*dgate, weight, *dup, *up_weight);
+    }();
+    if (both) both.launch(flat(*dx));
+    if (dx && !both) add_to_input(*dx, *dgate, weight, &Backend::mm);
     if (needs(kWeight)) found_[kWeight] = of_weight(*dgate, x_, weight);
     if (needs(kBias)) found_[kBias] = of_bias(*dgate);
     dgate.reset();
     if (in_place) release(gate);
     if (up) {
-      if (needs(kX)) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
+      if (dx && !both) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
       if (needs(kUpWeight)) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
       if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
       dup.reset();

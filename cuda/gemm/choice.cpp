@@ -11,10 +11,11 @@ namespace {
 // The first row that runs on a GPU, and is taken, is the GPU's.
 constexpr struct {
   const Architecture* architecture;
-  bool taken;  // by itself; where it is not, its kernels run only where a test forces them
+  bool taken;     // by itself; where it is not, its kernels run only where a test forces them
+  bool training;  // likewise its kernels of training
 } kArchitectures[] = {
-    {&sm90::kArchitecture, true},
-    {&sm80::kArchitecture, false},  // has not been run on a GPU yet
+    {&sm90::kArchitecture, true, false},   // those of training have not been run on a GPU yet
+    {&sm80::kArchitecture, false, false},  // nor have these
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -25,6 +26,17 @@ GemmPlan forced_plan(const Architecture& architecture, const GemmProblem& p, con
   const int kernel = forced_kernel;
   const bool suits = kernel >= 0 && architecture.kernels[kernel].product == p.product();
   return suits ? GemmPlan{architecture.kernels[kernel], 0.0} : architecture.choose(p, gpu);
+}
+
+// Whether a product of training is left to torch.
+bool leaves_training_to_torch(const Architecture& architecture, Product product) {
+  const auto& kernels = architecture.kernels;
+  if (std::none_of(kernels.begin(), kernels.end(), [&](const GemmKernel& k) { return k.product == product; })) {
+    return true;
+  }
+  return forced_architecture == nullptr &&
+         std::none_of(std::begin(kArchitectures), std::end(kArchitectures),
+                      [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
 // How much longer torch's GEMM keeps the CPU busy than a launch of ours does (measured on an H100 host). The CPU never
@@ -56,8 +68,14 @@ const Architecture* architecture_of(const Gpu& gpu) {
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan) {
   const Refusal refusal = architecture.refusal(p);
   if (refusal != Refusal::kNone) return refusal;
+  const bool training = is_training(p.product());
+  if (training && leaves_training_to_torch(architecture, p.product())) return Refusal::kTorchIsFaster;
   if (forced_architecture != nullptr) {
     *plan = forced_plan(architecture, p, gpu);
+    return Refusal::kNone;
+  }
+  if (training) {
+    *plan = architecture.choose(p, gpu);
     return Refusal::kNone;
   }
   if (architecture.modelled()) return architecture.decide(p, gpu, plan);

@@ -83,7 +83,22 @@ struct GluEpilogue {
   static __device__ __forceinline__ void apply(float (&value)[kCount], const Act& activate, Sums&& sums) {
     sums(Operand::kGate, [&](int i, float gate) { value[i] = gate; });
     activate(value);
-    if constexpr (kProduct == Product::kGated) sums(Operand::kUp, [&](int i, float up) { value[i] *= up; });
+    if constexpr (is_gated(kProduct)) sums(Operand::kUp, [&](int i, float up) { value[i] *= up; });
+  }
+};
+
+// From the gradient of act(gate) * up: those of gate and up, and the value itself. Memory is what bounds these
+// products: the finer fit of the activation costs nothing.
+template <Activation A>
+struct GluGradient {
+  using Fn = ActivationFn<A, Precision::kFloat16>;
+  float gate, up, value;
+
+  __device__ __forceinline__ GluGradient(float gradient, float at_gate, float at_up) {
+    const float activated = Fn::value(at_gate);
+    gate = gradient * at_up * Fn::derivative(at_gate);
+    up = gradient * activated;
+    value = activated * at_up;
   }
 };
 

@@ -9,8 +9,8 @@ namespace fused_mlp::sm90 {
 
 GroupedPlan plan_grouped(const GroupedProblem& problem, int multiprocessors);
 
-// Both layers and the sum, one launch each, on the current device.
-cudaError_t launch_experts(const GroupedProblem& first, const GroupedProblem& second, const WeightedSum& sum,
-                           int multiprocessors, cudaStream_t stream);
+// Sorting where `sort` is not null, both layers, and the sum: one launch each, on the current device.
+cudaError_t launch_experts(const RowSort* sort, const GroupedProblem& first, const GroupedProblem& second,
+                           const WeightedSum& sum, int multiprocessors, cudaStream_t stream);
 
 }  // namespace fused_mlp::sm90

@@ -27,6 +27,21 @@ struct GroupedProblem {
   int64_t bias_stride;  // from an expert's first bias to the next one's, for both operands
   int64_t bias_step;    // from column to column
   GateLimits limits;
+  // Where rows were sorted: the experts of the blocks of rows, and how many blocks there are. Null otherwise.
+  const int* block_experts;
+  const int* blocks;
+};
+
+// Rows of tokens to rows of slots, sorted by expert. Each expert's rows fill blocks of kGroupedBlock, the last of them
+// in part: what stands in its other rows is left.
+struct RowSort {
+  Routes routes;
+  Matrix x;            // [tokens, k], 16-bit elements
+  int64_t k;           // a multiple of 8
+  void* sorted;        // [blocks * kGroupedBlock, k]
+  int* row_of_slot;    // [slots], -1 where skipped
+  int* block_experts;  // [blocks]: twice the expert, plus one where at most half the block's rows are filled
+  int* blocks;         // how many there are: block_experts and sorted have room for as many as there can be
 };
 
 enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
@@ -34,7 +49,8 @@ enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 // out [tokens, n] = the rows of a token's slots, each times its weight, added in the order of the slots.
 struct WeightedSum {
   Routes routes;
-  const void* rows;     // [slots, n]
+  const void* rows;  // [slots, n]; or where they were sorted, those that row_of_slot says
+  const int* row_of_slot;
   const void* weights;  // [slots]
   WeightType type;
   void* out;
@@ -44,13 +60,14 @@ struct WeightedSum {
 
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
+  MainLoop loop;  // tiled where rows are to be sorted
   int rows;       // of a tile, at most
   int row_tiles;  // at most, however the slots fall on the experts
   int split_k;    // CTAs of a cluster that share a tile, each with a part of k
 };
 
-// What the kernels take.
-constexpr int kMaxGroupedSlots = 4096;  // every CTA reads the whole index
+constexpr int kGroupedBlock = 128;  // rows
 constexpr int kMaxGroupedExperts = 512;
+constexpr int kMaxStreamedSlots = 4096;  // every CTA of a streamed kernel reads the whole index
 
 }  // namespace fused_mlp

@@ -13,7 +13,21 @@ namespace fused_mlp {
 enum class Product {
   kPlain,  // a weight^T
   kGated,  // a weight^T and a up_weight^T, side by side
+  // Those of training. Where weights are not transposed, they are [k, n], and are read as they lie.
+  kPlainKept,      // kPlain and
+  kGatedKept,      // kGated, whose sums are stored beside the results
+  kPlainGradient,  // a weight: the gradient of act(gate), of which the gradient of gate is made at once
+  kGatedGradient,  // a weight: the gradient of act(gate) * up, of which those of gate and up are made at once
+  kPair,           // a weight + second_a second_weight
 };
+
+constexpr bool is_training(Product product) { return product > Product::kGated; }
+constexpr bool is_gated(Product product) { return product == Product::kGated || product == Product::kGatedKept; }
+constexpr bool is_kept(Product product) { return product == Product::kPlainKept || product == Product::kGatedKept; }
+constexpr bool is_gradient(Product product) {
+  return product == Product::kPlainGradient || product == Product::kGatedGradient;
+}
+constexpr bool reads_weights_as_they_lie(Product product) { return is_gradient(product) || product == Product::kPair; }
 
 // What a GEMM does with its sums before it rounds and stores them: epilogue.cuh.
 struct EpilogueArgs {
@@ -22,9 +36,17 @@ struct EpilogueArgs {
   int64_t activation;   // a code of activation.h
 };
 
+// What products of training have besides. All are [m, n] but the operands of a pair.
+struct TrainingMatrices {
+  Matrix second_a, second_weight;  // of a pair
+  Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
+  // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
+  Matrix gate_gradient, up_gradient;
+};
+
 // out = act(a weight^T + bias), or, where up_weight.data is not null,
 // out = act(a weight^T + bias) * (a up_weight^T + up_bias).
-// a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once.
+// a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once. Weights of gradients and pairs: [k, n].
 struct GemmProblem {
   Matrix a;
   Matrix weight;
@@ -38,9 +60,15 @@ struct GemmProblem {
   // The launch before this one in the stream is a GEMM of ours that did not write the weights: this one may start, and
   // read its weights, while that one drains.
   bool follows_gemm;
+  // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
+  Product kind = Product::kPlain;
+  TrainingMatrices training{};
 
-  Product product() const { return up_weight.data == nullptr ? Product::kPlain : Product::kGated; }
-  bool gated() const { return product() == Product::kGated; }
+  Product product() const {
+    if (is_training(kind)) return kind;
+    return up_weight.data == nullptr ? Product::kPlain : Product::kGated;
+  }
+  bool gated() const { return is_gated(product()); }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
@@ -79,7 +107,7 @@ struct GemmKernel {
   int split_k;  // CTAs of a cluster that share one output tile, each with a part of k
 
   // Columns of the output in a tile.
-  constexpr int columns() const { return product == Product::kGated ? block_n / 2 : block_n; }
+  constexpr int columns() const { return is_gated(product) ? block_n / 2 : block_n; }
   bool operator==(const GemmKernel&) const = default;
 };
 

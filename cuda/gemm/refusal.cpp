@@ -18,8 +18,15 @@ Refusal refusal_of_operands(const GemmProblem& p) {
   const auto addressable = [](const Matrix& matrix, int64_t cols) {
     return aligned(matrix.data, 16) && matrix.row_stride % 8 == 0 && matrix.row_stride >= cols;
   };
-  if (!addressable(p.a, p.k) || !addressable(p.weight, p.k) || (p.gated() && !addressable(p.up_weight, p.k)) ||
-      !addressable(p.out, p.n)) {
+  const int64_t weight_cols = reads_weights_as_they_lie(p.product()) ? p.n : p.k;
+  const auto absent_or_addressable = [&](const Matrix& matrix, int64_t cols) {
+    return matrix.data == nullptr || addressable(matrix, cols);
+  };
+  const TrainingMatrices& t = p.training;
+  if (!addressable(p.a, p.k) || !addressable(p.weight, weight_cols) || (p.gated() && !addressable(p.up_weight, p.k)) ||
+      !addressable(p.out, p.n) || !absent_or_addressable(t.second_a, p.k) ||
+      !absent_or_addressable(t.second_weight, p.n) || !absent_or_addressable(t.gate, p.n) ||
+      !absent_or_addressable(t.up, p.n)) {
     return Refusal::kUnalignedRows;
   }
   if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return Refusal::kUnalignedBias;

@@ -13,6 +13,9 @@ cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& pla
 template <typename Element>
 cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream);
 
+// Defined in sorted_rows.cu.
+cudaError_t launch_row_sort(const RowSort& sort, int multiprocessors, cudaStream_t stream);
+
 namespace {
 
 template <typename Element>
@@ -30,8 +33,10 @@ cudaError_t launch(const GroupedProblem& first, const GroupedProblem& second, co
 
 }  // namespace
 
-cudaError_t launch_experts(const GroupedProblem& first, const GroupedProblem& second, const WeightedSum& sum,
-                           int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_experts(const RowSort* sort, const GroupedProblem& first, const GroupedProblem& second,
+                           const WeightedSum& sum, int multiprocessors, cudaStream_t stream) {
+  const cudaError_t error = sort == nullptr ? cudaSuccess : launch_row_sort(*sort, multiprocessors, stream);
+  if (error != cudaSuccess) return error;
   return sum.dtype == DType::kFloat16 ? launch<__half>(first, second, sum, multiprocessors, stream)
                                       : launch<__nv_bfloat16>(first, second, sum, multiprocessors, stream);
 }

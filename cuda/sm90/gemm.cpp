@@ -12,6 +12,16 @@ namespace fused_mlp::sm90 {
 // Defined in gemm_bf16.cu and gemm_fp16.cu, by launch.cuh.
 template <typename Element>
 cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream);
+// Likewise in training_bf16.cu and training_fp16.cu.
+template <typename Element>
+cudaError_t launch_training(const GemmProblem& problem, const GemmKernel& kernel, int multiprocessors,
+                            cudaStream_t stream);
+
+template <typename Element>
+cudaError_t launch_any(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
+  return is_training(kernel.product) ? launch_training<Element>(p, kernel, multiprocessors, stream)
+                                     : launch<Element>(p, kernel, multiprocessors, stream);
+}
 
 constinit const Architecture kArchitecture = {
     .name = "sm90",
@@ -21,8 +31,8 @@ constinit const Architecture kArchitecture = {
     .choose = [](const GemmProblem& p, const Gpu& gpu) { return choose(p, gpu.multiprocessors); },
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu.multiprocessors, stream)
-                                            : launch<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
+          return p.dtype == DType::kFloat16 ? launch_any<__half>(p, plan.kernel, gpu.multiprocessors, stream)
+                                            : launch_any<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
         },
     .torch = &kTorch,
     .decide = nullptr,

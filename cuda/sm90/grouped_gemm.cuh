@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../gemm/grouped.h"
+#include "routes.cuh"
 #include "streamed_gemm.cuh"
 
 namespace fused_mlp::sm90 {
@@ -19,16 +20,6 @@ struct GroupedGemmArgs {
   int tiles_n;
 };
 
-// The expert of a slot; -1 where it is skipped.
-__device__ __forceinline__ int expert_of(const Routes& routes, int slot) {
-  const auto at = [&](auto* index) -> int64_t { return __ldg(index + slot); };
-  const int64_t expert = routes.index_bytes == 8   ? at(static_cast<const long long*>(routes.index))
-                         : routes.index_bytes == 4 ? at(static_cast<const int*>(routes.index))
-                         : routes.index_bytes == 2 ? at(static_cast<const short*>(routes.index))
-                                                   : at(static_cast<const signed char*>(routes.index));
-  return 0 <= expert && expert < routes.experts ? static_cast<int>(expert) : -1;
-}
-
 // The rows of a tile, found by all threads of the CTA in shared memory.
 template <int kRows>
 struct GroupRows {
@@ -39,7 +30,7 @@ struct GroupRows {
   int sources[kRows];                       // rows of a
   unsigned counts[kMaxGroupedExperts / 2];  // slots of each expert, two 16-bit counts in a word
 
-  static_assert(kMaxGroupedSlots < 1 << 16, "a count has 16 bits");
+  static_assert(kMaxStreamedSlots < 1 << 16, "a count has 16 bits");
 
   __device__ __forceinline__ int slots_of(int expert) const { return counts[expert / 2] >> expert % 2 * 16 & 0xFFFF; }
 
@@ -69,11 +60,7 @@ struct GroupRows {
     for (int begin = 0; begin < experts && before <= tile; begin += 32) {
       const int rows = begin + lane < experts ? slots_of(begin + lane) : 0;
       const int tiles = (rows + kRows - 1) / kRows;
-      int last = tiles;  // and those of the lanes before
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int others = __shfl_up_sync(0xFFFFFFFF, last, distance);
-        if (lane >= distance) last += others;
-      }
+      const int last = sum_of_lanes(tiles);  // and those of the lanes before
       const int number = tile - before - (last - tiles);
       if (0 <= number && number < tiles) {
         expert = begin + lane;

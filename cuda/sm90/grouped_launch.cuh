@@ -3,6 +3,7 @@
 
 #include "grouped_gemm.cuh"
 #include "grouped_rows.h"
+#include "grouped_tiles.cuh"
 #include "launch.cuh"
 #include "weighted_sum.cuh"
 
@@ -49,8 +50,52 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm, stream);
 }
 
+// The same for sorted rows.
+template <typename Gemm>
+cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+  const GemmProblem& g = p.gemm;
+  GroupedTilesArgs args{};
+  const int64_t rows = int64_t{plan.row_tiles} * Gemm::kBlockM;
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kBoxRowsB, Gemm::kBlockK);
+  };
+  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.k, Gemm::kBlockM, Gemm::kBlockK) &&
+                      map_weight(&args.weight, g.weight) &&
+                      (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
+                      encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if (!mapped) return cudaErrorInvalidValue;
+  args.epilogue = g.epilogue;
+  args.n = static_cast<int>(g.n);
+  args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.stage_bytes = Gemm::kStageBytes;
+  args.last_row = std::numeric_limits<int>::max();
+  args.last_column = static_cast<int>(std::max<int64_t>(g.n - Gemm::kTileN, 0));
+  args.tiles_m = plan.row_tiles;
+  args.tiles_n = ceil_div(g.n, Gemm::kTileN);
+  args.block_experts = p.block_experts;
+  args.blocks = p.blocks;
+  args.weight_rows = static_cast<int>(p.weight_rows);
+  args.bias_stride = p.bias_stride;
+  args.bias_step = p.bias_step;
+  args.limits = p.limits;
+
+  const auto kernel = tiled_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  const int64_t tiles = int64_t{args.tiles_m} * args.tiles_n;
+  return launch_kernel(kernel, args, static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), Gemm::kThreads,
+                       Gemm::kSharedBytes, 1, false, stream);
+}
+
 template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+  if (plan.loop == MainLoop::kTiled) {
+    return p.gemm.gated()
+               ? launch_blocks<GroupedTiles<Element, Product::kGated, 192>>(p, plan, multiprocessors, stream)
+               : launch_blocks<GroupedTiles<Element, Product::kPlain, 192>>(p, plan, multiprocessors, stream);
+  }
 #define FUSED_MLP_LAUNCH(ROWS)                                                                                \
   if (plan.rows == ROWS)                                                                                      \
     return p.gemm.gated()                                                                                     \

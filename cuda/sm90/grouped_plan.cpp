@@ -26,17 +26,26 @@ int64_t usual_rows(const Routes& routes) {
 // The experts that are chosen at all, likewise.
 int64_t usual_experts(const Routes& routes) {
   const double missed = std::pow(1.0 - 1.0 / routes.experts, routes.slots());
-  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, routes.slots());
+  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, std::max(routes.slots(), 1));
+}
+
+// The most tiles of rows that there can be.
+int row_tiles(const Routes& routes, int tile) {
+  const int64_t lacking =
+      std::min<int64_t>(routes.experts, routes.slots()) * (tile - 1);  // rows of partly filled tiles
+  return static_cast<int>((routes.slots() + lacking) / tile);
 }
 
 }  // namespace
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
+  if (rows > std::end(kRows)[-1] || p.routes.slots() > kMaxStreamedSlots) {
+    return {MainLoop::kTiled, kGroupedBlock, row_tiles(p.routes, kGroupedBlock), 1};
+  }
   const int* found = std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= rows; });
-  const int tile = found == std::end(kRows) ? found[-1] : *found;
-  const int others = std::min(p.routes.experts, p.routes.slots()) * (tile - 1);  // rows that partly filled tiles lack
-  GroupedPlan plan{tile, (p.routes.slots() + others) / tile, 1};
+  const int tile = *found;
+  GroupedPlan plan{MainLoop::kStreamed, tile, row_tiles(p.routes, tile), 1};
 
   // A product that takes as long: the weights of all those experts, side by side, for the rows of one.
   GemmProblem alike = p.gemm;

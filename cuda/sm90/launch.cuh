@@ -37,25 +37,48 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int 
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
+// Describes to the TMA what products of training have besides.
+template <typename Gemm>
+bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs* args) {
+  const TrainingMatrices& t = p.training;
+  if (Gemm::kPair) {
+    return encode_tensor_map(&args->second_a, p.dtype, t.second_a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
+           encode_tensor_map(&args->second_weight, p.dtype, t.second_weight, p.k, p.n, Gemm::kBoxRowsB, 64);
+  }
+  args->stores_value = p.out.data != nullptr;
+  const auto encode = [&](CUtensorMap* map, const Matrix& matrix) {
+    return encode_tensor_map(map, p.dtype, matrix, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
+  };
+  const bool has_up = Gemm::kGated || Gemm::kOfUp;
+  return encode(&args->gate, t.gate) && (!has_up || encode(&args->up, t.up)) &&
+         (!Gemm::kGradient || encode(&args->gate_gradient, t.gate_gradient)) &&
+         (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
+}
+
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
-  TiledGemmArgs args;
+  typename Gemm::Args args;
   const int box_rows_a = p.m < Gemm::kBlockM ? static_cast<int>(p.m) : Gemm::kBlockM;
-  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
-                      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kBoxRowsB, Gemm::kBlockK) &&
-                      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k,
-                                                          Gemm::kBoxRowsB, Gemm::kBlockK)) &&
-                      encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
+  const int64_t weight_rows = Gemm::kTransposed ? p.k : p.n, weight_cols = Gemm::kTransposed ? p.n : p.k;
+  bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
+                encode_tensor_map(&args.weight, p.dtype, p.weight, weight_rows, weight_cols, Gemm::kBoxRowsB, 64) &&
+                (!Gemm::kGated ||
+                 encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kBoxRowsB, Gemm::kBlockK));
+  if (p.out.data != nullptr)
+    mapped = mapped && encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if constexpr (is_training(Gemm::kProduct)) mapped = mapped && encode_training_maps<Gemm>(p, box_rows_a, &args);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
-  args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
+  args.k_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? 2 : 1);
   args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
-  args.last_row = last(p.m, Gemm::kBlockM);
+  // A gradient may be written over what it is made of: no tile may read what its neighbour writes.
+  constexpr int kNotMoved = std::numeric_limits<int>::max();
+  args.last_row = Gemm::kGradient ? kNotMoved : last(p.m, Gemm::kBlockM);
   // Where a cluster splits k, the order in which a column's parts are added depends on its place in the tile. The last
   // tile is not moved then: that would give its neighbour's results other bits.
-  args.last_column = Gemm::kSplitK == 1 ? last(p.n, Gemm::kTileN) : std::numeric_limits<int>::max();
+  args.last_column = Gemm::kGradient || Gemm::kSplitK > 1 ? kNotMoved : last(p.n, Gemm::kTileN);
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(p.n, Gemm::kTileN);
 
@@ -112,18 +135,33 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
   return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, split_k, args.starts_early, stream);
 }
 
+#define FUSED_MLP_LAUNCH_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                         \
+  if (kernel == GemmKernel{MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K}) \
+    return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K>>(  \
+        p, multiprocessors, stream);
+
 template <typename Element>
 cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
 #define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M)                                                                        \
   if (kernel.loop == MainLoop::kStreamed && kernel.product == Product::k##PRODUCT && kernel.block_m == BLOCK_M)     \
     return launch_streamed<StreamedGemm<Element, Product::k##PRODUCT, BLOCK_M>>(p, kernel.split_k, multiprocessors, \
                                                                                 stream);
-#define FUSED_MLP_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                                \
-  if (kernel == GemmKernel{MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K}) \
-    return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K>>(  \
-        p, multiprocessors, stream);
+#define FUSED_MLP_TILED FUSED_MLP_LAUNCH_TILED
+#define FUSED_MLP_TRAINING(...)
 #include "kernels.def"
   return cudaErrorInvalidValue;
 }
+
+// The same for the products of training.
+template <typename Element>
+cudaError_t launch_training(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
+#define FUSED_MLP_STREAMED(...)
+#define FUSED_MLP_TILED(...)
+#define FUSED_MLP_TRAINING FUSED_MLP_LAUNCH_TILED
+#include "kernels.def"
+  return cudaErrorInvalidValue;
+}
+
+#undef FUSED_MLP_LAUNCH_TILED
 
 }  // namespace fused_mlp::sm90

@@ -19,6 +19,7 @@ inline constexpr GemmKernel kKernels[] = {
    1},
 #define FUSED_MLP_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K) \
   {MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K},
+#define FUSED_MLP_TRAINING FUSED_MLP_TILED
 #include "kernels.def"
 };
 

@@ -177,4 +177,11 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 }  // namespace fused_mlp::sm90

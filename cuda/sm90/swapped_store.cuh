@@ -51,17 +51,14 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), sums);
       // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
-      if (step > 0) send_boxes<Gemm>(args, store, row + (step - 1) * kStepM, column);
-      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
-      __syncwarp();
-      store = stores + buffer * Gemm::kStoreBytes;
-      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+      if (step > 0) send_boxes<Gemm>(args.out, store, row + (step - 1) * kStepM, column);
+      store = next_buffer<Gemm>(stores, buffer);
       // The four matrices: columns 0 to 7 of rows 0 to 7, then of rows 8 to 15; then columns 8 to 15 likewise.
       store_matrix_x4_transposed(store + thread_offset, round_pair<Element>(value[0], value[1]),
                                  round_pair<Element>(value[4], value[5]), round_pair<Element>(value[2], value[3]),
                                  round_pair<Element>(value[6], value[7]));
     }
-    send_boxes<Gemm>(args, store, row + Gemm::kChunkM - kStepM, column);
+    send_boxes<Gemm>(args.out, store, row + Gemm::kChunkM - kStepM, column);
     // Shifts the next chunk's accumulators to the indices that the loop's body uses.
     if constexpr (Gemm::kGated) {
 #pragma unroll

@@ -9,8 +9,12 @@
 // A gated product is a plain one whose B tile comes from two tensors: gate rows are its first half, up rows its second.
 // Accumulators i and i + kBlockN / 4 of a thread then belong to gate and up of one output element; swapped, these are
 // accumulators i of its first and of its second wgmma.
+//
+// The weights of a product of training that reads them as they lie are N-major operands. A pair of products is one
+// whose k runs through the first, and then through the second.
 #pragma once
 
+#include "gradient_store.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "swapped_store.cuh"
@@ -22,10 +26,20 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on.
+template <typename Gemm>
+__device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weight, uint32_t full, uint32_t b, int k,
+                                                         int first_column) {
+#pragma unroll
+  for (int box = 0; box < Gemm::kBoxesB; ++box) {
+    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), first_column + box * 64, k);
+  }
+}
+
 // Loads a stage's weight rows. Where a cluster splits k, a CTA puts the rows of the columns that it finishes first, and
 // those of the following ranks behind them.
 template <typename Gemm>
-__device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t full, uint32_t b, int column,
+__device__ __forceinline__ void load_weights(const typename Gemm::Args& args, uint32_t full, uint32_t b, int column,
                                              int first_row, int rank) {
   constexpr int kBoxesOfPart = Gemm::kBoxesB / Gemm::kParts;
 #pragma unroll
@@ -37,46 +51,64 @@ __device__ __forceinline__ void load_weights(const TiledGemmArgs& args, uint32_t
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void produce(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
-  const TileOrder tiles{args};
+__device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
+                                        int rank) {
+  const auto tiles = tile_order(args);
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
-    const Tile tile = tiles.tile<Gemm>(index);
+    const auto tile = tiles.template tile<Gemm>(index);
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(full, args.stage_bytes);
-      tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
-      load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.column, rank);
+      if constexpr (Gemm::kTransposed) {
+        const bool second = Gemm::kPair && block >= args.k_blocks / 2;
+        const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
+        tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
+        load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
+                                       tile.column);
+      } else {
+        tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
+        load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
+      }
     }
   }
 }
 
+template <typename Gemm>
+__device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step) {
+  if constexpr (Gemm::kTransposed) return transposed_wgmma_descriptor(n_side + step * kTransposedStepBytes);
+  return wgmma_descriptor(n_side + step * kWgmmaStepBytes);
+}
+
 // accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on.
-// Calls on_last_block() once all the blocks have arrived.
-template <typename Gemm, typename OnLastBlock>
+// Calls on_last_block() once all the blocks have arrived. Of the warpgroup's wgmmas, only the first kMmas.
+template <typename Gemm, int kMmas, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
                                          OnLastBlock&& on_last_block) {
-  using Mma = Wgmma<typename Gemm::Element, Gemm::kMmaN>;
+  using Mma = Wgmma<typename Gemm::Element, Gemm::kMmaN, Gemm::kTransposed>;
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto release = [&](int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.empty(stage));
   };
   const auto fence = [&] {
 #pragma unroll
-    for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
+    for (int mma = 0; mma < kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
 #if __CUDACC_VER_MAJOR__ < 13
-  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it takes what
-  // the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
+  constexpr bool kSetFirst = true;
+#else
+  constexpr bool kSetFirst = Gemm::kGrouped;  // which has two pipelines of which one is run
+#endif
+  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
+  // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
 #pragma unroll
-  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+  for (int mma = 0; kSetFirst && mma < kMmas; ++mma) {
 #pragma unroll
     for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
   }
-#endif
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
@@ -88,10 +120,10 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #pragma unroll
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
-      for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+      for (int mma = 0; mma < kMmas; ++mma) {
         const uint32_t rows = m_side + mma * Gemm::kMmaStride * kRowBytes;
         Mma::multiply(accumulator[mma], wgmma_descriptor(rows + step * kWgmmaStepBytes),
-                      wgmma_descriptor(n_side + step * kWgmmaStepBytes), block > 0 || step > 0);
+                      n_side_descriptor<Gemm>(n_side, step), block > 0 || step > 0);
       }
     }
     wgmma_commit();
@@ -151,17 +183,19 @@ __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm
 }
 
 template <typename Gemm>
-__device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGemmShared<Gemm>& shared, int rank) {
+__device__ __forceinline__ void consume(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
+                                        int rank) {
   const int warp = warp_uniform(threadIdx.x / 32);
   const int consumer = warp / 4;
   const int group = consumer / Gemm::kConsumersOfTile;  // the warpgroups that share a tile have one number
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
-  const TileOrder tiles{args};
+  const auto tiles = tile_order(args);
   const int2 k = k_range<Gemm>(rank, args.k_blocks);
   const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kSplitK;
-  const bool biased = !Gemm::kSwapped && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
+  const bool biased =
+      !Gemm::kSwapped && !Gemm::kTransposed && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
   int buffer = 0;  // for the next store
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kSplitK;
@@ -173,29 +207,44 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
   // their parity alone, so nobody may wait for a round while the one before it is incomplete.
   constexpr int kTileBarrier = 1;
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
-  if (Gemm::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
+  const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
+  if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
+  [[maybe_unused]] GradientSlots<Gemm> slots(shared, warp, index);
+  if constexpr (Gemm::kGradient) slots.load_first(args, tiles);
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
-    const Tile tile = tiles.tile<Gemm>(index);
+    const auto tile = tiles.template tile<Gemm>(index);
     const int column = tile.column + rank * Gemm::kShareN;
     TileBias<Gemm> bias;
-    if (biased) bias.load(args, column);
+    if (biased) bias.load(args, tile, column);
     if (Gemm::kPingPong) {
       named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
     } else if (biased) {
       named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     }
     if (biased) bias.store(shared.bias(group));  // the threads have passed a barrier since they read the last biases
-    multiply<Gemm>(shared, at, accumulator, k_blocks, first_m, first_n, [&] {
+    const auto on_last_block = [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
-    });
+    };
+    if (Gemm::kGrouped && warp_uniform(tile.half_empty())) {
+      multiply<Gemm, (Gemm::kMmas + 1) / 2>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
+    } else {
+      multiply<Gemm, Gemm::kMmas>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
+    }
     if (Gemm::kPingPong) at.skip(k_blocks);
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
+    if constexpr (Gemm::kPair) {
+      store_tile<Gemm, Activation::kLinear>(args, accumulator, shared.bias(group), shared.store(warp), buffer,
+                                            tile.row + warp_m, column);
+      continue;
+    }
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
-      if constexpr (Gemm::kSwapped) {
+      if constexpr (Gemm::kGradient) {
+        store_gradients<Gemm, A>(args, tiles, accumulator, slots, tile.row + warp_m, column);
+      } else if constexpr (Gemm::kSwapped) {
         store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
                                     tile.column + warp_m);
       } else {
@@ -211,7 +260,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const TiledGe
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __grid_constant__ TiledGemmArgs args) {
+__global__ void __launch_bounds__(Gemm::kThreads, 1)
+    tiled_gemm_kernel(const __grid_constant__ typename Gemm::Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const TiledGemmShared<Gemm> shared(raw_shared);
@@ -226,6 +276,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) tiled_gemm_kernel(const __g
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
       mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4);  // one arrival per warp
+    }
+    if constexpr (Gemm::kGradient) {
+      for (int i = 0; i < Gemm::kConsumers * 4 * Gemm::kStoreBuffers; ++i) mbarrier_init(shared.slot_full(0, i), 1);
     }
     fence_mbarrier_init();
   }

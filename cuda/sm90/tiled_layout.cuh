@@ -2,6 +2,8 @@
 // in shared memory, and which registers hold its sums.
 #pragma once
 
+#include <type_traits>
+
 #include "../gemm/epilogue.cuh"
 #include "../gemm/tile_order.cuh"
 #include "chip.h"
@@ -24,13 +26,33 @@ struct TiledGemmArgs {
   int tiles_n;
 };
 
+// What products of training have besides.
+struct TrainingGemmArgs : TiledGemmArgs {
+  CUtensorMap second_a;
+  CUtensorMap second_weight;
+  CUtensorMap gate;
+  CUtensorMap up;
+  CUtensorMap gate_gradient;
+  CUtensorMap up_gradient;
+  bool stores_value;  // of a gradient's product, act(gate) * up
+};
+
 __host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 
 template <typename Element_, Product kProduct_, int kBlockM_, int kBlockN_, Schedule kSchedule_, int kSplitK_>
 struct TiledGemm {
   using Element = Element_;
   static constexpr Product kProduct = kProduct_;
-  static constexpr bool kGated = kProduct == Product::kGated;
+  static constexpr bool kGated = is_gated(kProduct);
+  static constexpr bool kKept = is_kept(kProduct);
+  static constexpr bool kGradient = is_gradient(kProduct);
+  static constexpr bool kOfUp = kProduct == Product::kGatedGradient;  // a gradient of gate and of up
+  static constexpr bool kPair = kProduct == Product::kPair;
+  // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
+  static constexpr bool kGrouped = false;
+  // The weights are [k, n]: a stage holds 64 rows of k of them, 64 columns of n side by side.
+  static constexpr bool kTransposed = reads_weights_as_they_lie(kProduct);
+  using Args = std::conditional_t<is_training(kProduct), TrainingGemmArgs, TiledGemmArgs>;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kBlockK = sm90::kBlockK;
@@ -43,14 +65,16 @@ struct TiledGemm {
   static_assert(!kSwapped || kBlockN % 128 == 0, "swapped, each of two warpgroups has a multiple of 64 weight rows");
   static_assert(kHalvesRows == (kSwapped && kGated && kBlockN == 128),
                 "64 gate and 64 up rows do not divide among two warpgroups: they share the rows of a instead");
+  static_assert(!is_training(kProduct) || kSchedule == Schedule::kPingPong, "products of training are made so alone");
+  static_assert(!kTransposed || kBlockN % 64 == 0, "the swizzle's rows are 64 columns of n");
   static_assert(kSplitK == 1 || kSchedule == Schedule::kCooperative,
                 "the sums of a cluster are added for warpgroups that share a tile, unswapped");
 
   static constexpr int kParts = kGated ? 2 : 1;     // gate and up
   static constexpr int kTileN = kBlockN / kParts;   // columns of the output
   static constexpr int kShareN = kTileN / kSplitK;  // those of them that one CTA finishes
-  static constexpr int kBoxesB = kParts * kSplitK;
-  static constexpr int kBoxRowsB = kBlockN / kBoxesB;
+  static constexpr int kBoxesB = kTransposed ? kBlockN / 64 : kParts * kSplitK;
+  static constexpr int kBoxRowsB = kTransposed ? kBlockK : kBlockN / kBoxesB;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
@@ -65,6 +89,7 @@ struct TiledGemm {
   // compete for the same units at the same time.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
   static constexpr int kStepN = kSwapped            ? 16
+                                : kGradient         ? 32
                                 : kCrowded          ? (kShareN % (kGated ? 32 : 64) == 0 ? 32 : 16)
                                 : kShareN % 64 == 0 ? 64
                                                     : kShareN;
@@ -86,8 +111,9 @@ struct TiledGemm {
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
-  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
-  static constexpr int kBarrierBytes = 256;
+  // A gradient's buffers are slots, which hold a step of gate, of the value, and of up.
+  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element) * (kGradient ? kOfUp ? 3 : 2 : 1);
+  static constexpr int kBarrierBytes = kGradient ? 512 : 256;
   static constexpr int kAlignment = 1024;
   static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kShareN * 4;
   static constexpr int kSharedBudget =
@@ -95,7 +121,8 @@ struct TiledGemm {
   // Stages come first; the rest is for buffers, at most as many as a tile has stores.
   static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * kMmaN / 16 : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
-  static constexpr int kStages = at_most(8, (kSharedBudget - at_most(2, kStoresOfTile) * kBufferBytes) / kStageBytes);
+  static constexpr int kLeastBuffers = kGradient ? 4 : at_most(2, kStoresOfTile);
+  static constexpr int kStages = at_most(8, (kSharedBudget - kLeastBuffers * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
       at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
   static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
@@ -109,6 +136,10 @@ struct TiledGemm {
 struct Tile {
   int row;
   int column;
+
+  __device__ __forceinline__ int weight_row() const { return column; }
+  __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
+  __device__ __forceinline__ bool half_empty() const { return false; }
 };
 
 // The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
@@ -131,6 +162,8 @@ struct TileOrder {
   }
 };
 
+__device__ __forceinline__ TileOrder tile_order(const TiledGemmArgs& args) { return {args}; }
+
 // The addresses of what a CTA keeps in shared memory.
 template <typename Gemm>
 struct TiledGemmShared {
@@ -150,6 +183,9 @@ struct TiledGemmShared {
     return bias(Gemm::kConsumers / Gemm::kConsumersOfTile) + stage * 8;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+  __device__ __forceinline__ uint32_t slot_full(int warp, int slot) const {
+    return full(2 * Gemm::kStages + warp * Gemm::kStoreBuffers + slot);
+  }
 };
 
 // The k blocks, [x, y), that the CTA with this rank in its cluster multiplies.

@@ -30,13 +30,16 @@ struct TileBias {
 
   __device__ __forceinline__ static int index(int i) { return threadIdx.x % kThreads + i * kThreads; }
 
-  __device__ __forceinline__ void load(const TiledGemmArgs& args, int first_column) {
+  template <typename Tile>
+  __device__ __forceinline__ void load(const TiledGemmArgs& args, const Tile& tile, int first_column) {
     using Element = typename Gemm::Element;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
       const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
-      values[i] = bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + column));
+      values[i] = bias == nullptr
+                      ? 0.0f
+                      : static_cast<float>(__ldg(static_cast<const Element*>(bias) + tile.bias_index(column)));
     }
   }
 
@@ -81,21 +84,31 @@ __device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 
 
 // Sends what the warp wrote to (row, column) of the output.
 template <typename Gemm>
-__device__ __forceinline__ void send_boxes(const TiledGemmArgs& args, uint32_t store, int row, int column) {
+__device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t store, int row, int column) {
   fence_shared_to_async();
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&args.out, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
+      tma_store(&map, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
     }
     tma_store_commit();
   }
 }
 
+// A buffer of this warp, which the TMA is done with.
+template <typename Gemm>
+__device__ __forceinline__ uint32_t next_buffer(uint32_t stores, int& buffer) {
+  if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
+  __syncwarp();
+  const uint32_t store = stores + buffer * Gemm::kStoreBytes;
+  buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+  return store;
+}
+
 // Stores the warp's rows of the tile, 16 of every 64. Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
-__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
+__device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
                                            int first_column) {
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
@@ -113,7 +126,11 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       const int step_column = Gemm::step_column(step);
       const int first = step_column / 2;  // accumulator
       float value[kCount];
-      const auto sums = [&](Operand operand, auto&& take) {
+      const auto sums = [&](Operand operand, auto&& take_sum) {
+        const auto take = [&](int i, float sum) {
+          if constexpr (Gemm::kGrouped && Gemm::kGated) sum = limited(args.limits, operand, sum);
+          take_sum(i, sum);
+        };
         if (operand == Operand::kGate) {
           for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
         } else {
@@ -123,14 +140,22 @@ __device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulato
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
       // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
-      if (step > 0) send_boxes<Gemm>(args, store, row, column + Gemm::step_column(step - 1));
-      if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
-      __syncwarp();
-      store = stores + buffer * Gemm::kStoreBytes;
-      buffer = buffer + 1 == Gemm::kStoreBuffers ? 0 : buffer + 1;
+      if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1));
+      if constexpr (Gemm::kKept) {
+        const auto keep = [&](Operand operand, const CUtensorMap& map) {
+          float kept[kCount];
+          sums(operand, [&](int i, float sum) { kept[i] = sum; });
+          const uint32_t kept_store = next_buffer<Gemm>(stores, buffer);
+          write_boxes<Gemm>(kept, kept_store);
+          send_boxes<Gemm>(map, kept_store, row, column + step_column);
+        };
+        keep(Operand::kGate, args.gate);
+        if constexpr (Gemm::kGated) keep(Operand::kUp, args.up);
+      }
+      store = next_buffer<Gemm>(stores, buffer);
       write_boxes<Gemm>(value, store);
     }
-    send_boxes<Gemm>(args, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
+    send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll
     for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
       const int next = i + kShift;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../gemm/epilogue.cuh"
-#include "grouped_gemm.cuh"
 #include "ptx.cuh"
+#include "routes.cuh"
 
 namespace fused_mlp::sm90 {
 
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(const __grid_
   for (int i = 0; i < sum.routes.top_k; ++i) {
     const int slot = token * sum.routes.top_k + i;
     if (expert_of(sum.routes, slot) < 0) continue;
+    const int64_t at = sum.row_of_slot == nullptr ? slot : sum.row_of_slot[slot];
     const float weight = weight_of(sum, slot);
     // Not through the cache of what is only read: the rows are written while this kernel starts.
-    const uint4 row =
-        *reinterpret_cast<const uint4*>(static_cast<const Element*>(sum.rows) + slot * int64_t{sum.n} + column);
+    const uint4 row = *reinterpret_cast<const uint4*>(static_cast<const Element*>(sum.rows) + at * sum.n + column);
     using Pair = typename ElementTraits<Element>::Pair;
     const auto add = [&](int first, uint32_t bits) {
       const float2 values = to_float2(*reinterpret_cast<const Pair*>(&bits));

@@ -51,8 +51,6 @@ def refusal(op: str) -> Optional[str]:
     """Why a call that autograd follows is not one op, or None if it can be."""
     if op not in _NAMES:
         return "autograd follows the parts"
-    if op == "mlp" and native.DEVICE_TYPE == "cuda":
-        return "autograd follows the parts: no CUDA kernel for the gradient of an activation without a gate"
     return "torch.func follows the parts" if is_transformed() else None
 
 

@@ -55,10 +55,12 @@ def experts_refusal(
         return "gpu"
     if x.dtype == torch.float32:
         return "float32"
+    if top_k_index.numel() == 0:
+        return "empty"
     if transposed:
         return "column_major_weight"
-    if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() > _MOST_SLOTS:
-        return "many_rows"
+    if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
+        return "many_experts"
     for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
         experts, features, width = weight.shape
         if features * width == 0:
@@ -76,8 +78,8 @@ def experts_refusal(
     return "odd_features" if down_weight.shape[2] % 8 else None
 
 
-# As in cuda/gemm/grouped.h.
-_MOST_SLOTS, _MOST_EXPERTS = 4096, 512
+# As in cuda/experts.cpp and cuda/gemm/grouped.h.
+_MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
 
 

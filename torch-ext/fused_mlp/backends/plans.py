@@ -18,7 +18,7 @@ REFUSALS: Dict[str, str] = {
     "column_major_weight": "a weight that is not row-major",
     "strided_bias": "a strided bias",
     "unaligned_bias": "a bias not aligned to 4 bytes",
-    "many_rows": "more choices of experts, or more experts, than the kernel is for",
+    "many_experts": "more experts, or more choices of them, than the kernels are for",
     "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
     "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
 }
@@ -67,6 +67,8 @@ class Part:
         basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
         if self.kernel == "grouped":
             how = f"few rows an expert, the weights of those chosen stream past tiles of at most {self.block_m}{split}"
+        elif self.kernel == "grouped_tiled":
+            how = f"rows sorted into blocks of {self.block_m}, each of one expert"
         elif self.kernel == "streamed":
             how = f"few rows, the weights stream past tiles of {self.block_m}{split}"
         else:

@@ -1,0 +1,112 @@
+"""The kernels of training of sm90, forced: against float64, no worse than eager, the same bits, and really run."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import gemm_kernels
+import machine
+import reference
+from reference import ACTIVATIONS, assert_no_worse_than_eager, operands, poisoned_memory
+from test_gemm import kernels_of
+from test_training import leaves, step
+
+ON_HOPPER = machine.device_type() == "cuda" and gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability())
+pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU and a torch with CUDA")
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+functions = pytest.mark.parametrize("function", ["gated_mlp", "mlp", "gated_linear"])
+
+PRODUCTS = {
+    "gated_mlp": {"GatedKept", "GatedGradient", "Pair"},
+    "mlp": {"PlainKept", "PlainGradient"},
+    "gated_linear": {"GatedKept", "Pair"},
+}
+
+
+@pytest.fixture(autouse=True)
+def forced(fused_mlp):
+    with gemm_kernels.forced(fused_mlp, "sm90"):
+        yield
+
+
+def caller(fused_mlp, function, activation, memory="activations"):
+    return lambda made: getattr(fused_mlp, function)(**made, activation=activation, memory=memory)
+
+
+@half_dtypes
+@functions
+def test_gradients(fused_mlp, device, function, dtype):
+    """Random shapes with tails in memory that holds NaNs: all activations, biases, what is kept or made again."""
+    rng = random.Random(torch.initial_seed())
+    for activation, biases in itertools.product(ACTIVATIONS, (True, False)):
+        rows = rng.choice([rng.randint(1, 64), rng.randint(65, 700), rng.randint(701, 3000)])
+        n_in, hidden, out = (8 * rng.randint(1, 130) for _ in range(3))
+        made = leaves(operands(function, (rows,), (n_in, hidden, out), dtype=dtype, device=device, biases=biases))
+        what = f"{function}, {rows} x {(n_in, hidden, out)}, {activation}"
+        with poisoned_memory(device):
+            found = step(caller(fused_mlp, function, activation), made)
+            # A kept graph is not overwritten, and gives the same bits.
+            again = step(caller(fused_mlp, function, activation), made, retain=True)
+            recomputed = step(caller(fused_mlp, function, activation, "recompute"), made)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), what
+        eager = step(lambda made: reference.eager(function, made, activation), made)  # noqa: B023
+        wide = leaves({name: tensor.double() for name, tensor in made.items()})
+        exact = step(lambda made: reference.exact(function, made, activation), wide)  # noqa: B023
+        for mine in (found, recomputed):
+            for name, *three in zip(["result", *made], mine, eager, exact, strict=True):
+                assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8)
+
+
+@functions
+def test_the_kernels_run(fused_mlp, device, function):
+    """And where the second weight is frozen, the hidden values are not stored."""
+    for frozen in (False, True):
+        made = leaves(operands(function, (300,), (264, 520, 136), dtype=torch.bfloat16, device=device))
+        for name in made:
+            made[name].requires_grad_(not (frozen and name in ("down_weight", "fc2_weight")))
+        names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))  # noqa: B023
+        reached = {kernel[2] for kernel in gemm_kernels.named(names)}
+        assert reached >= PRODUCTS[function], reached
+
+
+@half_dtypes
+@pytest.mark.parametrize("shape", [(8192, 768, 3072), (1024, 1024, 4096), (4100, 1032, 2056)], ids=str)
+def test_same_bits_every_time(fused_mlp, device, shape, dtype):
+    rows, width, hidden = shape
+    made = leaves(operands("gated_mlp", (rows,), (width, hidden, width), dtype=dtype, device=device))
+    first = step(caller(fused_mlp, "gated_mlp", "silu"), made)
+    for _ in range(10):
+        again = step(caller(fused_mlp, "gated_mlp", "silu"), made)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("of", ["x", "weight", "bias"])
+@functions
+def test_only_what_is_asked_for(fused_mlp, device, function, of):
+    """The gradients of some operands are those of all."""
+    made = operands(function, (200,), (72, 136, 40), dtype=torch.bfloat16, device=device)
+    everything = dict(zip(made, step(caller(fused_mlp, function, "gelu"), leaves(made))[1:], strict=True))
+    some = leaves(made, [name for name in made if name.endswith(of)])
+    wanted = [name for name, tensor in some.items() if tensor.requires_grad]
+    for name, found in zip(wanted, step(caller(fused_mlp, function, "gelu"), some)[1:], strict=True):
+        assert torch.equal(found, everything[name]), name
+
+
+def test_operands_that_no_kernel_takes(fused_mlp, device):
+    """Features that are no multiple of eight, an expanded gradient, rows off their alignment: composed, and right."""
+    for sizes, relay in [
+        ((33, 47, 21), lambda x: x),
+        ((64, 96, 40), lambda x: torch.cat([x, x], 1)[:, 1 : 1 + x.shape[1]]),
+        ((64, 96, 40), lambda x: x[:1].expand_as(x)),
+    ]:
+        made = operands("gated_mlp", (130,), sizes, dtype=torch.bfloat16, device=device)
+        made["x"] = relay(made["x"])
+        made = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
+        found = step(caller(fused_mlp, "gated_mlp", "silu"), made)
+        eager = step(lambda made: reference.eager("gated_mlp", made, "silu"), made)
+        wide = leaves({name: tensor.double() for name, tensor in made.items()})
+        exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
+        for name, *three in zip(["result", *made], found, eager, exact, strict=True):
+            assert_no_worse_than_eager(*three, name, roundings=8)
