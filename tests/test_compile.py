@@ -272,8 +272,9 @@ def test_opcheck(fused_mlp, device, op):
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+@pytest.mark.parametrize("up_first", [None, True], ids=["two weights", "one"])
 @pytest.mark.parametrize("op", ["gated_linear", "gated_mlp"])
-def test_opcheck_training(fused_mlp, device, op, keep):
+def test_opcheck_training(fused_mlp, device, op, up_first, keep):
     """The same, and autograd, of the ops of training; a weight is a transposed matrix.
 
     Not of training_backward_, which frees what opcheck looks at afterwards.
@@ -283,12 +284,16 @@ def test_opcheck_training(fused_mlp, device, op, keep):
         x, gate, up, *rest = operands(op, lead, (16, 24, 8), device=device).values()
         down, *biases = rest if op == "gated_mlp" else (None, *rest, None)
         given = [x, gate, up.t().contiguous().t(), down, *biases]
+        if up_first:
+            given[1:3] = [torch.cat([up, gate]).t().contiguous().t(), None]
+            given[4:6] = [torch.cat([biases[1], biases[0]]), None]
         given = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in given]
-        torch.library.opcheck(ops.training_forward.default, (*given, 4, keep))
+        torch.library.opcheck(ops.training_forward.default, (*given, 4, keep, up_first))
+        needs = sum(1 << bit for bit, tensor in enumerate(given) if tensor is not None)
         with torch.no_grad():
-            out, *kept = ops.training_forward(*given, 4, keep)
-            kept = kept if keep else [None, None]
-            backward = (torch.randn_like(out), *given[:-1], *kept, 4, 0b0110111 if down is None else 0b1111111)
+            out, gate, up = ops.training_forward(*given, 4, keep, up_first)
+            kept = (gate if keep else None, up if keep and not up_first else None)
+            backward = (torch.randn_like(out), *given[:-1], *kept, 4, needs, up_first)
             torch.library.opcheck(ops.training_backward.default, backward)
 
 
