@@ -144,14 +144,6 @@ def results(monkeypatch, benchmark, out, *arguments):
     return json.loads(out.with_suffix(".json").read_text())["results"]
 
 
-def test_a_run_of_training(monkeypatch, tmp_path, quick_facts):
-    names = ["eager", "checkpoint", "gemms", "ours", "ours-recompute"]
-    (found,) = results(monkeypatch, training, tmp_path / "run", "--shapes", "8,32,64", "--providers", *names)
-    assert (found["left"], found["providers"].keys()) == ({}, set(names))
-    assert all(figures["wall_us"] > 0 for figures in found["providers"].values())
-    assert found["providers"]["ours"]["saved"] > found["providers"]["ours-recompute"]["saved"]
-
-
 def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
     tiny = experts.Mixture("tiny", experts=4, top_k=2, dim=32, hidden=16, tokens=(3,), trained=(3,))
     monkeypatch.setattr(experts, "MIXTURES", (tiny,))

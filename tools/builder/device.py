@@ -64,7 +64,7 @@ class Cubin:
 def kernels(compiled: Path) -> list[str]:
     """The kernels, as C++ names, that an object file of nvcc's launches."""
     symbols = subprocess.run(["nm", "--demangle", str(compiled)], capture_output=True, text=True, check=True).stdout
-    names = set(re.findall(r"^\w+ [tW] void ([\w:]+_kernel<.*>)\(", symbols, re.MULTILINE))
+    names = set(re.findall(r"^\w+ [tTW] (?:void )?((?:\w+::)*\w+_kernel(?:<.*>)?)\(", symbols, re.MULTILINE))
     if not names:
         raise BuildError(f"no kernels in {compiled}")
     return sorted(names)

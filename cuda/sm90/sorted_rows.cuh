@@ -1,0 +1,106 @@
+// Sorts rows by their experts, for the tiled GEMM of groups: an expert's rows fill blocks of their own, so that no tile
+// has rows of two. One launch: every CTA counts the whole index, and copies the rows of its part of it.
+#pragma once
+
+#include "routes.cuh"
+
+namespace fused_mlp::sm90 {
+
+constexpr int kSortThreads = 1024;
+constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time
+
+struct SortedRows {
+  int counts[kMaxGroupedExperts];  // all slots of an expert
+  int next[kMaxGroupedExperts];    // at first its slots before the CTA's part, then the row of its next slot
+  int rows[kSortSlots];
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Adds one to counter[expert] for every lane with this expert, and returns how many of these lanes come before this one
+// and what the counter was. Not where expert is -1.
+__device__ __forceinline__ int count_lanes(int* counter, int expert, bool ordered) {
+  const unsigned alike = __match_any_sync(0xFFFFFFFF, expert);
+  const int before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
+  int first = 0;
+  if (ordered) {
+    if (expert >= 0) first = counter[expert];
+    __syncwarp();
+  }
+  if (expert >= 0 && before == 0) {
+    if (ordered) {
+      counter[expert] = first + __popc(alike);
+    } else {
+      atomicAdd(&counter[expert], __popc(alike));
+    }
+  }
+  if (ordered) __syncwarp();
+  return first + before;
+}
+
+// By one warp: turns counts before the CTA's part into rows, and has one CTA write down the blocks.
+__device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& sorted) {
+  int blocks = 0;
+  for (int begin = 0; begin < args.routes.experts; begin += 32) {
+    const int expert = begin + static_cast<int>(threadIdx.x);
+    const int mine = expert < args.routes.experts ? (sorted.counts[expert] + kGroupedBlock - 1) / kGroupedBlock : 0;
+    const int last = sum_of_lanes(mine);
+    const int first = blocks + last - mine;
+    if (expert < args.routes.experts) sorted.next[expert] += first * kGroupedBlock;
+    if (blockIdx.x == 0) {
+      for (int block = 0; block < mine; ++block) {
+        const bool half_empty = sorted.counts[expert] - block * kGroupedBlock <= kGroupedBlock / 2;
+        args.block_experts[first + block] = expert * 2 + half_empty;
+      }
+    }
+    blocks += __shfl_sync(0xFFFFFFFF, last, 31);
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.blocks = blocks;
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+__global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_constant__ RowSort args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ SortedRows sorted;
+  const int slots = args.routes.slots();
+  const int parts = (slots + kSortSlots - 1) / kSortSlots;
+  const int begin = static_cast<int>(int64_t{blockIdx.x} * parts / gridDim.x) * kSortSlots;
+  const int end = min(static_cast<int>((int64_t{blockIdx.x} + 1) * parts / gridDim.x) * kSortSlots, slots);
+
+  for (int i = threadIdx.x; i < args.routes.experts; i += kSortThreads) sorted.counts[i] = sorted.next[i] = 0;
+  __syncthreads();
+  for (int first = threadIdx.x / 32 * 32; first < slots; first += kSortThreads) {
+    const int slot = first + static_cast<int>(threadIdx.x % 32);
+    const int expert = slot < slots ? expert_of(args.routes, slot) : -1;
+    count_lanes(sorted.counts, expert, false);
+    if (first < begin) count_lanes(sorted.next, expert, false);  // a part begins at a multiple of 32
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) place_experts(args, sorted);
+
+  const int chunks = static_cast<int>(args.k / 8);
+  for (int part = begin; part < end; part += kSortSlots) {
+    const int count = min(kSortSlots, end - part);
+    __syncthreads();  // the rows of the last part are read
+    if (threadIdx.x < 32) {
+      for (int i = static_cast<int>(threadIdx.x); i < kSortSlots; i += 32) {
+        const int expert = i < count ? expert_of(args.routes, part + i) : -1;
+        const int row = count_lanes(sorted.next, expert, true);
+        sorted.rows[i] = expert < 0 ? -1 : row;
+        if (i < count) args.row_of_slot[part + i] = sorted.rows[i];
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x / 32; i < count; i += kSortThreads / 32) {
+      if (sorted.rows[i] < 0) continue;
+      const auto* from = reinterpret_cast<const uint4*>(static_cast<const char*>(args.x.data) +
+                                                        (part + i) / args.routes.top_k * args.x.row_stride * 2);
+      auto* to = reinterpret_cast<uint4*>(static_cast<char*>(args.sorted) + int64_t{sorted.rows[i]} * args.k * 2);
+      for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) to[chunk] = __ldg(from + chunk);
+    }
+  }
+#endif
+}
+
+}  // namespace fused_mlp::sm90
