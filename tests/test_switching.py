@@ -284,6 +284,22 @@ def test_a_class_upon_the_fused_one(fused_mlp, device):
         assert [entry.path for entry in report.fused] == [""]
 
 
+def test_a_class_upon_the_fused_one_whose_base_is_patched(fused_mlp, device, monkeypatch):
+    """Restored or not, the module runs what its class has been patched with, and its own method when that is undone."""
+    module = Gated().to(device)
+    x = torch.randn(3, 32, device=device)
+    expected = module(x)
+    report = fused_mlp.fuse_mlps(module)
+    module.__class__ = type("Upon", (type(module),), {})
+    for restored in (False, True):
+        if restored:
+            report.restore()
+        with monkeypatch.context() as patched:
+            patched.setattr(Gated, "forward", nn.Identity.forward)
+            assert module(x) is x
+        torch.testing.assert_close(module(x), expected)
+
+
 def test_a_forward_that_is_set_later(fused_mlp, device):
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)

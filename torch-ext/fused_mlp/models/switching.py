@@ -124,13 +124,12 @@ def instead_of(name: str, method: FunctionType, original: FunctionType) -> Calla
     """
 
     def instead(module: nn.Module) -> Optional[FunctionType]:
-        kind = getattr(module, FUSED, None)
+        kind = getattr(type(module), FUSED, None)
         if kind is None:  # restored, while somebody's wrapper holds the fused method
             return original
-        now = getattr(kind, name)
-        if now is method or name in getattr(module, _BOUND):
-            return None
-        return _as_found_in(kind, name, original)  # the class was patched
+        if getattr(kind, name) is not method and name not in getattr(module, _BOUND):
+            return _as_found_in(kind, name, original)  # the class was patched
+        return original if FUSED in vars(module) else None  # restored, while somebody's class stands on the fused one
 
     return instead
 
