@@ -117,6 +117,8 @@ BODIES = {
     "for z in y:\n    h = self.p(x)\n    y = self.act(h)\n    if z: continue\n    h = 0\nreturn h": [],
     "with y:\n    h = self.p(x)\n    y = self.act(h)\n    h = other()\nreturn h": [],
     "with y:\n    h = self.p(x)\n    g = self.act(h)\n    return self.d(g)": ["plain"],
+    "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    u = u * g\n    return self.d(u)": ["pointwise"],
+    "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    v = u * g\n    return self.d(v)": ["gated"],
     # Something happens between.
     "h = self.p(x); other(); return self.act(h)": [],
     "h = self.p(x); y = self.q(x); return self.act(h), y": [],

@@ -455,14 +455,17 @@ def _absorbed(site: AnySite, node: ast.expr, place: _Place, role: Role) -> Optio
     """The statements that a site makes superfluous; None if it must not be where it is, or they are needed."""
     if any(isinstance(each, _BINDING) for part in site.parts for each in ast.walk(part)):
         return None
-    absorbed, served = set(), set()
+    absorbed, served, followed = set(), set(), {name.id for name in site.read}
     for index in range(place.index):
-        reads = [_reads(name, _Place(place.function, place.block, index)) for name in bound(place.block[index])]
-        if any(read is not None and read & site.read for read in reads):
-            if any(read is None or not read <= site.read for read in reads):
+        there = _Place(place.function, place.block, index)
+        reads = {name: _reads(name, there) for name in bound(place.block[index])}
+        if any(read is None and name in followed for name, read in reads.items()):
+            return None
+        if any(read is not None and read & site.read for read in reads.values()):
+            if any(read is None or not read <= site.read for read in reads.values()):
                 return None
             absorbed.add(index)
-            served.update(*reads)
+            served.update(*reads.values())
     if served != site.read:
         return None
     if not absorbed:

@@ -97,7 +97,7 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
     for name, method in _held(module).items():
         runs = name not in vars(module) or method in bound
         is_patched = getattr(original, name, None) is not getattr(module, _REPLACED)[name]
-        if runs and (not is_patched or name in getattr(module, _BOUND)):
+        if runs and not (is_patched and _is_seen(module, original, name)):
             found[name] = method
     return found
 
@@ -124,14 +124,21 @@ def instead_of(name: str, method: FunctionType, original: FunctionType) -> Calla
     """
 
     def instead(module: nn.Module) -> Optional[FunctionType]:
-        kind = getattr(type(module), FUSED, None)
-        if kind is None:  # restored, while somebody's wrapper holds the fused method
-            return original
-        if getattr(kind, name) is not method and name not in getattr(module, _BOUND):
-            return _as_found_in(kind, name, original)  # the class was patched
-        return original if FUSED in vars(module) else None  # restored, while somebody's class stands on the fused one
+        kind, otherwise = getattr(module, FUSED, None), None
+        if (
+            kind is None
+        ):  # restored, while somebody's wrapper holds the fused method, or his class stands on the fused one
+            kind, otherwise = getattr(type(module), FUSED, None), original
+        if kind is None or getattr(kind, name) is method or not _is_seen(module, kind, name):
+            return otherwise
+        return _as_found_in(kind, name, original)  # the class was patched
 
     return instead
+
+
+def _is_seen(module: nn.Module, kind: type, name: str) -> bool:
+    """Whether what its class was patched with concerns a module: a method that it held hides all but properties."""
+    return name not in getattr(module, _BOUND) or inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
 
 
 def _as_found_in(kind: type, name: str, original: FunctionType) -> Callable[..., Any]:
