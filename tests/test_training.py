@@ -187,6 +187,30 @@ def test_layout_of_the_gradient_of_x(fused_mlp, device, function, lead, frozen):
             )
 
 
+@functions
+def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
+    """Nothing is recorded there, so nothing is kept for a backward."""
+    made = leaves(operands(function, device=device), {"gate_weight", "fc1_weight"})
+    with torch.inference_mode():
+        made["x"] = made["x"] + 0  # a tensor that cannot be kept
+        for cast in (False, True):
+            with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=cast):
+                result = getattr(fused_mlp, function)(**made, activation="silu")
+                eager = reference.eager(function, made, "silu")
+            assert result.dtype == eager.dtype and not result.requires_grad
+            bounds = {"atol": 0.05, "rtol": 0.05} if cast else {}  # roundings of bfloat16, of results of order one
+            torch.testing.assert_close(result, eager, **bounds)
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+def test_integers_under_autocast(fused_mlp, device, kind):
+    """They are not cast, and so no input of a product."""
+    module = kind().to(device)
+    assert fused_mlp.fuse_mlps(module).fused
+    with torch.autocast(device.type, torch.bfloat16), pytest.raises((RuntimeError, TypeError)):
+        module(torch.ones(3, 32, device=device, dtype=torch.long))
+
+
 @memories
 def test_what_somebody_holds_is_not_overwritten(fused_mlp, device, memory):
     """Backward twice, saved tensors in somebody's hands, a result changed in place, a weight used twice."""

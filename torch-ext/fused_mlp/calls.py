@@ -24,7 +24,6 @@ from .operands import PLAIN_TENSORS, autocasts
 
 # Bound once: to look these up is a measurable part of a small call.
 _is_compiling = torch.compiler.is_compiling
-_is_grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _tracing_state = torch._C._get_tracing_state
 
@@ -183,7 +182,7 @@ def recording_reason(op: str, *given: Optional[Tensor]) -> Optional[str]:
 
 def autograd_follows(*given: Optional[Tensor]) -> bool:
     """Whether backward-mode autograd records a call on these operands."""
-    return _is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    return training.is_recording() and any(tensor is not None and tensor.requires_grad for tensor in given)
 
 
 def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -224,7 +223,7 @@ def _short_way(
     """
     if _is_compiling() or _any_autocast():
         return None
-    grad, recorded = _is_grad_enabled(), False
+    grad, recorded = training.is_recording(), False
     for tensor in given:
         if tensor is not None:
             if type(tensor) not in _PLAIN_TYPES:
@@ -276,17 +275,24 @@ def _recorded(
 
 
 def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...]:
-    """The operands as autocast casts them for a product: all but those of float64."""
+    """The operands as autocast casts them for a product: of floating point, and not float64."""
     if not autocasts(given[0]):
         return given
     dtype = torch.get_autocast_dtype(given[0].device.type)
     cast = _cast_once if _may_be_cached() else Tensor.to
-    return tuple(t if t is None or t.dtype == torch.float64 else cast(t, dtype) for t in given)
+    return tuple(
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else cast(t, dtype) for t in given
+    )
 
 
 def _may_be_cached() -> bool:
     """Whether autocast's cache can be asked: for operands that autograd plainly records, and nobody else follows."""
-    if not _is_grad_enabled() or not torch.is_autocast_cache_enabled() or _is_compiling() or training.is_followed():
+    if (
+        not training.is_recording()
+        or not torch.is_autocast_cache_enabled()
+        or _is_compiling()
+        or training.is_followed()
+    ):
         return False
     return _ambient_reason() is None and not training.is_transformed()
 

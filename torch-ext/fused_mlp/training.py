@@ -30,10 +30,16 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 Operands = Tuple[Optional[Tensor], ...]
+
+
+def is_recording() -> bool:
+    """Whether autograd records what needs gradients: never in inference mode, of which Dynamo cannot be asked."""
+    return _is_grad_enabled() and (_is_compiling() or not _is_inference())
 
 
 def is_followed() -> bool:

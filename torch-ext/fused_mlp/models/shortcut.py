@@ -25,7 +25,7 @@ from .pattern import Pattern
 # Bound once: a name of another module costs two look-ups more.
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 _forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
 _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
@@ -77,7 +77,7 @@ def _short_way(
     """The result, where one compiled op plainly computes it."""
     if _is_compiling() or type(x) is not Tensor:
         return None
-    grad = _is_grad_enabled()
+    grad = training.is_recording()
     recorded = grad and x.requires_grad
     kind = type(act)
     known = _known.get(kind if kind is not nn.GELU else act.approximate)
