@@ -1,4 +1,4 @@
-"""Modules and calls at random: fuzz.py runs many more of the modules."""
+"""Modules and calls at random."""
 
 import collections
 import random
@@ -17,9 +17,12 @@ CASES = 200
 
 
 def test_modules(fused_mlp, tmp_path):
-    """Fusing changes nothing that a module does, and enough is fused to say so."""
-    first, counts = torch.initial_seed(), collections.Counter()
-    for seed in range(first, first + CASES):
+    """Fusing changes nothing that a module does, and enough is fused to say so.
+
+    The cases are the same in every run: of new ones, fuzz.py runs thousands.
+    """
+    counts = collections.Counter()
+    for seed in range(CASES):
         counts.update(fuzz.outcome(fused_mlp, seed, tmp_path))
     fuzz.assert_enough(counts, CASES)
 
