@@ -287,14 +287,9 @@ def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...
 
 def _may_be_cached() -> bool:
     """Whether autocast's cache can be asked: for operands that autograd plainly records, and nobody else follows."""
-    if (
-        not training.is_recording()
-        or not torch.is_autocast_cache_enabled()
-        or _is_compiling()
-        or training.is_followed()
-    ):
+    if _is_compiling() or not training.is_recording() or not torch.is_autocast_cache_enabled():
         return False
-    return _ambient_reason() is None and not training.is_transformed()
+    return not training.is_followed() and _ambient_reason() is None and not training.is_transformed()
 
 
 def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
