@@ -19,7 +19,9 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 namespace fused_mlp {
 
 inline void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the runtime keeps the error, and the next check after a launch would find it
+  STD_TORCH_CHECK(false, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
 }
 
 inline cudaStream_t current_stream(const Tensor& tensor) {

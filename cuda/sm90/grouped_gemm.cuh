@@ -20,9 +20,10 @@ struct GroupedGemmArgs {
   int tiles_n;
 };
 
-// The rows of a tile, found by all threads of the CTA in shared memory.
+// The rows of a tile, found by all threads of the CTA in shared memory. The compiler gives a shared variable multiples
+// of 16 bytes; the size says so, because the launch takes it off what is left for the ring.
 template <int kRows>
-struct GroupRows {
+struct alignas(16) GroupRows {
   int expert;  // -1 where the tile does not exist
   int count;
   int first;                                // of the expert's rows
