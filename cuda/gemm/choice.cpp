@@ -80,7 +80,7 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   }
   if (architecture.modelled()) return architecture.decide(p, gpu, plan);
 
-  const TorchComparison& torch = *architecture.torch;
+  const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
   // A call takes the GPU's time or the CPU's, whichever is longer. For a plain product on its own only the GPU's time
   // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too.

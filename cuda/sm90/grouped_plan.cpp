@@ -57,7 +57,8 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   for (int split_k = 1; split_k <= kMaxStreamedSplitK && kBlockK * (split_k - 1) < p.gemm.k; split_k *= 2) {
     const GemmKernel kernel{MainLoop::kStreamed, p.gemm.product(), tile, (p.gemm.gated() ? 2 : 1) * kStreamedColumns,
                             Schedule::kSwapped,  split_k};
-    const double estimate = estimated_microseconds(alike, kernel, time, kTorch.bytes_per_microsecond, multiprocessors);
+    const double estimate =
+        estimated_microseconds(alike, kernel, time, {multiprocessors, kTorch.bytes_per_microsecond, 1.0});
     if (estimate < least) {
       least = estimate;
       plan.split_k = split_k;
