@@ -84,7 +84,7 @@ def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:
 
     None is for the parts of the call, one by one.
     """
-    measured = op == "experts_mlp" and rows <= _TRITON_EXPERTS_ROWS and x.is_cuda and x.dtype != torch.float32
+    measured = op == "experts_mlp" and x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
     if not measured or _open_blocks[-1].name != "auto" or triton.refusal(op, x) is not None:
         return None
     return triton if native.is_hopper(x) else None
