@@ -40,10 +40,12 @@ int row_tiles(const Routes& routes, int tile) {
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
-  if (rows > std::end(kRows)[-1]) {
+  const int most = std::end(kRows)[-1];
+  if (rows > most && !p.transposed) {
     return {MainLoop::kTiled, true, kTiledBlock, row_tiles(p.routes, kTiledBlock), 1};
   }
-  const int* found = std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= rows; });
+  const int* found =
+      std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= std::min<int64_t>(rows, most); });
   const int tile = *found;
   const bool sorts = p.routes.slots() > kSearchedSlots;
   GroupedPlan plan{MainLoop::kStreamed, sorts, tile, row_tiles(p.routes, tile), 1};
