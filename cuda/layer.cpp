@@ -9,6 +9,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
 #include "gemm/architecture.h"
+#include "gemm/record.h"
 #include "pointwise.h"
 
 namespace fused_mlp {
@@ -100,11 +101,7 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
   if (gemm.fused()) {
-    const GemmKernel& kernel = gemm.plan.kernel;
-    plan->set("implementation", gemm.architecture->name).set("kernel", name(kernel.loop));
-    plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
-    plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
-    if (gemm.architecture->modelled()) plan->set("basis", "model");
+    record_kernel(gemm.architecture->name, gemm.plan.kernel, gemm.architecture->modelled(), plan);
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));

@@ -14,8 +14,8 @@ constexpr struct {
   bool taken;     // by itself; where it is not, its kernels run only where a test forces them
   bool training;  // likewise its kernels of training
 } kArchitectures[] = {
-    {&sm90::kArchitecture, true, false},   // those of training have not been run on a GPU yet
-    {&sm80::kArchitecture, false, false},  // nor have these
+    {&sm90::kArchitecture, true, false},  // those of training have not been run on a GPU yet
+    {&sm80::kArchitecture, true, false},  // behind sm90: a Hopper GPU, which could run them, does not get them
 };
 
 // What fused_mlp_force_gemms() was told.
