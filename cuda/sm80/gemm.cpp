@@ -5,6 +5,7 @@
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
 #include "plan.h"
+#include "time_model.h"
 
 namespace fused_mlp::sm80 {
 
@@ -25,6 +26,7 @@ constinit const Architecture kArchitecture = {
         },
     .torch = nullptr,
     .decide = decide,
+    .measured = [](const Gpu& gpu) { return tuning_of(gpu).measured(); },
 };
 
 }  // namespace fused_mlp::sm80
