@@ -9,13 +9,20 @@
 
 namespace fused_mlp::sm80 {
 
+// Defined in gemm_bf16.cu: whether there is machine code for the GPUs of a compute capability.
+bool compiled_for(int major, int minor);
+
 // Defined in gemm_bf16.cu and gemm_fp16.cu, by launch.cuh.
 template <typename Element>
 cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, cudaStream_t stream);
 
 constinit const Architecture kArchitecture = {
     .name = "sm80",
-    .runs_on = [](const Gpu& gpu) { return gpu.major == 8 || (gpu.major == 9 && gpu.minor == 0) || gpu.major == 12; },
+    .runs_on =
+        [](const Gpu& gpu) {
+          const bool known = gpu.major == 8 || (gpu.major == 9 && gpu.minor == 0) || gpu.major == 12;
+          return known && compiled_for(gpu.major, gpu.minor);
+        },
     .kernels = kKernels,
     .refusal = refusal_of_operands,
     .choose = choose,
