@@ -164,7 +164,9 @@ def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int)
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> dict[tuple[str, ...], tuple[int, int]]:
     """Threads and bytes of shared memory of sm80's kernels."""
-    return dict(zip(gemm_kernels.entries("sm80"), Predictor(tmp_path_factory.mktemp("sizes")).sizes(), strict=True))
+    kernels = Predictor(tmp_path_factory.mktemp("sizes")).kernels()
+    sizes = [(kernel.threads, kernel.shared) for kernel in kernels]
+    return dict(zip(gemm_kernels.entries("sm80"), sizes, strict=True))
 
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)

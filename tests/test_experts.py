@@ -1,6 +1,7 @@
 """experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
 
 import functools
+import importlib
 import itertools
 import random
 import sys
@@ -522,6 +523,35 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
             # Sums over tokens, in another order: their terms are as large as the largest, also where they cancel. Four
             # products of some 40 terms each differ by some 1e-6 of that.
             torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[0].abs().max().item())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, monkeypatch):
+    """Whatever torch's grouped product leaves there, neither results nor gradients have it."""
+    composed = importlib.import_module(f"{fused_mlp.__name__}.experts")
+    product, routing = composed._GroupedMm.forward, composed.routing
+
+    def step(made):
+        leaves = [value.detach().requires_grad_() for value in made.values() if value.is_floating_point()]
+        given = iter(leaves)
+        moved = {name: next(given) if value.is_floating_point() else value for name, value in made.items()}
+        call = functools.partial(fused_mlp.experts_mlp, activation="gelu", limit=0.5)
+        result = torch.compile(call, fullgraph=True, backend="aot_eager")(**moved) if compiled else call(**moved)
+        return result.detach(), *torch.autograd.grad(result.square().sum(), leaves)
+
+    def poisoned(rows, weight, offsets):
+        result = product(rows, weight, offsets)
+        numbers = torch.arange(result.shape[0], device=result.device)
+        return torch.where((numbers < offsets[-1]).unsqueeze(-1), result, torch.nan)
+
+    made = drawn(biases=True, device=device)
+    made["top_k_weights"].nan_to_num_(0.3)
+    torch.compiler.reset()
+    expected = step(made)
+    monkeypatch.setattr(composed._GroupedMm, "forward", staticmethod(poisoned))
+    monkeypatch.setattr(composed, "routing", lambda index, experts, masked: routing(index, experts, masked=True))
+    torch.compiler.reset()
+    torch.testing.assert_close(step(made), expected)
 
 
 class Module(nn.Module):
