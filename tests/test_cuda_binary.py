@@ -136,8 +136,10 @@ def test_every_grouped_kernel_is_there(hopper_code):
     tiled = [name for name in names if "GroupedTiles<" in name]
     assert len(tiled) == 2 * len(gemm_kernels.DTYPES)
     names = [name for name in names if "grouped_gemm_kernel" in name]
-    found = [re.search(r"StreamedGemm<(\w+), \(fused_mlp::Product\)(\d), (\d+)>", name).groups() for name in names]
-    assert rows and sorted(found) == sorted(itertools.product(gemm_kernels.DTYPES, "01", rows))
+    kernel = r"(StreamedGemm|StreamedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
+    found = [re.search(kernel, name).groups() for name in names]
+    wanted = itertools.product(("StreamedGemm", "StreamedTransposed"), gemm_kernels.DTYPES, "01", rows)
+    assert rows and sorted(found) == sorted(wanted)
 
 
 # The GEMMs of sm_80: by the architecture compiled for, the capabilities that run its code, with the shared memory and

@@ -264,8 +264,9 @@ def check_grouped(fused_mlp, made, activation="silu", **form):
 @hopper
 @pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
 def test_grouped_forms(fused_mlp, device, dtype):
-    for form, biases in itertools.product((form for form in forms() if not form["transposed"]), (False, True)):
-        made = drawn(sizes=(40, 24, 32), dtype=dtype, device=device, biases=biases, **form)
+    for form, biases in itertools.product(forms(), (False, True)):
+        sizes = (128, 64, 32) if form["transposed"] else (40, 24, 32)
+        made = drawn(sizes=sizes, dtype=dtype, device=device, biases=biases, **form)
         check_grouped(fused_mlp, made, **form)
     for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
         check_grouped(
@@ -304,6 +305,11 @@ GROUPED = [
 @pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), GROUPED, ids=str)
 def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
+        check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+    n_in, hidden, out = sizes
+    sizes = (-(-n_in // 64) * 64, -(-hidden // 64) * 64, out)
+    for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
+        form["transposed"] = True
         check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
 
 
@@ -358,6 +364,12 @@ def test_grouped_in_a_graph(fused_mlp, device):
             assert torch.equal(found, result)
 
 
+def same_rows(made):
+    """All features of an expert in one row of memory."""
+    first = made["gate_up_weight"]
+    return made | {"gate_up_weight": first[:, :1].expand_as(first)}
+
+
 @hopper
 def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
     """PyTorch computes it instead, forced or not, and the explanation says why."""
@@ -366,11 +378,12 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
         ("float32", drawn(sizes=sizes, device=device), {}),
         ("multiple of 8", drawn(dtype=torch.bfloat16, device=device), {}),
         (
-            "not row-major",
+            "multiple of 64",
             drawn(sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True),
             {"transposed": True},
         ),
         ("more experts", drawn(3, 2, 513, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
+        ("overlap", same_rows(drawn(sizes=sizes, dtype=torch.bfloat16, device=device)), {}),
     ):
         check(fused_mlp, "cuda", made, **form)
         with fused_mlp.backend("cuda"):
@@ -382,18 +395,33 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_what_is_chosen(fused_mlp, device, tokens):
     """The compiled kernels; where they do not take the operands, Triton's for few tokens, or the parts."""
-    sizes = (72, 40, 24)
-    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device)
+    for form in ({}, {"transposed": True}):
+        made = drawn(tokens, sizes=(64, 128, 24), dtype=torch.bfloat16, device=device, **form)
+        check(fused_mlp, "auto", made, **form)
+        found = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
+        assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
+    made = drawn(tokens, dtype=torch.bfloat16, device=device)
     check(fused_mlp, "auto", made)
     found = fused_mlp.explain(fused_mlp.experts_mlp, **made)
-    assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
-    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True)
-    check(fused_mlp, "auto", made, transposed=True)
-    found = fused_mlp.explain(fused_mlp.experts_mlp, **made, transposed=True)
-    assert (found.implementation, "not row-major" in found.reason) == ("triton" if tokens == 1 else "cuda", True)
+    assert (found.implementation, "multiple of 8" in found.reason) == ("triton" if tokens == 1 else "cuda", True)
     assert not any(part.fused for part in found.parts)
-    trained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].requires_grad_()}, transposed=True)
+    trained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].requires_grad_()})
     assert trained.implementation == "torch"
+
+
+@hopper
+def test_grouped_compiled(fused_mlp, device):
+    """The compiled op is in the graph, for any number of tokens."""
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda made: fused_mlp.experts_mlp(**made), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (7, 300, 1):
+        made = drawn(tokens, sizes=(72, 40, 24), dtype=torch.bfloat16, device=device)
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = compiled(made)
+        assert torch.equal(found, fused_mlp.experts_mlp(**made))
+        assert any(event.name.endswith("::experts_mlp") for event in profile.events())
 
 
 # What is not one op
