@@ -119,9 +119,9 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
 
 template <typename Element>
 cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream) {
-  const int64_t threads = int64_t{sum.routes.tokens} * (sum.n / kSumColumns);
-  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(threads, kSumThreads)), kSumThreads,
-                       0, 1, true, stream);
+  const int64_t warps = int64_t{sum.routes.tokens} * sum_warps(sum.n);
+  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(warps, kSumThreads / 32)),
+                       kSumThreads, 0, 1, true, stream);
 }
 
 }  // namespace fused_mlp::sm90
