@@ -68,7 +68,10 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
     return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kBoxRowsB, Gemm::kBlockK);
   };
-  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.k, Gemm::kBoxRowsA, Gemm::kBlockK) &&
+  const auto map_rows = [&](CUtensorMap* map, int box_rows) {
+    return encode_tensor_map(map, g.dtype, g.a, rows, g.k, box_rows, Gemm::kBlockK);
+  };
+  const bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
                       map_weight(&args.weight, g.weight) &&
                       (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
                       encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
