@@ -26,9 +26,15 @@ struct GroupedGemmArgs {
   bool interleaved;   // where weights are transposed: whether columns of gate and up alternate
 };
 
+// More CTAs than of a dense product: tiles of rows are many, and some of them do not exist.
+constexpr int grouped_ctas(int rows) { return rows < 32 ? 4 : 2; }
+
+template <typename Element, Product kProduct, int kTokens>
+struct GroupedGemm : StreamedShape<Element, kProduct, kTokens, grouped_ctas(kTokens)> {};
+
 // For weights [k, n], gates and ups side by side, which are read as they lie.
 template <typename Element, Product kProduct, int kTokens>
-struct StreamedTransposed : StreamedGemm<Element, kProduct, kTokens> {
+struct GroupedTransposed : GroupedGemm<Element, kProduct, kTokens> {
   static constexpr bool kTransposed = true;
 };
 

@@ -109,11 +109,11 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
       p.gemm.product() == Product::k##PRODUCT)                                                      \
     return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream);
-#define FUSED_MLP_LAUNCH(ROWS)                              \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Plain, ROWS)       \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Gated, ROWS)       \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Plain, ROWS) \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Gated, ROWS)
+#define FUSED_MLP_LAUNCH(ROWS)                             \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Plain, ROWS) \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Gated, ROWS)
   FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
 #undef FUSED_MLP_LAUNCH
 #undef FUSED_MLP_LAUNCH_GROUPED
