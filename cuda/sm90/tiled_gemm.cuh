@@ -26,13 +26,16 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on.
+// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on. Where a cluster splits k, a
+// CTA puts the columns that it finishes first.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weight, uint32_t full, uint32_t b, int k,
-                                                         int first_column) {
+                                                         int first_column, int rank) {
+  static_assert(Gemm::kSplitK == 1 || Gemm::kSplitK == Gemm::kBoxesB, "a CTA finishes the columns of one box");
 #pragma unroll
   for (int box = 0; box < Gemm::kBoxesB; ++box) {
-    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), first_column + box * 64, k);
+    const int column = first_column + (box + rank) % Gemm::kBoxesB * 64;
+    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), column, k);
   }
 }
 
@@ -67,7 +70,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
         tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
-                                       tile.column);
+                                       tile.column, rank);
       } else {
         tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
@@ -209,8 +212,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
   if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
-  [[maybe_unused]] GradientSlots<Gemm> slots(shared, warp, index);
-  if constexpr (Gemm::kGradient) slots.load_first(args, tiles);
+  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // of what a gradient is made of
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);
@@ -243,7 +245,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
     }
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       if constexpr (Gemm::kGradient) {
-        store_gradients<Gemm, A>(args, tiles, accumulator, slots, tile.row + warp_m, column);
+        store_gradients<Gemm, A>(args, shared, accumulator, slot, warp, buffer, tile.row + warp_m, column);
       } else if constexpr (Gemm::kSwapped) {
         store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
                                     tile.column + warp_m);
@@ -277,8 +279,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
       mbarrier_init(shared.full(stage), 1);
       mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4);  // one arrival per warp
     }
-    if constexpr (Gemm::kGradient) {
-      for (int i = 0; i < Gemm::kConsumers * 4 * Gemm::kStoreBuffers; ++i) mbarrier_init(shared.slot_full(0, i), 1);
+    for (int slot = 0; slot < Gemm::kConsumers * Gemm::kSlots; ++slot) {
+      mbarrier_init(shared.slot_full(0, slot), 1);
+      mbarrier_init(shared.slot_empty(0, slot), 4);  // likewise
     }
     fence_mbarrier_init();
   }
@@ -286,15 +289,21 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
   allow_next_kernel();
 
   if (warp >= Gemm::kConsumers * 4) {
-    shrink_registers<40>();
+    shrink_registers<Gemm::kProducerRegisters>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
+    if constexpr (Gemm::kGradient) {  // a thread for each consumer
+      const int consumer = warp - Gemm::kConsumers * 4 - 1;
+      if (threadIdx.x % 32 == 0 && consumer >= 0 && consumer < Gemm::kConsumers) {
+        load_kept<Gemm>(args, shared, consumer);
+      }
+    }
     __syncwarp();
     if constexpr (Gemm::kSplitK > 1) {  // all threads take part in the two barriers of reduce_across_cluster
       cluster_sync();
       cluster_sync();
     }
   } else {
-    grow_registers<232>();
+    grow_registers<Gemm::kConsumerRegisters>();
     consume<Gemm>(args, shared, rank);
   }
 #endif
