@@ -11,11 +11,12 @@ namespace {
 // The first row that runs on a GPU, and is taken, is the GPU's.
 constexpr struct {
   const Architecture* architecture;
-  bool taken;     // by itself; where it is not, its kernels run only where a test forces them
-  bool training;  // likewise its kernels of training
+  bool taken;                        // by itself; where it is not, its kernels run only where a test forces them
+  bool (*trains)(Product training);  // likewise its kernels of a product of training
 } kArchitectures[] = {
-    {&sm90::kArchitecture, true, false},   // those of training have not been run on a GPU yet
-    {&sm80::kArchitecture, false, false},  // nor have these
+    // torch's two GEMMs of a pair, the second of which adds to the first, took no longer than one of ours (on an H200).
+    {&sm90::kArchitecture, true, [](Product product) { return product != Product::kPair; }},
+    {&sm80::kArchitecture, false, [](Product) { return false; }},  // these have not been run on a GPU yet
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -36,7 +37,7 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
   }
   return forced_architecture == nullptr &&
          std::none_of(std::begin(kArchitectures), std::end(kArchitectures),
-                      [&](const auto& row) { return row.architecture == &architecture && row.training; });
+                      [&](const auto& row) { return row.architecture == &architecture && row.trains(product); });
 }
 
 // How much longer torch's GEMM keeps the CPU busy than a launch of ours does (measured on an H100 host). The CPU never
@@ -47,13 +48,21 @@ constexpr int64_t kFewRows = 256;  // up to here a product behind a fused GEMM m
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
 
-double products(const GemmProblem& p) { return p.gated() ? 2.0 : 1.0; }
+double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
 
 // The time that the bytes or the arithmetic of a product take at the GPU's peak, whichever is longer.
 double floor_microseconds(const GemmProblem& p, const TorchComparison& torch) {
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
   const double flops = 2.0 * products(p) * p.m * p.n * p.k;
   return std::max(bytes / torch.bytes_per_microsecond, flops / torch.flops_per_microsecond);
+}
+
+// The time that a product of training takes at least by torch's GEMM and a pointwise kernel behind it, or, where it is
+// a pair, by two GEMMs. It flatters torch: ours is taken where it is estimated to take less than that.
+double composed_microseconds(const GemmProblem& p, const TorchComparison& torch) {
+  constexpr double kLaunch = 2.0;
+  const int matrices = p.pair() ? 2 : moved_matrices(p.product());
+  return floor_microseconds(p, torch) + kLaunch + 2.0 * matrices * p.m * p.n / torch.bytes_per_microsecond;
 }
 
 }  // namespace
@@ -76,7 +85,8 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   }
   if (training) {
     *plan = architecture.choose(p, gpu);
-    return Refusal::kNone;
+    const bool faster = plan->microseconds < composed_microseconds(p, *architecture.torch);
+    return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
   if (architecture.modelled()) return architecture.decide(p, gpu, plan);
 
