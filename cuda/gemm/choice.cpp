@@ -11,12 +11,11 @@ namespace {
 // The first row that runs on a GPU, and is taken, is the GPU's.
 constexpr struct {
   const Architecture* architecture;
-  bool taken;                        // by itself; where it is not, its kernels run only where a test forces them
-  bool (*trains)(Product training);  // likewise its kernels of a product of training
+  bool taken;     // by itself; where it is not, its kernels run only where a test forces them
+  bool training;  // likewise its kernels of training
 } kArchitectures[] = {
-    // torch's two GEMMs of a pair, the second of which adds to the first, took no longer than one of ours (on an H200).
-    {&sm90::kArchitecture, true, [](Product product) { return product != Product::kPair; }},
-    {&sm80::kArchitecture, false, [](Product) { return false; }},  // these have not been run on a GPU yet
+    {&sm90::kArchitecture, true, true},
+    {&sm80::kArchitecture, false, false},  // these have not been run on a GPU yet
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -37,7 +36,7 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
   }
   return forced_architecture == nullptr &&
          std::none_of(std::begin(kArchitectures), std::end(kArchitectures),
-                      [&](const auto& row) { return row.architecture == &architecture && row.trains(product); });
+                      [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
 // How much longer torch's GEMM keeps the CPU busy than a launch of ours does (measured on an H100 host). The CPU never

@@ -26,16 +26,13 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on. Where a cluster splits k, a
-// CTA puts the columns that it finishes first.
+// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weight, uint32_t full, uint32_t b, int k,
-                                                         int first_column, int rank) {
-  static_assert(Gemm::kSplitK == 1 || Gemm::kSplitK == Gemm::kBoxesB, "a CTA finishes the columns of one box");
+                                                         int first_column) {
 #pragma unroll
   for (int box = 0; box < Gemm::kBoxesB; ++box) {
-    const int column = first_column + (box + rank) % Gemm::kBoxesB * 64;
-    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), column, k);
+    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), first_column + box * 64, k);
   }
 }
 
@@ -70,7 +67,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
         tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
-                                       tile.column, rank);
+                                       tile.column);
       } else {
         tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
@@ -289,7 +286,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
   allow_next_kernel();
 
   if (warp >= Gemm::kConsumers * 4) {
-    shrink_registers<Gemm::kProducerRegisters>();
+    shrink_registers<40>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
     if constexpr (Gemm::kGradient) {  // a thread for each consumer
       const int consumer = warp - Gemm::kConsumers * 4 - 1;
@@ -303,7 +300,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
       cluster_sync();
     }
   } else {
-    grow_registers<Gemm::kConsumerRegisters>();
+    grow_registers<232>();
     consume<Gemm>(args, shared, rank);
   }
 #endif

@@ -65,9 +65,7 @@ struct TiledGemm {
   static_assert(!kSwapped || kBlockN % 128 == 0, "swapped, each of two warpgroups has a multiple of 64 weight rows");
   static_assert(kHalvesRows == (kSwapped && kGated && kBlockN == 128),
                 "64 gate and 64 up rows do not divide among two warpgroups: they share the rows of a instead");
-  static_assert(!(kKept || kGradient) || kPingPong,
-                "their epilogues take long: another warpgroup multiplies meanwhile");
-  static_assert(!kTransposed || !kSwapped, "weights that lie [k, n] are the N side");
+  static_assert(!is_training(kProduct) || kSchedule == Schedule::kPingPong, "products of training are made so alone");
   static_assert(!kTransposed || kBlockN % 64 == 0, "the swizzle's rows are 64 columns of n");
   static_assert(kSplitK == 1 || kSchedule == Schedule::kCooperative,
                 "the sums of a cluster are added for warpgroups that share a tile, unswapped");
@@ -84,22 +82,17 @@ struct TiledGemm {
   static constexpr int kMmas = kHalvesRows ? 2 : (kSwapped ? kBlockN : kBlockM) / 64 / kConsumersOfTile;
   static constexpr int kMmaStride = kSwapped ? kBlockN / 2 : 64;
   static constexpr int kMmaN = kHalvesRows ? kBlockM / 2 : kSwapped ? kBlockM : kBlockN;
-  static constexpr int kAccumulators = kMmaN / 2;                // of a thread, for each wgmma
-  static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
-  // Of a thread. The multiprocessor has 65536: 128 producers' and 256 consumers'.
-  static constexpr int kConsumerRegisters = kCrowded && kKept ? 240 : 232;
-  static constexpr int kProducerRegisters = kCrowded && kKept ? 24 : 40;
+  static constexpr int kAccumulators = kMmaN / 2;  // of a thread, for each wgmma
 
   // The results pass through shared memory, kStepN columns of a warp's 16 rows at a time, and the TMA stores them in
   // boxes of kBoxN columns. Every warp has its own buffers: warps that share some wait for each other, and then all
   // compete for the same units at the same time.
+  static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
   static constexpr int kStepN = kSwapped            ? 16
                                 : kGradient         ? 32
                                 : kCrowded          ? (kShareN % (kGated ? 32 : 64) == 0 ? 32 : 16)
                                 : kShareN % 64 == 0 ? 64
                                                     : kShareN;
-  // Accumulators of a step that are taken at a time.
-  static constexpr int kTaken = kCrowded && kKept ? 8 : kStepN / 2;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
   static constexpr int kBoxRows = 16;
   // The epilogue's code covers one chunk of the columns, and runs again for each of the others. It must fit the
@@ -122,7 +115,7 @@ struct TiledGemm {
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element) * (kGradient ? kOfUp ? 3 : 2 : 1);
   // What a gradient is made of comes through slots. One holds a step of gate, and of up, for a warpgroup's 64 rows.
   static constexpr int kSlotRows = 64;
-  static constexpr int kSlots = kGradient ? kBlockN == 128 ? 3 : 2 : 0;
+  static constexpr int kSlots = kGradient ? 2 : 0;
   static constexpr int kSlotBytes = kGradient ? kSlotRows * kStepN * sizeof(Element) * (kOfUp ? 2 : 1) : 0;
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;

@@ -51,33 +51,32 @@ struct TileBias {
   }
 };
 
-// Calls take(i, accumulator plus bias) for kTaken of a thread's accumulators, from `first` on. The biases lie in shared
+// Calls take(i, accumulator plus bias) for a thread's accumulators of a step, from `first` on. The biases lie in shared
 // memory, if there are any.
 template <typename Gemm, typename Take>
 __device__ __forceinline__ void for_each_biased(const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
                                                 uint32_t shared, Take&& take) {
   if (biased) {
 #pragma unroll
-    for (int i = 0; i < Gemm::kTaken; i += 4) {
+    for (int i = 0; i < Gemm::kStepN / 2; i += 4) {
       const float2 pair = load_shared_float2(shared + (i * 2 + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
       for (int j = i; j < i + 4; ++j) take(j, accumulator[first + j] + (j % 2 == 0 ? pair.x : pair.y));
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Gemm::kTaken; ++i) take(i, accumulator[first + i]);
+    for (int i = 0; i < Gemm::kStepN / 2; ++i) take(i, accumulator[first + i]);
   }
 }
 
-// Writes a step's values from `first` on to its boxes.
 template <typename Gemm>
-__device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kTaken], int first, uint32_t store) {
+__device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 2], uint32_t store) {
   using Element = typename Gemm::Element;
   const uint32_t thread_store = store + store_offset<Gemm>();
 #pragma unroll
-  for (int j = 0; j < Gemm::kTaken; j += 8) {  // 16 columns
-    const int column = (first + j) * 2;
-    store_matrix_x4((thread_store ^ column % Gemm::kBoxN * 2) + column / Gemm::kBoxN * Gemm::kBoxBytes,
+  for (int j = 0; j < Gemm::kStepN / 2; j += 8) {  // 16 columns
+    const int box = j * 2 / Gemm::kBoxN;
+    store_matrix_x4((thread_store ^ j * 2 % Gemm::kBoxN * 2) + box * Gemm::kBoxBytes,
                     round_pair<Element>(value[j], value[j + 1]), round_pair<Element>(value[j + 2], value[j + 3]),
                     round_pair<Element>(value[j + 4], value[j + 5]), round_pair<Element>(value[j + 6], value[j + 7]));
   }
@@ -125,53 +124,36 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       const int step_column = Gemm::step_column(step);
-      // The biased sums of kTaken columns of a step, from accumulator `from` of it on.
-      const auto sums_from = [&](int from) {
-        return [&, from](Operand operand, auto&& take_sum) {
-          const auto take = [&](int i, float sum) {
-            if constexpr (Gemm::kGrouped && Gemm::kGated) sum = limited(args.limits, operand, sum);
-            take_sum(i, sum);
-          };
-          const int first = step_column / 2 + from;  // accumulator
-          const uint32_t at_bias = bias + (step_column + from * 2) * 4;
-          if (operand == Operand::kGate) {
-            for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, at_bias, take);
-          } else {
-            for_each_biased<Gemm>(accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
-                                  at_bias + Gemm::kShareN * 4, take);
-          }
+      const int first = step_column / 2;  // accumulator
+      float value[kCount];
+      const auto sums = [&](Operand operand, auto&& take_sum) {
+        const auto take = [&](int i, float sum) {
+          if constexpr (Gemm::kGrouped && Gemm::kGated) sum = limited(args.limits, operand, sum);
+          take_sum(i, sum);
         };
+        if (operand == Operand::kGate) {
+          for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
+        } else {
+          for_each_biased<Gemm>(accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
+                                bias + (Gemm::kShareN + step_column) * 4, take);
+        }
       };
-      const auto send_last_step = [&] {
-        if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1));
-      };
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
+      // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
+      if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1));
       if constexpr (Gemm::kKept) {
-        send_last_step();
         const auto keep = [&](Operand operand, const CUtensorMap& map) {
+          float kept[kCount];
+          sums(operand, [&](int i, float sum) { kept[i] = sum; });
           const uint32_t kept_store = next_buffer<Gemm>(stores, buffer);
-#pragma unroll
-          for (int from = 0; from < kCount; from += Gemm::kTaken) {
-            float kept[Gemm::kTaken];
-            sums_from(from)(operand, [&](int i, float sum) { kept[i] = sum; });
-            write_boxes<Gemm>(kept, from, kept_store);
-          }
+          write_boxes<Gemm>(kept, kept_store);
           send_boxes<Gemm>(map, kept_store, row, column + step_column);
         };
         keep(Operand::kGate, args.gate);
         if constexpr (Gemm::kGated) keep(Operand::kUp, args.up);
       }
-#pragma unroll
-      for (int from = 0; from < kCount; from += Gemm::kTaken) {
-        float value[Gemm::kTaken];
-        GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums_from(from));
-        if (from == 0) {
-          // The boxes of the last step are sent only now, so that the fence does not have to wait until they are
-          // written.
-          if constexpr (!Gemm::kKept) send_last_step();
-          store = next_buffer<Gemm>(stores, buffer);
-        }
-        write_boxes<Gemm>(value, from, store);
-      }
+      store = next_buffer<Gemm>(stores, buffer);
+      write_boxes<Gemm>(value, store);
     }
     send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
 #pragma unroll

@@ -73,11 +73,6 @@ struct Wgmma;
 #define WGMMA_REGISTERS_104 WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define WGMMA_REGISTERS_112 WGMMA_REGISTERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 
-#define WGMMA_REGISTERS_128                                                              \
-  WGMMA_REGISTERS_112                                                                    \
-  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125" \
-  ", %126, %127"
-
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
 #define WGMMA_OUT_16(d, i) WGMMA_OUT_8(d, i), WGMMA_OUT_8(d, i + 8)
@@ -93,7 +88,6 @@ struct Wgmma;
 #define WGMMA_OUT_96(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_32(d, i + 64)
 #define WGMMA_OUT_104(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_8(d, i + 96)
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
-#define WGMMA_OUT_128(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_64(d, i + 64)
 
 // A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these; T is 1 where B
 // is N-major.
@@ -133,7 +127,6 @@ WGMMA_DEFINE_BOTH(208, 104, 104, 105, 106)
 WGMMA_DEFINE_BOTH(224, 112, 112, 113, 114)
 WGMMA_DEFINE_TRANSPOSED(128, 64, 64, 65, 66)
 WGMMA_DEFINE_TRANSPOSED(192, 96, 96, 97, 98)
-WGMMA_DEFINE_TRANSPOSED(256, 128, 128, 129, 130)
 
 #undef WGMMA_DEFINE_TRANSPOSED
 #undef WGMMA_DEFINE_BOTH
@@ -168,7 +161,5 @@ WGMMA_DEFINE_TRANSPOSED(256, 128, 128, 129, 130)
 #undef WGMMA_REGISTERS_104
 #undef WGMMA_OUT_112
 #undef WGMMA_REGISTERS_112
-#undef WGMMA_OUT_128
-#undef WGMMA_REGISTERS_128
 
 }  // namespace fused_mlp::sm90
