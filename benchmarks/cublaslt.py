@@ -3,6 +3,7 @@
 import ctypes
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -33,6 +34,8 @@ class Heuristic(ctypes.Structure):
 
 class Product:
     """out [m, n] = x [m, k] weight [n, k]^T, dense, by any algorithm of cuBLASLt."""
+
+    _ids_of_ampere: ClassVar[dict[torch.dtype, set[int]]] = {}  # once they are known, no others are tried
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor):
         self.x, self.weight = x, weight
@@ -72,13 +75,16 @@ class Product:
         operands = (one, pointers[0], a, pointers[1], b, zero, pointers[2], d, pointers[2], d)
         self._call("cublasLtMatmul", self.handle, self.description, *operands, chosen, pointers[3], size, stream)
 
-    def algorithms(self) -> list[Algorithm]:
-        """Every algorithm, tile, number of stages and order of CTAs that takes this product; k is not split."""
+    def algorithms(self, only: set[int] | None = None) -> list[tuple[int, Algorithm]]:
+        """Every algorithm, tile, number of stages and order of CTAs that takes this product, with the algorithm's id;
+        k is not split."""
         ids, count = (ctypes.c_int * 256)(), ctypes.c_int()
         types = (COMPUTE_32F, R_32F, *[self.type] * 4)
         self._call("cublasLtMatmulAlgoGetIds", self.handle, *types, 256, ids, ctypes.byref(count))
         found = []
         for number in ids[: count.value]:
+            if only is not None and number not in only:
+                continue
             first = Algorithm()
             if self.library.cublasLtMatmulAlgoInit(self.handle, *types, number, ctypes.byref(first)):
                 continue
@@ -90,7 +96,7 @@ class Product:
                             set_to = (attribute, ctypes.byref(ctypes.c_int(value)), ctypes.c_size_t(4))
                             self.library.cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(made), *set_to)
                         if self._takes(made):
-                            found.append(made)
+                            found.append((number, made))
         return found
 
     def _capability(self, algorithm: Algorithm, which: int) -> list[int]:
@@ -110,20 +116,23 @@ class Product:
 
     def ampere(self) -> list[tuple[str, Algorithm]]:
         """The algorithms that are one kernel of Ampere's class, and its name."""
+        known = self._ids_of_ampere.get(self.x.dtype)
         runnable = []
-        for algorithm in self.algorithms():
+        for number, algorithm in self.algorithms(known):
             try:
                 self.run(algorithm)
             except RuntimeError:
                 continue
-            runnable.append(algorithm)
+            runnable.append((number, algorithm))
         torch.cuda.synchronize()
-        launched = launches([lambda each=each: self.run(each) for each in runnable])
-        return [
-            (names[0], algorithm)
-            for algorithm, names in zip(runnable, launched, strict=True)
+        launched = launches([lambda each=each: self.run(each) for _, each in runnable])
+        found = [
+            (number, names[0], algorithm)
+            for (number, algorithm), names in zip(runnable, launched, strict=True)
             if len(names) == 1 and AMPERE.search(names[0]) and not NEWER.search(names[0])
         ]
+        self._ids_of_ampere.setdefault(self.x.dtype, {number for number, _, _ in found})
+        return [(name, algorithm) for _, name, algorithm in found]
 
 
 def launches(runs: list[Callable[[], None]]) -> list[list[str]]:

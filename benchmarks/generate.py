@@ -1,11 +1,13 @@
 """Whole models, end to end: time to first token and tokens per second of greedy generation, ours against the peers.
 
-    python benchmarks/generate.py                                         both models, batch 1 and 16
+    python benchmarks/generate.py                                         both dense models, batch 1 and 16
+    python benchmarks/generate.py --models qwen3-30b-a3b --layers 8 --prompt 128
     python benchmarks/generate.py --models gemma-2b --batches 1 --layers 2
 
-The models have the sizes of Gemma 2B and of Llama 8B and random weights; all set-ups of a model share them and take
-turns. Time to first token is a prompt's prefill; tokens per second are those of the decoding after it. Writes
-<out>.json (figures and the machine's facts) and <out>.svg, and prints a table.
+The models have the sizes of Gemma 2B, Llama 8B and Qwen3 30B-A3B and random weights; all set-ups of a model share them
+and take turns. "eager" runs experts as transformers does by default; a mixture has its other ways beside it. Time to
+first token is a prompt's prefill; tokens per second are those of the decoding after it. Writes <out>.json (figures and
+the machine's facts) and <out>.svg, and prints a table.
 """
 
 import argparse
@@ -51,6 +53,17 @@ MODELS = {
         num_key_value_heads=8,
         vocab_size=VOCABULARY,
     ),
+    "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=VOCABULARY,
+    ),
     "tiny": transformers.LlamaConfig(  # to try the benchmark itself where there is no GPU
         hidden_size=128,
         intermediate_size=512,
@@ -59,7 +72,19 @@ MODELS = {
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
     ),
+    "tiny-mixture": transformers.Qwen3MoeConfig(
+        hidden_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    ),
 }
+MOST_BATCHED = 256  # tokens at once: batched_mm copies the weights of every choice
+LIGER = {"gemma": ("apply_liger_kernel_to_gemma", "geglu"), "llama": ("apply_liger_kernel_to_llama", "swiglu")}
 
 
 def build(config, layers, device):
@@ -85,21 +110,25 @@ def setups(model, fused_mlp):
     if report.left or not report.fused:
         sys.exit(f"not every MLP was fused:\n{report}")
     ways = {"eager": (model, {}), "ours": (fused, {})}
+    if hasattr(model.config, "num_experts"):
+        batched = twin(model)
+        batched.set_experts_implementation("batched_mm")
+        ways["batched_mm"] = (batched, {})
     if not torch.cuda.is_available():
         return ways  # neither Liger nor the compilation that transformers does by itself
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import apply_liger_kernel_to_gemma, apply_liger_kernel_to_llama
+    if importlib.util.find_spec("liger_kernel") and model.config.model_type in LIGER:
+        import liger_kernel.transformers
 
-        others = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": False}
+        apply, activation = LIGER[model.config.model_type]
+        chosen = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": False}
         liger = twin(model)
-        if model.config.model_type == "gemma":
-            apply_liger_kernel_to_gemma(**others, geglu=True, model=liger)
-        else:
-            apply_liger_kernel_to_llama(**others, swiglu=True, model=liger)
+        getattr(liger_kernel.transformers, apply)(**chosen, **{activation: True}, model=liger)
         ways["liger"] = (liger, {})
     # With a static cache transformers compiles the decoding step, into CUDA graphs.
-    ways["compile"] = (twin(model), {"cache_implementation": "static"})
-    ways["ours + compile"] = (twin(fused), {"cache_implementation": "static"})
+    for name in ("eager", "batched_mm", "ours"):
+        if name in ways:
+            compiled = "compile" if name == "eager" else f"{name} + compile"
+            ways[compiled] = (twin(ways[name][0]), {"cache_implementation": "static"})
     return ways
 
 
@@ -155,14 +184,15 @@ def plot(results, path):
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in results[0]["setups"] if name != "eager"]
+    names = list(dict.fromkeys(name for r in results for name in r["setups"] if name != "eager"))
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     width = 0.8 / len(names)
     for axis, key, title in zip(axes, ("ttft_ms", "tokens_per_second"), ("prefill", "decoding"), strict=True):
         for i, name in enumerate(names):
-            ratios = [r["setups"][name][key] / r["setups"]["eager"][key] for r in results]
+            of = [(j, r["setups"]) for j, r in enumerate(results) if name in r["setups"]]
+            ratios = [setups[name][key] / setups["eager"][key] for _, setups in of]
             speedups = [1 / ratio if key == "ttft_ms" else ratio for ratio in ratios]
-            positions = [j + (i - (len(names) - 1) / 2) * width for j in range(len(results))]
+            positions = [j + (i - (len(names) - 1) / 2) * width for j, _ in of]
             axis.bar(positions, speedups, width, label=name)
         axis.axhline(1.0, color="black", linewidth=1)
         axis.set_xticks(range(len(results)), [f"{r['model']}\nbatch {r['batch']}" for r in results])
@@ -198,16 +228,19 @@ def main():
             ways = setups(model, fused_mlp)
             for batch in arguments.batches:
                 prompt = torch.randint(VOCABULARY, (batch, arguments.prompt), device=device)
-                logits = differences(ways, prompt[:1])
-                figures = compare(ways, prompt, arguments.tokens, arguments.rounds, progress)
+                fits = prompt.numel() <= MOST_BATCHED
+                here = {way: setup for way, setup in ways.items() if fits or not way.startswith("batched_mm")}
+                logits = differences(here, prompt[:1])
+                figures = compare(here, prompt, arguments.tokens, arguments.rounds, progress)
                 layers = model.config.num_hidden_layers
                 results.append({"model": name, "layers": layers, "batch": batch, "logits": logits, "setups": figures})
                 write(results, arguments)  # what is measured is kept, should a later model fail
             del model, ways
             torch._dynamo.reset()
     print_table(results)
-    for name in results[0]["logits"]:
-        print(f"{name}: logits differ from eager's by {max(result['logits'][name] for result in results):.1e}")
+    for name in dict.fromkeys(name for result in results for name in result["logits"]):
+        largest = max(result["logits"].get(name, 0.0) for result in results)
+        print(f"{name}: logits differ from eager's by {largest:.1e}")
     plot(results, arguments.out.with_suffix(".svg"))
 
 

@@ -2,10 +2,12 @@
 
     python benchmarks/mma_sync.py                    every kernel, the best of each, and the ratios
     python benchmarks/mma_sync.py --build            compiles build/mma_sync.so alone (needs nvcc, no GPU)
+    python benchmarks/mma_sync.py --parts rows --shapes 64,4096,14336
+    python benchmarks/mma_sync.py --from build/mma_sync.json      shows what such a run has written; measures nothing
 
 The peers are cuBLASLt's kernels of Ampere's class, Triton's compiled for 8.0, and two limits: products from registers,
 and reading memory. Only ratios inside of one run count, and only on the GPU they are measured on: times on a Hopper GPU
-say nothing of other chips. Writes build/mma_sync.json.
+say nothing of other chips. Writes <out>.json after every product, and prints a table.
 """
 
 import argparse
@@ -13,12 +15,16 @@ import ctypes
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
 
 import gemm_kernels
 import machine  # noqa: F401  (names the local build)
@@ -27,10 +33,13 @@ import project
 from builder import toolchain
 
 LIBRARY = project.BUILD / "mma_sync.so"
-LARGE = [(8192, 768, 3072), (8192, 4096, 14336)]
-ACTIVATED = [(8192, 768, 3072), (16384, 1280, 5120)]
-FEW_ROWS = [(m, 4096, 14336) for m in (1, 8, 16, 32, 64)]
-ROUNDS = 5
+SHAPES = {  # M, D, H of each part
+    "mlp": [(8192, 768, 3072), (8192, 4096, 14336)],
+    "activated": [(8192, 768, 3072), (16384, 1280, 5120)],
+    "rows": [(m, 4096, 14336) for m in (1, 8, 16, 32, 64)],
+}
+COMPARED = 12  # ways at a time
+FEW = 64  # rows, up to which streamed kernels are tried
 Way = Callable[[], object]
 
 
@@ -46,25 +55,41 @@ def build() -> ctypes.CDLL:
     return library
 
 
-def microseconds(ways: dict[str, Way], rounds: int = ROUNDS, budget: float = 4000.0) -> dict[str, float]:
+def microseconds(ways: dict[str, Way], rounds: int = 5, budget: float = 4000.0) -> dict[str, float]:
     """Medians of one call of each, as graphs that take turns long enough for clocks to settle."""
     turns = {}
     for name, way in ways.items():
-        once = measure.replay_microseconds(measure.captured(way, 3)) / 3
-        calls = max(3, min(200, int(budget / once)))
+        calls = max(3, min(200, int(budget / at_first_sight(way))))
         graph = measure.captured(way, calls)
         turns[name] = lambda graph=graph, calls=calls: {"us": measure.replay_microseconds(graph) / calls}
     measure.in_turns(turns, 2)
     return {name: found["us"] for name, found in measure.in_turns(turns, rounds).items()}
 
 
-def best(ways: dict[str, Way]) -> tuple[str, float]:
-    """The fastest, of a first look at all and a second at the first five."""
-    first = microseconds(ways, rounds=2, budget=1000.0)
-    few = sorted(first, key=first.get)[:5]
-    second = microseconds({name: ways[name] for name in few})
-    name = min(second, key=second.get)
-    return name, second[name]
+def at_first_sight(way: Way) -> float:
+    """Microseconds of one call, or what the CPU takes to start it, if that is more."""
+    way()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    way()
+    way()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / 2
+
+
+def best(ways: dict[str, Way], seconds: float) -> str:
+    """The fastest. Of many, those compared are the best at a first look, which takes no more than these seconds."""
+    if len(ways) > COMPARED:
+        until = time.monotonic() + seconds
+        looked = {}
+        for name, way in ways.items():
+            if len(looked) >= COMPARED and time.monotonic() > until:
+                break
+            looked[name] = at_first_sight(way)
+        ways = {name: ways[name] for name in sorted(looked, key=looked.get)[: COMPARED // 2]}
+    found = microseconds(ways, rounds=3, budget=2000.0)
+    return min(found, key=found.get)
 
 
 def ours(fused_mlp, product: str, call: Way) -> dict[str, Way]:
@@ -77,7 +102,7 @@ def ours(fused_mlp, product: str, call: Way) -> dict[str, Way]:
 
         return run
 
-    few = call().shape[0] <= 64
+    few = call().shape[0] <= FEW
     entries = enumerate(gemm_kernels.entries("sm80"))
     return {
         " ".join(entry): with_kernel(kernel)
@@ -86,126 +111,167 @@ def ours(fused_mlp, product: str, call: Way) -> dict[str, Way]:
     }
 
 
-def peers(x: torch.Tensor, weight: torch.Tensor) -> tuple[dict[str, Way], dict[str, Way]]:
-    """cuBLASLt's and Triton's ways to x weight^T."""
+def cublaslt_ways(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Way]:
     import cublaslt
-    import triton_sm80
 
     product = cublaslt.Product(x, weight)
-    lt = {}
-    for name, algorithm in product.ampere():
-        lt[f"{name} #{len(lt)}"] = lambda algorithm=algorithm: product.run(algorithm)
-    triton = {} if len(x) % 16 else {str(tile): triton_sm80.Product(x, weight, tile).run for tile in triton_sm80.TILES}
-    return lt, triton
+    found = enumerate(product.ampere())
+    return {f"{name} #{i}": lambda algorithm=algorithm: product.run(algorithm) for i, (name, algorithm) in found}
 
 
-def weights(n: int, k: int) -> torch.Tensor:
+def triton_ways(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Way]:
+    import triton_sm80
+
+    if len(x) % 16:
+        return {}
+    return {str(tile): triton_sm80.Product(x, weight, tile).run for tile in triton_sm80.TILES}
+
+
+def random(n: int, k: int) -> torch.Tensor:
     return torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * k**-0.5
 
 
-def measured(fused_mlp, library: ctypes.CDLL) -> list[dict]:
-    """What was found, an entry each."""
-    found = []
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    sink = torch.zeros(4, device="cuda")
-    stream = lambda: ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)  # noqa: E731
-    at = lambda tensor: ctypes.c_void_p(tensor.data_ptr())  # noqa: E731
+class Bench:
+    """What was found so far, and how more is."""
 
-    def products(rounds: int) -> float:
-        return library.start_products(at(sink), multiprocessors, rounds, stream())
+    def __init__(self, fused_mlp, library: ctypes.CDLL, seconds: float, out: Path):
+        self.fused_mlp, self.library, self.seconds, self.out = fused_mlp, library, seconds, out
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.sink = torch.zeros(4, device="cuda")
+        self.found = {"machine": measure.machine(), "found": []}
+        took = microseconds({"": lambda: self._products(4000)})[""]
+        self.peak = self._products(4000) / took  # operations per microsecond
+        self.add({"what": "mma.sync from registers", "TFLOPs": self.peak / 1e6})
 
-    took = microseconds({"": lambda: products(4000)})[""]
-    peak = products(4000) / took
-    found.append({"what": "mma.sync from registers", "TFLOPs": peak / 1e6})
-    print(found[-1], flush=True)
+    def _products(self, rounds: int) -> float:
+        return self.library.start_products(_at(self.sink), self.multiprocessors, rounds, _stream())
 
-    def compare(what: str, flops: float, own: dict[str, Way], others: dict[str, dict[str, Way]]) -> dict:
-        fastest = {"ours": best(own)} | {name: best(ways) for name, ways in others.items() if ways}
-        every = {way: run for ways in (own, *others.values()) for way, run in ways.items()}
-        chosen = {name: every[way] for name, (way, _) in fastest.items()}
-        together = microseconds(chosen)
-        entry = {"what": what, "kernels": {name: way for name, (way, _) in fastest.items()}, "us": together}
-        entry["share_of_peak"] = {name: flops / us / peak for name, us in together.items()}
-        found.append(entry)
-        print(json.dumps(entry), flush=True)
-        return entry
+    def add(self, entry: dict) -> None:
+        self.found["found"].append(entry)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.with_suffix(".json").write_text(json.dumps(self.found, indent=1) + "\n")
 
-    for m, dim, hidden in LARGE:
-        x, gate, up, down = weights(m, dim), weights(hidden, dim), weights(hidden, dim), weights(dim, hidden)
-        lt, triton = peers(x, torch.cat([gate, up]))
-        entry = compare(
+    def compare(self, what: str, flops: float, product: str, call: Way, x: torch.Tensor, weight: torch.Tensor) -> dict:
+        """The best of ours, which does all of the call, and of those that multiply alone."""
+        every = {
+            "ours": ours(self.fused_mlp, product, call),
+            "cublaslt": cublaslt_ways(x, weight),
+            "triton": triton_ways(x, weight),
+        }
+        chosen = {name: best(ways, self.seconds) for name, ways in every.items() if ways}
+        entry = {"what": what, "kernels": chosen}
+        entry["us"] = microseconds({name: every[name][way] for name, way in chosen.items()})
+        entry["share_of_peak"] = {name: flops / us / self.peak for name, us in entry["us"].items()}
+        self.add(entry)
+        return entry["us"]
+
+    def mlp(self, m: int, dim: int, hidden: int) -> None:
+        x, gate, up, down = random(m, dim), random(hidden, dim), random(hidden, dim), random(dim, hidden)
+        gated = self.compare(
             f"gated {m} {dim} {hidden}",
             4.0 * m * dim * hidden,
-            ours(fused_mlp, "Gated", lambda: fused_mlp.gated_linear(x, gate, up, activation="silu")),  # noqa: B023
-            {"cublaslt": lt, "triton": triton},
+            "Gated",
+            lambda: self.fused_mlp.gated_linear(x, gate, up, activation="silu"),
+            x,
+            torch.cat([gate, up]),
         )
-        hidden_rows, packed = weights(m, hidden), weights(m, 2 * hidden)
-        lt_down, triton_down = peers(hidden_rows, down)
-        own_down = ours(fused_mlp, "Plain", lambda: fused_mlp.linear(hidden_rows, down))  # noqa: B023
-        second = compare(
-            f"down {m} {hidden} {dim}", 2.0 * m * dim * hidden, own_down, {"cublaslt": lt_down, "triton": triton_down}
+        rows, flops = random(m, hidden), 2.0 * m * dim * hidden
+        second = self.compare(
+            f"down {m} {hidden} {dim}", flops, "Plain", lambda: self.fused_mlp.linear(rows, down), rows, down
         )
-        gate_rows, up_rows = packed.chunk(2, dim=-1)
-        eager = microseconds({"": lambda: torch.nn.functional.silu(gate_rows) * up_rows})[""]  # noqa: B023
-        theirs = entry["us"]["cublaslt"] + eager + second["us"]["cublaslt"]
-        whole = entry["us"]["ours"] + min(second["us"][name] for name in ("ours", "cublaslt"))
-        found.append({"what": f"MLP {m} {dim} {hidden}: ours to GEMMs and eager's pointwise", "ratio": whole / theirs})
-        print(found[-1], flush=True)
+        halves = random(m, 2 * hidden).chunk(2, dim=-1)
+        eager = microseconds({"": lambda: torch.nn.functional.silu(halves[0]) * halves[1]})[""]
+        whole = gated["ours"] + min(second["ours"], second["cublaslt"])
+        theirs = gated["cublaslt"] + eager + second["cublaslt"]
+        self.add({"what": f"MLP {m} {dim} {hidden}: ours to GEMMs and eager's pointwise", "ratio": whole / theirs})
 
-    for m, dim, hidden in ACTIVATED:
-        x, weight, bias = weights(m, dim), weights(hidden, dim), weights(1, hidden)[0]
-        lt, triton = peers(x, weight)
-        entry = compare(
-            f"bias and GELU {m} {dim} {hidden}",
-            2.0 * m * dim * hidden,
-            ours(fused_mlp, "Plain", lambda: fused_mlp.linear(x, weight, bias, activation="gelu")),  # noqa: B023
-            {"cublaslt": lt, "triton": triton},
+    def activated(self, m: int, dim: int, hidden: int) -> None:
+        x, weight, bias = random(m, dim), random(hidden, dim), random(1, hidden)[0]
+        call = lambda: self.fused_mlp.linear(x, weight, bias, activation="gelu")  # noqa: E731
+        what = f"bias and GELU {m} {dim} {hidden}"
+        us = self.compare(what, 2.0 * m * dim * hidden, "Plain", call, x, weight)
+        made = random(m, hidden)
+        pointwise = microseconds({"": lambda: torch.nn.functional.gelu(made)})[""]
+        ratio = us["ours"] / (us["cublaslt"] + pointwise)
+        self.add({"what": f"{what}: ours to GEMM and pointwise kernel", "ratio": ratio})
+
+    def rows(self, m: int, dim: int, hidden: int) -> None:
+        x, gate, up, down = random(m, dim), random(hidden, dim), random(hidden, dim), random(dim, hidden)
+        rows = random(m, hidden)
+        self._stream_weights(
+            f"gated {m} rows", "Gated", lambda: self.fused_mlp.gated_linear(x, gate, up, activation="silu"), (gate, up)
         )
-        made = weights(m, hidden)
-        pointwise = microseconds({"": lambda: torch.nn.functional.gelu(made)})[""]  # noqa: B023
-        ratio = entry["us"]["ours"] / (entry["us"]["cublaslt"] + pointwise)
-        found.append({"what": f"bias and GELU {m} {dim} {hidden}: ours to GEMM and pointwise kernel", "ratio": ratio})
-        print(found[-1], flush=True)
+        self._stream_weights(f"down {m} rows", "Plain", lambda: self.fused_mlp.linear(rows, down), (down,))
 
-    for m, dim, hidden in FEW_ROWS:
-        x, gate, up, down = weights(m, dim), weights(hidden, dim), weights(hidden, dim), weights(dim, hidden)
-        rows = weights(m, hidden)
-        for what, product, call, read in (
-            ("gated", "Gated", lambda: fused_mlp.gated_linear(x, gate, up, activation="silu"), (gate, up)),  # noqa: B023
-            ("down", "Plain", lambda: fused_mlp.linear(rows, down), (down,)),  # noqa: B023
-        ):
-            memory = torch.cat([tensor.flatten() for tensor in read])
-            size = ctypes.c_int64(memory.numel() * 2)
+    def _stream_weights(self, what: str, product: str, call: Way, weights: tuple[torch.Tensor, ...]) -> None:
+        """Against reading them. A part of them stays in L2 from call to call, for both."""
+        memory = torch.cat([weight.flatten() for weight in weights])
+        size = ctypes.c_int64(memory.nbytes)
 
-            def reading(memory=memory, size=size):
-                library.start_reading(at(memory), size, at(sink), multiprocessors, stream())
+        def reading():
+            self.library.start_reading(_at(memory), size, _at(self.sink), self.multiprocessors, _stream())
 
-            # Weights of which a part stays in L2 from call to call: the reading kernel has the same advantage.
-            name, _ = best(ours(fused_mlp, product, call))
-            together = microseconds({"ours": ours(fused_mlp, product, call)[name], "reading": reading})
-            share = together["reading"] / together["ours"]
-            found.append({"what": f"{what} {m} rows", "kernel": name, "us": together, "share_of_bandwidth": share})
-            print(json.dumps(found[-1]), flush=True)
-    return found
+        ways = ours(self.fused_mlp, product, call)
+        name = best(ways, self.seconds)
+        us = microseconds({"ours": ways[name], "reading": reading})
+        share = us["reading"] / us["ours"]
+        self.add({"what": what, "kernels": {"ours": name}, "us": us, "share_of_bandwidth": share})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", action="store_true", help="compile, and measure nothing")
-    if parser.parse_args().build:
-        build()
-        return
+def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+def run(given: argparse.Namespace) -> dict:
     if not torch.cuda.is_available():
         sys.exit("error: no GPU")
     from kernels import get_kernel
 
     library = build()
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
+    cases = [(part, shape) for part in given.parts for shape in given.shapes or SHAPES[part]]
     with torch.cuda.stream(torch.cuda.Stream()), fused_mlp.backend("cuda"), torch.no_grad():
-        found = measured(fused_mlp, library)
-    out = project.BUILD / "mma_sync.json"
-    out.write_text(json.dumps({"machine": measure.machine(), "found": found}, indent=1) + "\n")
-    print(f"wrote {out}")
+        bench = Bench(fused_mlp, library, given.seconds, given.out)
+        for part, shape in tqdm(cases, disable=None):
+            getattr(bench, part)(*shape)
+    return bench.found
+
+
+def print_table(found: dict) -> None:
+    """Microseconds of each, and what the entry is about: shares of the peak, of the bandwidth, or a ratio."""
+    table = Table(title=found["machine"]["gpu"])
+    for column, justify in (("", "left"), ("us", "left"), ("share or ratio", "left"), ("our kernel", "left")):
+        table.add_column(column, justify=justify)
+    for entry in found["found"]:
+        us = ", ".join(f"{name} {figure:.1f}" for name, figure in entry.get("us", {}).items())
+        shares = ", ".join(f"{share:.3f}" for share in entry.get("share_of_peak", {}).values())
+        one = [f"{entry[key]:.3f}" for key in ("share_of_bandwidth", "ratio", "TFLOPs") if key in entry]
+        table.add_row(entry["what"], us, shares or one[0], entry.get("kernels", {}).get("ours", ""))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    m, dim, hidden = (int(number) for number in text.split(","))
+    return m, dim, hidden
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", action="store_true", help="compile, and measure nothing")
+    parser.add_argument("--parts", nargs="+", choices=SHAPES, default=list(SHAPES), help="what is measured (all)")
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="M,D,H", help="in the place of each part's own")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of the first look at a library's ways")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=project.BUILD / "mma_sync")
+    given = parser.parse_args()
+    if given.build:
+        build()
+        return
+    print_table(json.loads(given.source.read_text()) if given.source else run(given))
 
 
 if __name__ == "__main__":

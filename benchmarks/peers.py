@@ -7,6 +7,7 @@
     python benchmarks/peers.py --workload linear                 one linear layer with bias and GELU
     python benchmarks/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
     python benchmarks/peers.py --from benchmarks/results/h100-sweep.json --dim 768 --hidden 3072
+    python benchmarks/peers.py --limit 1.02                      fails where ours takes more of eager's time
 
 Writes <out>.json (figures and the machine's facts) and <out>.svg (speed-up over eager), and prints a table. On a CPU
 there is wall time alone. Peers that cannot run on the machine are left out, and said so.
@@ -64,6 +65,7 @@ def parse():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-us", type=float, default=20_000.0, help="time of one provider's turn")
     parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--limit", type=float, help="of ours' time (GPU time on a GPU) to eager's: fails beyond it")
     parser.add_argument("--out", type=Path, default=Path("build/peers"))
     given = parser.parse_args()
     if (given.dim is None) != (given.hidden is None):
@@ -132,6 +134,17 @@ def show(found, given):
     print(svg)
 
 
+def beyond(results, limit):
+    """The shapes at which ours takes more than `limit` of eager's time, in words, or None."""
+    key = next(iter(display.metrics(results)))
+    slow = []
+    for result in results:
+        ratio = result["providers"]["ours"][key] / result["providers"]["eager"][key]
+        if ratio > limit:
+            slow.append(f"{', '.join(map(str, result['shape']))}: {ratio:.3f}")
+    return f"error: ours takes more than {limit} of eager's time at {'; '.join(slow)}" if slow else None
+
+
 def main():
     given = parse()
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +154,8 @@ def main():
         found = run(given)
         given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     show(found, given)
+    if given.limit is not None:
+        sys.exit(beyond(found["results"], given.limit))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A product by Triton, compiled for compute capability 8.0 whatever the GPU: its driver compiles the PTX for that."""
 
+import functools
 import re
 
 import torch
@@ -38,14 +39,21 @@ def product(a, w, out, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.const
     tl.store(out + row[:, None] * n + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def compiled(tile: tuple[int, ...]):
+@functools.cache
+def loaded(tile: tuple[int, ...]):
+    """The kernel, the shared memory and the number of parameters of a tile. Its driver takes a while over the PTX."""
     bm, bn, bk, warps, stages = tile
     types = {"a": "*bf16", "w": "*bf16", "out": "*bf16", "m": "i32", "n": "i32", "k": "i32"}
     types |= dict.fromkeys(("BM", "BN", "BK"), "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
     source = ASTSource(product, types, {"BM": bm, "BN": bn, "BK": bk}, aligned)
     options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    ptx, name = made.asm["ptx"], made.metadata.name
+    kernel = _cuda_load_module(ptx, [name])[name]
+    kernel.set_shared_memory_config(made.metadata.shared)
+    parameters = len(re.findall(r"\.param", re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]))
+    return kernel, made.metadata.shared, parameters
 
 
 class Product:
@@ -53,13 +61,7 @@ class Product:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, tile: tuple[int, ...]):
         self.x, self.weight, self.out = x, weight, x.new_empty(len(x), len(weight))
-        made = compiled(tile)
-        ptx = made.asm["ptx"]
-        name = made.metadata.name
-        parameters = len(re.findall(r"\.param", re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]))
-        self.kernel = _cuda_load_module(ptx, [name])[name]
-        self.shared = made.metadata.shared
-        self.kernel.set_shared_memory_config(self.shared)
+        self.kernel, self.shared, parameters = loaded(tile)
         self.block = (32 * tile[3], 1, 1)
         self.grid = (triton.cdiv(len(x), tile[0]) * triton.cdiv(len(weight), tile[1]), 1, 1)
         sizes = [len(x), len(weight), x.shape[1]]

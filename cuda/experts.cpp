@@ -147,25 +147,22 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const TensorRows rows = addressable_rows(x);
   first.gemm.epilogue.activation = activation;
   const GroupedPlan plan = sm90::plan_grouped(first, device.multiprocessors);
-  const bool sorts = plan.loop == MainLoop::kTiled;
-  const int64_t slots = sorts ? int64_t{plan.row_tiles} * kGroupedBlock : routes.slots();
+  const bool sorts = plan.sorts;
+  const int64_t slots = sorts ? int64_t{plan.row_tiles} * plan.rows : routes.slots();
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
   const Tensor sorted = new_dense(x, {sorts ? slots : 0, rows.cols});
   const Tensor lists =
       new_dense(x, {sorts ? (routes.slots() + plan.row_tiles + 1) * 2 : 0});  // of int, in 16-bit elements
-  RowSort sort{routes, matrix(rows), rows.cols};
+  RowSort sort{routes, matrix(rows), rows.cols, plan.rows};
   if (sorts) {
     sort.sorted = sorted.mutable_data_ptr();
     sort.row_of_slot = static_cast<int*>(lists.mutable_data_ptr());
-    sort.block_experts = sort.row_of_slot + routes.slots();
-    sort.blocks = sort.block_experts + plan.row_tiles;
+    sort.codes = sort.row_of_slot + routes.slots();
+    sort.count = sort.codes + plan.row_tiles;
     first.gemm.a = {sort.sorted, rows.cols};
   }
-  for (GroupedProblem* problem : {&first, &second}) {
-    problem->block_experts = sort.block_experts;
-    problem->blocks = sort.blocks;
-  }
+  for (GroupedProblem* problem : {&first, &second}) problem->blocks = {sort.codes, sort.count};
   if (limit) first.limits.limit = static_cast<float>(*limit);
   first.limits.up_offset = static_cast<float>(up_offset);
   first.gemm.out.data = hidden.mutable_data_ptr();

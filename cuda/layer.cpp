@@ -9,6 +9,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
 #include "gemm/architecture.h"
+#include "gemm/record.h"
 #include "pointwise.h"
 
 namespace fused_mlp {
@@ -99,20 +100,16 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
 // Writes down how apply_layer() would compute a layer.
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
-  if (gemm.fused()) return record_kernel(*gemm.architecture, gemm.plan.kernel, plan);
+  if (gemm.fused()) {
+    record_kernel(gemm.architecture->name, gemm.plan.kernel, gemm.architecture->modelled(), plan);
+    return;
+  }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));
   const bool linear = static_cast<Activation>(layer.activation) == Activation::kLinear;
   if (layer.up_weight != nullptr || !linear) plan->set("pointwise", torch_has_epilogue(layer) ? "epilogue" : "cuda");
 }
 
 }  // namespace
-
-void record_kernel(const Architecture& architecture, const GemmKernel& kernel, PlanRecord* plan) {
-  plan->set("implementation", architecture.name).set("kernel", name(kernel.loop));
-  plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
-  plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
-  if (architecture.modelled()) plan->set("basis", "model");
-}
 
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
                     const OptionalTensor& bias) {

@@ -6,10 +6,8 @@
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/matrix.h"
-#include "../torch-ext/plan.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
-#include "gemm/architecture.h"
 
 namespace fused_mlp {
 
@@ -29,9 +27,6 @@ inline const OptionalTensor kNoBias;
 
 // Computes a layer. On entry *fused says whether the launch before was a fused GEMM, on return whether this one is.
 Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused);
-
-// Writes down which kernel computes a layer.
-void record_kernel(const Architecture& architecture, const GemmKernel& kernel, PlanRecord* plan);
 
 // x weight^T + bias by torch's GEMM.
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,

@@ -12,6 +12,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
 #include "gemm/architecture.h"
+#include "gemm/record.h"
 #include "layer.h"
 #include "pointwise.h"
 
@@ -43,7 +44,7 @@ class TrainingGemm {
   void record(PlanRecord* plan) const {
     plan->layer();
     if (*this) {
-      record_kernel(*architecture_, plan_.kernel, plan);
+      record_kernel(architecture_->name, plan_.kernel, architecture_->modelled(), plan);
     } else {
       plan->set("implementation", "torch").set("refusal", code(refusal_));
       if (problem_.kind != Product::kPair) plan->set("pointwise", "cuda");

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -92,6 +93,18 @@ def test_stored_results_over_m(monkeypatch, capsys, tmp_path):
     assert svg.count("fusing does not pay") == 1  # in the panel of the GPU time alone
     said = run(monkeypatch, capsys, "--from", source, "--dim", 1024, "--hidden", 4096, "--out", out)
     assert "does not pay" not in said + out.with_suffix(".svg").read_text()
+
+
+def test_a_run_that_is_slower_than_eager_fails(monkeypatch, capsys, tmp_path):
+    stored = json.loads((STORED / "h100-mlp.json").read_text())
+    point = stored["results"][1]["providers"]
+    source = tmp_path / "mlp.json"
+    for ratio, failure in ((1.019, None), (1.03, "error: ours takes more than 1.02 of eager's time at .*: 1.030")):
+        point["ours"]["kernel_us"] = ratio * point["eager"]["kernel_us"]
+        source.write_text(json.dumps(stored))
+        with pytest.raises(SystemExit) as end:
+            run(monkeypatch, capsys, "--from", source, "--limit", 1.02, "--out", tmp_path / "plot")
+        assert end.value.code is None if failure is None else re.fullmatch(failure, end.value.code)
 
 
 @pytest.mark.parametrize("workload", ["mlp", "linear"])

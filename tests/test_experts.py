@@ -285,6 +285,10 @@ GROUPED = [
     (128, 8, 64, (328, 200, 264)),
     (300, 2, 12, (200, 328, 72)),
     (512, 8, 128, (136, 72, 200)),
+    # rows searched for by a thread each, up to 128 of them, or sorted into blocks
+    (128, 1, 3, (72, 40, 104)),
+    (43, 3, 70, (1032, 264, 72)),
+    (900, 1, 400, (264, 72, 136)),
     # many tokens: rows in blocks, several tiles to each CTA, tails of columns and of k
     (4096, 1, 7, (72, 40, 8)),
     (700, 2, 3, (520, 264, 136)),
@@ -371,6 +375,24 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
         with fused_mlp.backend("cuda"):
             explained = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
         assert words in explained.reason and not any(part.fused for part in explained.parts)
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_what_is_chosen(fused_mlp, device, tokens):
+    """The compiled kernels; where they do not take the operands, Triton's for few tokens, or the parts."""
+    sizes = (72, 40, 24)
+    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device)
+    check(fused_mlp, "auto", made)
+    found = fused_mlp.explain(fused_mlp.experts_mlp, **made)
+    assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
+    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True)
+    check(fused_mlp, "auto", made, transposed=True)
+    found = fused_mlp.explain(fused_mlp.experts_mlp, **made, transposed=True)
+    assert (found.implementation, "not row-major" in found.reason) == ("triton" if tokens == 1 else "cuda", True)
+    assert not any(part.fused for part in found.parts)
+    trained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].requires_grad_()}, transposed=True)
+    assert trained.implementation == "torch"
 
 
 # What is not one op
@@ -574,12 +596,12 @@ def test_explained(fused_mlp, device):
 
     found = explain()
     assert found.operation == "experts_mlp"
-    if device.type == "cpu":
-        assert found.implementation == "cpu"
+    if device.type == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+        assert found.implementation == device.type
         assert [part.layer for part in found.parts] == ["gate and up", "down"]
         assert "float32" in found.reason
     else:
-        assert (found.implementation, "not measured yet" in found.reason) == ("torch", True)
+        assert (found.implementation, "Hopper" in found.reason) == ("torch", True)
     trained = explain(x=made["x"].clone().requires_grad_())
     assert (trained.implementation, trained.reason) == ("torch", "autograd follows the parts")
     assert explain(top_k_weights=torch.rand(7, 3, device=device).requires_grad_()).reason == trained.reason

@@ -12,7 +12,7 @@ import gemm_kernels
 import project
 from tuning import bench, fit
 from tuning.header import header
-from tuning.kernels import KINDS, Kernel, Point
+from tuning.kernels import KINDS, Gpu, Kernel, Point
 from tuning.model import Model, build
 
 MULTIPROCESSORS = 132
@@ -106,7 +106,7 @@ def test_the_package_chooses_what_was_fitted(model, tmp_path):
     for folder in ("cuda", "tools/tuning", "torch-ext"):
         shutil.copytree(project.ROOT / folder, tmp_path / folder)
     tuned = constants(model)
-    (tmp_path / "cuda/sm90/tuning.h").write_text(header(tuned, "a test"))
+    (tmp_path / "cuda/sm90/tuning.h").write_text(header(tuned, "a test", Gpu(MULTIPROCESSORS, 1980.0, 3.35e6)))
     compiled = Model(build(tmp_path / "build", tmp_path), MULTIPROCESSORS)
     rows = [1, 7, 16, 17, 32, 33, 48, 64, 80, 100, 128, 144, 200, 256, 257, 320, 400, 640, 1000, 5000]
     shapes = [(64, 8), (72, 200), (384, 1536), (520, 4104), (1280, 5120), (2048, 16384), (5120, 17408), (8, 65536)]

@@ -83,6 +83,7 @@ def parts() -> dict[str, str]:
         "widths": widths_table(),
         "floors": floors_table(),
         "experts": experts_table(),
+        "mma-sync": mma_sync_table(),
     }
     sentences = {
         "machine": machine(),
@@ -271,6 +272,25 @@ def experts_machine() -> str:
         f"other work: the turns of one way differ by {statistics.median(spreads):.0%} of their median, and the times "
         "themselves say nothing."
     )
+
+
+def mma_sync_table() -> str:
+    """The GEMMs of sm_80 on a Hopper GPU, with what else multiplies by mma.sync there."""
+    rows = []
+    for entry in run("h200-mma-sync")["found"]:
+        us = entry.get("us", {})
+        if "TFLOPs" in entry:
+            continue
+        if "cublaslt" in us:
+            shown = f"{us['ours'] / us['cublaslt']:.2f} of cuBLASLt's, {entry['share_of_peak']['ours']:.0%} of the peak"
+        elif "share_of_bandwidth" in entry:
+            shown = f"{entry['share_of_bandwidth']:.0%} of the bandwidth"
+        else:
+            shown = f"{entry['ratio']:.2f}"
+        times = (figure(us[name]) if name in us else "" for name in ("ours", "cublaslt", "triton", "reading"))
+        rows.append((entry["what"], *times, shown))
+    heads = ("M and sizes", "ours, us", "cuBLASLt, us", "Triton, us", "reading, us", "ratio, share")
+    return documents.table(heads, rows, left=1)
 
 
 # The least that a gated MLP can take.

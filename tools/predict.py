@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Prints what the model of the GEMMs of sm_80 expects of GPUs that nobody has measured them on, as the table of
-docs/kernels.md. No GPU is needed, and none is meant.
+docs/kernels.md; or with --explain, what `explain` says there of gated layers. No GPU is needed, and none is meant.
 """
 
+import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -32,5 +34,31 @@ def table(predictor: Predictor) -> str:
     return documents.table(("M, D, H", *SHOWN), rows(predictor), left=1)
 
 
+def explanations(predictor: Predictor, shape: tuple[int, int, int]) -> dict[str, str]:
+    """What `explain` says of an MLP's gated layer, by GPU. A Hopper GPU has kernels of its own."""
+    place = project.ROOT / "torch-ext/fused_mlp/backends/plans.py"  # stands alone: no torch, no built package
+    spec = importlib.util.spec_from_file_location("plans", place)
+    plans = sys.modules["plans"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plans)
+    m, dim, hidden = shape
+    others = {name: gpu for name, gpu in GPUS.items() if gpu.major != 9}
+    records = {name: predictor.predict(gpu, m, hidden, dim, gated=True).record for name, gpu in others.items()}
+    return {name: plans.in_words(plans.parsed(record, ["gated"])) for name, record in records.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--explain", action="store_true", help="the words of `explain`, for every GPU")
+    given = parser.parse_args()
+    predictor = Predictor(project.BUILD / "predict")
+    if not given.explain:
+        print(table(predictor))
+        return
+    for shape in SHAPES:
+        for name, words in explanations(predictor, shape).items():
+            major, minor = GPUS[name].capability
+            print(f"{', '.join(map(str, shape))}, {name} ({major}.{minor}): {words}")
+
+
 if __name__ == "__main__":
-    print(table(Predictor(project.BUILD / "predict")))
+    main()

@@ -19,7 +19,7 @@ try:
     from builder.toolchain import BuildError
     from tuning import bench, fit
     from tuning.header import header
-    from tuning.kernels import KINDS, Kernel, Point
+    from tuning.kernels import KINDS, Gpu, Kernel, Point
     from tuning.model import Model, build
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
@@ -32,8 +32,8 @@ FEW_ROWS = 256  # reported apart
 
 @dataclasses.dataclass
 class Times:
-    gpu: str
-    multiprocessors: int
+    name: str  # of the GPU
+    gpu: Gpu
     points: list[Point]
 
 
@@ -47,24 +47,23 @@ def main() -> None:
         times = load(arguments.times) if arguments.times else measure(arguments.quick)
     except (bench.TuneError, BuildError, OSError) as error:
         sys.exit(f"error: {error}")
-    model = Model(build(FOLDER), times.multiprocessors)
+    model = Model(build(FOLDER), times.gpu.multiprocessors)
     constants = fit.fit(times.points, model)
     report(constants, model, times.points)
     if arguments.dry_run:
-        print(header(constants, times.gpu))
+        print(header(constants, times.name, times.gpu))
     else:
-        HEADER.write_text(header(constants, times.gpu))
+        HEADER.write_text(header(constants, times.name, times.gpu))
         print(f"wrote {HEADER.relative_to(project.ROOT)}")
 
 
 def measure(quick: bool) -> Times:
-    gpu = bench.check_gpu()
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    library, model = bench.build(FOLDER), Model(build(FOLDER), multiprocessors)
+    name, gpu = bench.check_gpu(), bench.describe()
+    library, model = bench.build(FOLDER), Model(build(FOLDER), gpu.multiprocessors)
     with torch.cuda.stream(torch.cuda.Stream()):
-        layers = tqdm(bench.grid(quick), desc=gpu, unit="layer")
+        layers = tqdm(bench.grid(quick), desc=name, unit="layer")
         points = [bench.measure(library, model, *layer) for layer in layers]
-    times = Times(gpu, multiprocessors, points)
+    times = Times(name, gpu, points)
     save(times, TIMES)
     return times
 
@@ -79,7 +78,7 @@ def load(path: Path) -> Times:
     for point in stored["points"]:
         point["times"] = {Kernel(*kernel): time for kernel, time in point["times"]}
         point["present"] = Kernel(*point["present"])
-    return Times(stored["gpu"], stored["multiprocessors"], [Point(**point) for point in stored["points"]])
+    return Times(stored["name"], Gpu(*stored["gpu"]), [Point(**point) for point in stored["points"]])
 
 
 def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:

@@ -21,9 +21,9 @@ struct Architecture {
   GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  // What decides between the kernel chosen and torch's GEMM: what was measured; or where nothing was, decide(), which
-  // answers as choose_gemm() does, by a model of the GPU.
-  const TorchComparison* torch;
+  // What decides between the kernel chosen and torch's GEMM: what was measured, carried over to this GPU; or where
+  // nothing was, decide(), which answers as choose_gemm() does, by a model of the GPU.
+  TorchComparison (*torch)(const Gpu& gpu);
   Refusal (*decide)(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
 
   bool modelled() const { return torch == nullptr; }

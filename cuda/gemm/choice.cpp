@@ -15,7 +15,7 @@ constexpr struct {
   bool training;  // likewise its kernels of training
 } kArchitectures[] = {
     {&sm90::kArchitecture, true, true},
-    {&sm80::kArchitecture, false, false},  // these have not been run on a GPU yet
+    {&sm80::kArchitecture, true, false},  // behind sm90: a Hopper GPU, which could run them, does not get them
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -84,12 +84,12 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   }
   if (training) {
     *plan = architecture.choose(p, gpu);
-    const bool faster = plan->microseconds < composed_microseconds(p, *architecture.torch);
+    const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
     return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
   if (architecture.modelled()) return architecture.decide(p, gpu, plan);
 
-  const TorchComparison& torch = *architecture.torch;
+  const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
   // A call takes the GPU's time or the CPU's, whichever is longer. For a plain product on its own only the GPU's time
   // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too.

@@ -17,6 +17,23 @@ struct Routes {
   FUSED_MLP_HOST_DEVICE int slots() const { return tokens * top_k; }
 };
 
+constexpr int kMaxGroupedExperts = 512;
+
+// What the blocks are that sorted rows fill.
+struct RowBlocks {
+  const int* codes;  // of every block of rows, a BlockCode; null where rows are not sorted
+  const int* count;  // how many blocks there are
+};
+
+// A block's expert, and how many of its rows are filled: 128 at most.
+struct BlockCode {
+  int code;
+
+  static FUSED_MLP_HOST_DEVICE BlockCode of(int expert, int rows) { return {expert << 8 | rows}; }
+  FUSED_MLP_HOST_DEVICE int expert() const { return code >> 8; }
+  FUSED_MLP_HOST_DEVICE int rows() const { return code & 0xFF; }
+};
+
 // A GEMM with a row of the output for every slot, by the weights of the slot's expert. In `gemm`, m is the number of
 // slots; weights and biases are those of expert 0.
 struct GroupedProblem {
@@ -27,21 +44,21 @@ struct GroupedProblem {
   int64_t bias_stride;  // from an expert's first bias to the next one's, for both operands
   int64_t bias_step;    // from column to column
   GateLimits limits;
-  // Where rows were sorted: the experts of the blocks of rows, and how many blocks there are. Null otherwise.
-  const int* block_experts;
-  const int* blocks;
+  RowBlocks blocks;
 };
 
-// Rows of tokens to rows of slots, sorted by expert. Each expert's rows fill blocks of kGroupedBlock, the last of them
-// in part: what stands in its other rows is left.
+// Rows of tokens to rows of slots, sorted by expert. Each expert's rows fill blocks of block_rows, the last of them in
+// part: what stands in its other rows is left.
 struct RowSort {
   Routes routes;
-  Matrix x;            // [tokens, k], 16-bit elements
-  int64_t k;           // a multiple of 8
-  void* sorted;        // [blocks * kGroupedBlock, k]
-  int* row_of_slot;    // [slots], -1 where skipped
-  int* block_experts;  // [blocks]: twice the expert, plus one where at most half the block's rows are filled
-  int* blocks;         // how many there are: block_experts and sorted have room for as many as there can be
+  Matrix x;          // [tokens, k], 16-bit elements
+  int64_t k;         // a multiple of 8
+  int block_rows;    // at most 128
+  void* sorted;      // [blocks * block_rows, k]
+  int* row_of_slot;  // [slots], -1 where skipped
+  int* codes;        // [blocks], of RowBlocks
+  int* count;        // of blocks: codes and sorted have room for as many as there can be
+  int part;          // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };
 
 enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
@@ -60,14 +77,15 @@ struct WeightedSum {
 
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
-  MainLoop loop;  // tiled where rows are to be sorted
+  MainLoop loop;
+  bool sorts;     // rows, into blocks of a tile's height
   int rows;       // of a tile, at most
   int row_tiles;  // at most, however the slots fall on the experts
   int split_k;    // CTAs of a cluster that share a tile, each with a part of k
 };
 
-constexpr int kGroupedBlock = 128;  // rows
-constexpr int kMaxGroupedExperts = 512;
-constexpr int kMaxStreamedSlots = 4096;  // every CTA of a streamed kernel reads the whole index
+constexpr int kTiledBlock = 128;     // rows of a tiled kernel's tile
+constexpr int kSearchedSlots = 128;  // at most, where rows are not sorted: a thread for each, in every CTA
+constexpr int kSortedBoxRows = 8;    // those of a swizzle's period: sorted rows come in boxes of as many
 
 }  // namespace fused_mlp

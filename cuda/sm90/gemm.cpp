@@ -23,18 +23,34 @@ cudaError_t launch_any(const GemmProblem& p, const GemmKernel& kernel, int multi
                                      : launch<Element>(p, kernel, multiprocessors, stream);
 }
 
+// The constants were measured on one GPU of the architecture. What limits a kernel is its clock or the bandwidth of the
+// memory, and another one differs in these.
+Chip chip(const Gpu& gpu) {
+  const double bandwidth = gpu.bytes_per_microsecond / kMeasuredOn.bytes_per_microsecond;
+  return {gpu.multiprocessors, kTorch.bytes_per_microsecond * bandwidth,
+          gpu.cycles_per_microsecond / kMeasuredOn.cycles_per_microsecond};
+}
+
+TorchComparison torch_on(const Gpu& gpu) {
+  const Chip here = chip(gpu);
+  TorchComparison found = kTorch;
+  found.bytes_per_microsecond = here.bytes_per_microsecond;
+  found.flops_per_microsecond *= here.clock * gpu.multiprocessors / kMeasuredOn.multiprocessors;
+  return found;
+}
+
 constinit const Architecture kArchitecture = {
     .name = "sm90",
     .runs_on = [](const Gpu& gpu) { return gpu.major == 9 && gpu.minor == 0; },
     .kernels = kKernels,
     .refusal = refusal_of_operands,
-    .choose = [](const GemmProblem& p, const Gpu& gpu) { return choose(p, gpu.multiprocessors); },
+    .choose = [](const GemmProblem& p, const Gpu& gpu) { return choose(p, chip(gpu)); },
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
           return p.dtype == DType::kFloat16 ? launch_any<__half>(p, plan.kernel, gpu.multiprocessors, stream)
                                             : launch_any<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
         },
-    .torch = &kTorch,
+    .torch = torch_on,
     .decide = nullptr,
 };
 

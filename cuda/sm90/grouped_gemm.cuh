@@ -1,6 +1,7 @@
-// The streamed GEMM for rows grouped by weights: the experts of a mixture, for few tokens. Every CTA finds its rows in
-// the index by itself, which takes the place of a launch that would sort it. Rows stay where they are, in the order of
-// the slots: the TMA brings those of a tile one by one, and the swizzle, which is one of addresses, puts each in place.
+// The streamed GEMM for rows grouped by weights: the experts of a mixture, for few tokens. A tile has rows of one expert.
+// For very few, every CTA finds its rows in the index by itself, which takes the place of a launch that would sort them:
+// they stay where they are, in the order of the slots, the TMA brings those of a tile one by one, and the swizzle, which
+// is one of addresses, puts each in place. For more, rows lie in blocks of a tile's height (sorted_rows.cuh).
 #pragma once
 
 #include "../gemm/grouped.h"
@@ -13,11 +14,14 @@ struct GroupedGemmArgs {
   StreamedGemmArgs gemm;
   Routes routes;
   GateLimits limits;
+  RowBlocks blocks;
+  int box_rows;  // of a, that the TMA brings at a time
   int slots_of_row;
   int weight_rows;
   int64_t bias_stride;
   int64_t bias_step;
   int tiles_n;
+  bool follows_sort;  // starts before the kernel is done that writes the blocks
 };
 
 // The rows of a tile, found by all threads of the CTA in shared memory. The compiler gives a shared variable multiples
@@ -26,66 +30,61 @@ template <int kRows>
 struct alignas(16) GroupRows {
   int expert;  // -1 where the tile does not exist
   int count;
-  int first;                                // of the expert's rows
-  int slots[kRows];                         // rows of the output
-  int sources[kRows];                       // rows of a
-  unsigned counts[kMaxGroupedExperts / 2];  // slots of each expert, two 16-bit counts in a word
+  int first;                          // of the expert's rows
+  int targets[kRows];                 // rows of the output
+  int sources[kRows];                 // the first row of each box of a
+  unsigned begins[kSearchedSlots / 32];  // a bit for each slot: whether a tile begins there
+  short experts[kSearchedSlots];
 
-  static_assert(kMaxStreamedSlots < 1 << 16, "a count has 16 bits");
-
-  __device__ __forceinline__ int slots_of(int expert) const { return counts[expert / 2] >> expert % 2 * 16 & 0xFFFF; }
-
-  // Tiles are numbered by their experts, and within an expert by the order of its slots.
-  __device__ __forceinline__ void find(const Routes& routes, int slots_of_row, int tile) {
-    for (int i = threadIdx.x; i < (routes.experts + 1) / 2; i += blockDim.x) counts[i] = 0;
-    if (threadIdx.x == 0) expert = -1;
-    __syncthreads();
-    for (int slot = threadIdx.x; slot < routes.slots(); slot += blockDim.x) {
-      const int found = expert_of(routes, slot);
-      if (found >= 0) atomicAdd(&counts[found / 2], 1u << found % 2 * 16);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      find_expert(routes.experts, tile);
-      __syncwarp();
-      if (expert >= 0) collect(routes, slots_of_row);
+  __device__ __forceinline__ void find(const GroupedGemmArgs& args, int tile) {
+    if (args.blocks.codes == nullptr) {
+      search(args.routes, args.slots_of_row, tile);
+    } else {
+      take(args.blocks, tile);
     }
     __syncthreads();
   }
 
  private:
-  // By one warp, a lane an expert.
-  __device__ __forceinline__ void find_expert(int experts, int tile) {
-    const int lane = threadIdx.x;
-    int before = 0;  // tiles
-    for (int begin = 0; begin < experts && before <= tile; begin += 32) {
-      const int rows = begin + lane < experts ? slots_of(begin + lane) : 0;
-      const int tiles = (rows + kRows - 1) / kRows;
-      const int last = sum_of_lanes(tiles);  // and those of the lanes before
-      const int number = tile - before - (last - tiles);
-      if (0 <= number && number < tiles) {
-        expert = begin + lane;
-        first = number * kRows;
-        count = min(kRows, rows - first);
-      }
-      before += __shfl_sync(0xFFFFFFFF, last, 31);
+  // A thread a slot. An expert's slots make tiles in their order, which are numbered by their first slots.
+  __device__ __forceinline__ void search(const Routes& routes, int slots_of_row, int tile) {
+    const int slot = threadIdx.x;
+    const int mine = slot < routes.slots() ? expert_of(routes, slot) : -1;
+    if (slot < kSearchedSlots) experts[slot] = static_cast<short>(mine);
+    if (slot == 0) expert = -1, count = 0;
+    __syncthreads();
+    int row = 0;  // among those of its expert
+#pragma unroll 8
+    for (int other = 0; other < slot && mine >= 0; ++other) row += experts[other] == mine;
+    const bool begins_tile = mine >= 0 && row % kRows == 0;
+    const unsigned votes = __ballot_sync(0xFFFFFFFF, begins_tile);
+    if (slot < kSearchedSlots && slot % 32 == 0) begins[slot / 32] = votes;
+    __syncthreads();
+    if (begins_tile) {
+      int number = __popc(votes & ((1u << slot % 32) - 1));
+      for (int warp = 0; warp < slot / 32; ++warp) number += __popc(begins[warp]);
+      if (number == tile) expert = mine, first = row;
+    }
+    __syncthreads();
+    const int at = row - first;
+    if (mine >= 0 && mine == expert && 0 <= at && at < kRows) {
+      targets[at] = slot;
+      sources[at] = slot / slots_of_row;
+      atomicAdd(&count, 1);
     }
   }
 
-  // By one warp, a lane a slot.
-  __device__ __forceinline__ void collect(const Routes& routes, int slots_of_row) {
-    const int lane = threadIdx.x;
-    int row = -first;  // within the tile
-    for (int begin = 0; begin < routes.slots() && row < count; begin += 32) {
-      const int slot = begin + lane;
-      const bool mine = slot < routes.slots() && expert_of(routes, slot) == expert;
-      const unsigned votes = __ballot_sync(0xFFFFFFFF, mine);
-      const int at = row + __popc(votes & ((1u << lane) - 1));
-      if (mine && 0 <= at && at < count) {
-        slots[at] = slot;
-        sources[at] = slot / slots_of_row;
-      }
-      row += __popc(votes);
+  // A tile is a block.
+  __device__ __forceinline__ void take(const RowBlocks& blocks, int tile) {
+    const int i = threadIdx.x;
+    if (i < kRows) {
+      targets[i] = tile * kRows + i;
+      sources[i] = tile * kRows + i * kSortedBoxRows;
+    }
+    if (i == 0) {
+      const BlockCode code{load_fresh(blocks.codes + tile)};
+      expert = tile < load_fresh(blocks.count) ? code.expert() : -1;
+      count = code.rows();
     }
   }
 };
@@ -102,13 +101,13 @@ struct GroupTile {
 
   __device__ __forceinline__ int weight_row() const { return rows.expert * args.weight_rows + column; }
   __device__ __forceinline__ int tokens() const { return rows.count; }
-  __device__ __forceinline__ int loaded_tokens() const { return rows.count; }
+  __device__ __forceinline__ int boxes() const { return (rows.count + args.box_rows - 1) / args.box_rows; }
+  __device__ __forceinline__ int loaded_tokens() const { return boxes() * args.box_rows; }
   __device__ __forceinline__ void load_tokens(uint32_t full, uint32_t tokens, int k) const {
-    for (int i = 0; i < rows.count; ++i) {
-      tma_load(&args.gemm.a, full, tokens + i * Gemm::kBlockK * sizeof(Element), k, rows.sources[i]);
-    }
+    const uint32_t box_bytes = args.box_rows * Gemm::kBlockK * sizeof(Element);
+    for (int i = 0; i < boxes(); ++i) tma_load(&args.gemm.a, full, tokens + i * box_bytes, k, rows.sources[i]);
   }
-  __device__ __forceinline__ int64_t out_row(int token) const { return rows.slots[token]; }
+  __device__ __forceinline__ int64_t out_row(int token) const { return rows.targets[token]; }
 
   __device__ __forceinline__ float4 finished(Operand operand, float4 sum, int first) const {
     const void* biases = operand == Operand::kGate ? args.gemm.epilogue.bias : args.gemm.epilogue.up_bias;
@@ -137,8 +136,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   const int index = blockIdx.x / ranks;
 
   prepare_to_stream(args.gemm, shared);
-  allow_next_kernel();
-  rows.find(args.routes, args.slots_of_row, index / args.tiles_n);
+  if (args.follows_sort) wait_for_previous_kernel();
+  allow_next_kernel();  // which may read the blocks: they are there
+  rows.find(args, index / args.tiles_n);
   if (rows.expert < 0) {  // for all CTAs of the cluster
     // The kernel behind this one waits for this one alone: it must not end before the kernel that it follows.
     wait_for_previous_kernel();

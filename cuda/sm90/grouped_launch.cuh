@@ -19,8 +19,10 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
     return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kRows, Gemm::kBlockK);
   };
+  const int64_t rows = plan.sorts ? int64_t{plan.row_tiles} * plan.rows : p.routes.slots() / p.slots_of_row;
+  args.box_rows = plan.sorts ? kSortedBoxRows : 1;
   const bool mapped =
-      encode_tensor_map(&args.gemm.a, g.dtype, g.a, p.routes.slots() / p.slots_of_row, g.k, 1, Gemm::kBlockK) &&
+      encode_tensor_map(&args.gemm.a, g.dtype, g.a, rows, g.k, args.box_rows, Gemm::kBlockK) &&
       map_weight(&args.gemm.weight, g.weight) && (!Gemm::kGated || map_weight(&args.gemm.up_weight, g.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
   args.gemm.epilogue = g.epilogue;
@@ -31,6 +33,8 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.gemm.starts_early = g.follows_gemm;
   args.routes = p.routes;
   args.limits = p.limits;
+  args.blocks = p.blocks;
+  args.follows_sort = plan.sorts && !g.follows_gemm;
   args.slots_of_row = p.slots_of_row;
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.bias_stride = p.bias_stride;
@@ -47,10 +51,11 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
           ? std::max(Gemm::kSharedBytes,
                      shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes)
           : Gemm::kSharedBytes;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm, stream);
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm || args.follows_sort,
+                       stream);
 }
 
-// The same for sorted rows.
+// The same for many tokens.
 template <typename Gemm>
 cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
@@ -60,7 +65,7 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
     return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kBoxRowsB, Gemm::kBlockK);
   };
-  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.k, Gemm::kBlockM, Gemm::kBlockK) &&
+  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.k, Gemm::kBoxRowsA, Gemm::kBlockK) &&
                       map_weight(&args.weight, g.weight) &&
                       (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
                       encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
@@ -68,12 +73,10 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.epilogue = g.epilogue;
   args.n = static_cast<int>(g.n);
   args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
-  args.stage_bytes = Gemm::kStageBytes;
   args.last_row = std::numeric_limits<int>::max();
   args.last_column = static_cast<int>(std::max<int64_t>(g.n - Gemm::kTileN, 0));
   args.tiles_m = plan.row_tiles;
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
-  args.block_experts = p.block_experts;
   args.blocks = p.blocks;
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.bias_stride = p.bias_stride;

@@ -40,12 +40,13 @@ int row_tiles(const Routes& routes, int tile) {
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
-  if (rows > std::end(kRows)[-1] || p.routes.slots() > kMaxStreamedSlots) {
-    return {MainLoop::kTiled, kGroupedBlock, row_tiles(p.routes, kGroupedBlock), 1};
+  if (rows > std::end(kRows)[-1]) {
+    return {MainLoop::kTiled, true, kTiledBlock, row_tiles(p.routes, kTiledBlock), 1};
   }
   const int* found = std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= rows; });
   const int tile = *found;
-  GroupedPlan plan{MainLoop::kStreamed, tile, row_tiles(p.routes, tile), 1};
+  const bool sorts = p.routes.slots() > kSearchedSlots;
+  GroupedPlan plan{MainLoop::kStreamed, sorts, tile, row_tiles(p.routes, tile), 1};
 
   // A product that takes as long: the weights of all those experts, side by side, for the rows of one.
   GemmProblem alike = p.gemm;
@@ -56,7 +57,8 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   for (int split_k = 1; split_k <= kMaxStreamedSplitK && kBlockK * (split_k - 1) < p.gemm.k; split_k *= 2) {
     const GemmKernel kernel{MainLoop::kStreamed, p.gemm.product(), tile, (p.gemm.gated() ? 2 : 1) * kStreamedColumns,
                             Schedule::kSwapped,  split_k};
-    const double estimate = estimated_microseconds(alike, kernel, time, kTorch.bytes_per_microsecond, multiprocessors);
+    const double estimate =
+        estimated_microseconds(alike, kernel, time, {multiprocessors, kTorch.bytes_per_microsecond, 1.0});
     if (estimate < least) {
       least = estimate;
       plan.split_k = split_k;

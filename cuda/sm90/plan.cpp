@@ -25,13 +25,12 @@ constexpr auto kTiledTimes = [] {
 
 }  // namespace
 
-GemmPlan choose(const GemmProblem& p, int multiprocessors) {
+GemmPlan choose(const GemmProblem& p, const Chip& chip) {
   const StreamedTime& streamed = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, [&](size_t index, const GemmKernel& kernel) {
     const auto consider = [&](const auto& time) {
-      const double microseconds =
-          estimated_microseconds(p, kernel, time, kTorch.bytes_per_microsecond, multiprocessors);
+      const double microseconds = estimated_microseconds(p, kernel, time, chip);
       if (microseconds < best.microseconds) best = {kernel, microseconds};
     };
     if (kernel.loop == MainLoop::kStreamed) {

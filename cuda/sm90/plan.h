@@ -5,6 +5,7 @@
 
 #include "../gemm/problem.h"
 #include "chip.h"
+#include "time_model.h"
 
 namespace fused_mlp::sm90 {
 
@@ -48,6 +49,6 @@ void for_each_candidate(const GemmProblem& p, Visitor&& visit) {
 }
 
 // The candidate of the least estimated time, by the constants of tuning.h.
-GemmPlan choose(const GemmProblem& problem, int multiprocessors);
+GemmPlan choose(const GemmProblem& problem, const Chip& chip);
 
 }  // namespace fused_mlp::sm90

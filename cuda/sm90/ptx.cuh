@@ -160,6 +160,13 @@ __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Reads what another kernel may have written since this one started: past the L1 cache, and after what comes before.
+__device__ __forceinline__ int load_fresh(const int* pointer) {
+  int value;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
 // Programmatic dependent launch: wait for the kernel before this one; let the kernel after this one start.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -6,8 +6,11 @@
 namespace fused_mlp::sm90 {
 
 cudaError_t launch_row_sort(const RowSort& sort, int multiprocessors, cudaStream_t stream) {
-  const int parts = ceil_div(sort.routes.slots(), kSortSlots);
-  return launch_kernel(sorted_rows_kernel, sort, std::min(parts, multiprocessors), kSortThreads, 0, 1, false, stream);
+  RowSort args = sort;
+  const int slots = sort.routes.slots();
+  args.part = std::min<int>(ceil_div(slots, multiprocessors * 32) * 32, kSortSlots);
+  const int parts = ceil_div(slots, args.part);
+  return launch_kernel(sorted_rows_kernel, args, std::min(parts, multiprocessors), kSortThreads, 0, 1, false, stream);
 }
 
 }  // namespace fused_mlp::sm90

@@ -1,13 +1,14 @@
-// Sorts rows by their experts, for the tiled GEMM of groups: an expert's rows fill blocks of their own, so that no tile
-// has rows of two. One launch: every CTA counts the whole index, and copies the rows of its part of it.
+// Sorts rows by their experts, for the GEMMs of groups: an expert's rows fill blocks of their own, so that no tile has
+// rows of two. One launch: every CTA counts the whole index, and copies the rows of its part of it.
 #pragma once
 
+#include "ptx.cuh"
 #include "routes.cuh"
 
 namespace fused_mlp::sm90 {
 
 constexpr int kSortThreads = 1024;
-constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time
+constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
 
 struct SortedRows {
   int counts[kMaxGroupedExperts];  // all slots of an expert
@@ -40,22 +41,23 @@ __device__ __forceinline__ int count_lanes(int* counter, int expert, bool ordere
 
 // By one warp: turns counts before the CTA's part into rows, and has one CTA write down the blocks.
 __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& sorted) {
+  const int block_rows = args.block_rows;
   int blocks = 0;
   for (int begin = 0; begin < args.routes.experts; begin += 32) {
     const int expert = begin + static_cast<int>(threadIdx.x);
-    const int mine = expert < args.routes.experts ? (sorted.counts[expert] + kGroupedBlock - 1) / kGroupedBlock : 0;
+    const int mine = expert < args.routes.experts ? (sorted.counts[expert] + block_rows - 1) / block_rows : 0;
     const int last = sum_of_lanes(mine);
     const int first = blocks + last - mine;
-    if (expert < args.routes.experts) sorted.next[expert] += first * kGroupedBlock;
+    if (expert < args.routes.experts) sorted.next[expert] += first * block_rows;
     if (blockIdx.x == 0) {
       for (int block = 0; block < mine; ++block) {
-        const bool half_empty = sorted.counts[expert] - block * kGroupedBlock <= kGroupedBlock / 2;
-        args.block_experts[first + block] = expert * 2 + half_empty;
+        const int rows = min(sorted.counts[expert] - block * block_rows, block_rows);
+        args.codes[first + block] = BlockCode::of(expert, rows).code;
       }
     }
     blocks += __shfl_sync(0xFFFFFFFF, last, 31);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.blocks = blocks;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.count = blocks;
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -64,9 +66,10 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ SortedRows sorted;
   const int slots = args.routes.slots();
-  const int parts = (slots + kSortSlots - 1) / kSortSlots;
-  const int begin = static_cast<int>(int64_t{blockIdx.x} * parts / gridDim.x) * kSortSlots;
-  const int end = min(static_cast<int>((int64_t{blockIdx.x} + 1) * parts / gridDim.x) * kSortSlots, slots);
+  const int parts = (slots + args.part - 1) / args.part;
+  const int begin = static_cast<int>(int64_t{blockIdx.x} * parts / gridDim.x) * args.part;
+  const int end = min(static_cast<int>((int64_t{blockIdx.x} + 1) * parts / gridDim.x) * args.part, slots);
+  allow_next_kernel();
 
   for (int i = threadIdx.x; i < args.routes.experts; i += kSortThreads) sorted.counts[i] = sorted.next[i] = 0;
   __syncthreads();
@@ -80,11 +83,11 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
   if (threadIdx.x < 32) place_experts(args, sorted);
 
   const int chunks = static_cast<int>(args.k / 8);
-  for (int part = begin; part < end; part += kSortSlots) {
-    const int count = min(kSortSlots, end - part);
+  for (int part = begin; part < end; part += args.part) {
+    const int count = min(args.part, end - part);
     __syncthreads();  // the rows of the last part are read
     if (threadIdx.x < 32) {
-      for (int i = static_cast<int>(threadIdx.x); i < kSortSlots; i += 32) {
+      for (int i = static_cast<int>(threadIdx.x); i < args.part; i += 32) {
         const int expert = i < count ? expert_of(args.routes, part + i) : -1;
         const int row = count_lanes(sorted.next, expert, true);
         sorted.rows[i] = expert < 0 ? -1 : row;

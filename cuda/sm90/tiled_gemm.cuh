@@ -50,6 +50,15 @@ __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, ui
   }
 }
 
+// Loads a stage's rows of a of a tile of grouped rows: those that are filled, and so many more as make up the last box.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void load_filled_rows(const typename Gemm::Args& args, uint32_t full, uint32_t a, int column,
+                                                 const Tile& tile) {
+  for (int row = 0; row < tile.filled_rows; row += Gemm::kBoxRowsA) {
+    tma_load(&args.a, full, a + row * Gemm::kBlockK * sizeof(typename Gemm::Element), column, tile.row + row);
+  }
+}
+
 template <typename Gemm>
 __device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
                                         int rank) {
@@ -61,7 +70,11 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      mbarrier_arrive_expect(full, args.stage_bytes);
+      if constexpr (Gemm::kGrouped) {
+        mbarrier_arrive_expect(full, tile.template loaded_bytes<Gemm>());
+      } else {
+        mbarrier_arrive_expect(full, args.stage_bytes);
+      }
       if constexpr (Gemm::kTransposed) {
         const bool second = Gemm::kPair && block >= args.k_blocks / 2;
         const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
@@ -69,7 +82,11 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
                                        tile.column);
       } else {
-        tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
+        if constexpr (Gemm::kGrouped) {
+          load_filled_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile);
+        } else {
+          tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
+        }
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
       }
     }

@@ -23,32 +23,32 @@ double bounded(double time, double floor) {
 
 }  // namespace
 
-double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const TiledTime& c,
-                              double bytes_per_microsecond, int multiprocessors) {
-  const int resident = std::max(1, usable_multiprocessors(multiprocessors, kernel.split_k) / kernel.split_k);
+double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const TiledTime& c, const Chip& chip) {
+  const int resident = std::max(1, usable_multiprocessors(chip.multiprocessors, kernel.split_k) / kernel.split_k);
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t rounds = ceil_div(tiles, resident);
   const int64_t k_blocks = ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1);
   double round = c.round + c.k_block * ceil_div(k_blocks, kernel.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
-  const double floor = bytes(p) / bytes_per_microsecond;
+  round /= chip.clock;
+  const double floor = bytes(p) / chip.bytes_per_microsecond;
   const double floor_of_full = floor * resident / tiles;
-  return (rounds - 1) * bounded(round, floor_of_full) + bounded(c.start + round, floor - (rounds - 1) * floor_of_full);
+  return (rounds - 1) * bounded(round, floor_of_full) +
+         bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
 }
 
-double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c,
-                              double bytes_per_microsecond, int multiprocessors) {
+double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {
   const int rows = kernel.block_m, split_k = kernel.split_k;
   const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, kernel.columns()) * split_k);
-  const double load = std::max(1.0, ctas / (c.saturating * multiprocessors));
-  const int usable = usable_multiprocessors(multiprocessors, split_k);
+  const double load = std::max(1.0, ctas / (c.saturating * chip.multiprocessors));
+  const int usable = usable_multiprocessors(chip.multiprocessors, split_k);
   const double rounds = std::ceil(ctas / usable);
   const double block = (c.k_block + c.k_row * rows) * load + (c.round_k_block + c.round_k_row * rows) * rounds;
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = c.start + split * load + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double capacity = static_cast<double>(usable) * streamed_ctas(rows);
   const double idle = ctas > capacity ? std::ceil(ctas / capacity) * capacity / ctas - 1.0 : 0.0;
-  return bounded(time, bytes(p) / bytes_per_microsecond * (1.0 + c.tail * idle));
+  return bounded(time / chip.clock, bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle));
 }
 
 }  // namespace fused_mlp::sm90

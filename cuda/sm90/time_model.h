@@ -5,6 +5,19 @@
 
 namespace fused_mlp::sm90 {
 
+// What the time depends on besides: the chip at hand, next to the one that the constants were measured on.
+struct Chip {
+  int multiprocessors;
+  double bytes_per_microsecond;  // of its memory, as far as kernels reach it
+  double clock;                  // 1 for that of the other chip
+};
+
+// The chip that the constants were measured on, as its driver describes it.
+struct MeasuredOn {
+  int multiprocessors;
+  double cycles_per_microsecond, bytes_per_microsecond;
+};
+
 // A tiled kernel works in rounds of as many tiles as the chip holds at once. Microseconds:
 // start + rounds * (round + k_block * (blocks of 64 elements of k) + activation), where the last term is for an
 // activation without a gate.
@@ -29,8 +42,8 @@ struct TunedKernel {
 };
 
 double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const TiledTime& constants,
-                              double bytes_per_microsecond, int multiprocessors);
+                              const Chip& chip);
 double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const StreamedTime& constants,
-                              double bytes_per_microsecond, int multiprocessors);
+                              const Chip& chip);
 
 }  // namespace fused_mlp::sm90

@@ -39,6 +39,7 @@ constexpr StreamedTime kStreamedGated = {2.15956, 1.93629, 0.00269, 0.24159, 0.1
 constexpr StreamedTime kStreamedActivated = {2.52557, 1.26828, 0.00979, 0.14928, 0.07494, 0.00093, 0.84192, 0.01192, 0.0007, 0.23982};
 constexpr StreamedTime kStreamedPlain = {2.41456, 1.13505, 0.11978, 0.25553, 0.08623, 0.00018, 0.76343, 9e-05, 0.00122, 0.44526};
 
+constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
 constexpr TorchComparison kTorch = {
     .plain = {9, std::numeric_limits<int64_t>::max()},
     .activated = {0, -1},

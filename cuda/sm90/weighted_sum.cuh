@@ -9,6 +9,7 @@ namespace fused_mlp::sm90 {
 
 constexpr int kSumThreads = 128;
 constexpr int kSumColumns = 8;  // of a thread, 16 bytes
+constexpr int kSumTerms = 8;    // that a thread reads at once
 
 __device__ __forceinline__ float weight_of(const WeightedSum& sum, int slot) {
   switch (sum.type) {
@@ -23,6 +24,20 @@ __device__ __forceinline__ float weight_of(const WeightedSum& sum, int slot) {
   }
 }
 
+// A term of a token's sum: a row, and its weight.
+struct SumTerm {
+  int64_t row;  // -1 where it is skipped
+  float weight;
+
+  __device__ __forceinline__ SumTerm() = default;
+  __device__ __forceinline__ SumTerm(const WeightedSum& sum, int token, int choice) : row(-1), weight(0.0f) {
+    const int slot = token * sum.routes.top_k + choice;
+    if (choice >= sum.routes.top_k || expert_of(sum.routes, slot) < 0) return;
+    row = sum.row_of_slot == nullptr ? slot : load_fresh(sum.row_of_slot + slot);
+    weight = weight_of(sum, slot);
+  }
+};
+
 template <typename Element>
 __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(const __grid_constant__ WeightedSum sum) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -30,24 +45,37 @@ __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(const __grid_
   const int64_t index = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
   const int token = static_cast<int>(index / chunks);
   const int64_t column = index % chunks * kSumColumns;
+  const bool exists = token < sum.routes.tokens;
+  SumTerm terms[kSumTerms];
+  const auto find_terms = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kSumTerms; ++i) terms[i] = SumTerm(sum, token, first + i);
+  };
+  // What says where the rows are was there before the kernel started that writes them.
+  if (exists) find_terms(0);
   wait_for_previous_kernel();
-  if (token >= sum.routes.tokens) return;
+  if (!exists) return;
   float total[kSumColumns] = {};
-#pragma unroll 4
-  for (int i = 0; i < sum.routes.top_k; ++i) {
-    const int slot = token * sum.routes.top_k + i;
-    if (expert_of(sum.routes, slot) < 0) continue;
-    const int64_t at = sum.row_of_slot == nullptr ? slot : sum.row_of_slot[slot];
-    const float weight = weight_of(sum, slot);
-    // Not through the cache of what is only read: the rows are written while this kernel starts.
-    const uint4 row = *reinterpret_cast<const uint4*>(static_cast<const Element*>(sum.rows) + at * sum.n + column);
-    using Pair = typename ElementTraits<Element>::Pair;
-    const auto add = [&](int first, uint32_t bits) {
-      const float2 values = to_float2(*reinterpret_cast<const Pair*>(&bits));
-      total[first] = fmaf(weight, values.x, total[first]);
-      total[first + 1] = fmaf(weight, values.y, total[first + 1]);
-    };
-    add(0, row.x), add(2, row.y), add(4, row.z), add(6, row.w);
+  for (int first = 0; first < sum.routes.top_k; first += kSumTerms) {
+    if (first > 0) find_terms(first);
+    uint4 rows[kSumTerms];
+#pragma unroll
+    for (int i = 0; i < kSumTerms; ++i) {
+      // Not through the cache of what is only read: the rows are written while this kernel starts.
+      const auto* row = static_cast<const Element*>(sum.rows) + terms[i].row * sum.n + column;
+      rows[i] = terms[i].row < 0 ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(row);
+    }
+#pragma unroll
+    for (int i = 0; i < kSumTerms; ++i) {
+      if (terms[i].row < 0) continue;
+      using Pair = typename ElementTraits<Element>::Pair;
+      const auto add = [&](int first, uint32_t bits) {
+        const float2 values = to_float2(*reinterpret_cast<const Pair*>(&bits));
+        total[first] = fmaf(terms[i].weight, values.x, total[first]);
+        total[first + 1] = fmaf(terms[i].weight, values.y, total[first + 1]);
+      };
+      add(0, rows[i].x), add(2, rows[i].y), add(4, rows[i].z), add(6, rows[i].w);
+    }
   }
   *reinterpret_cast<uint4*>(static_cast<Element*>(sum.out) + token * int64_t{sum.n} + column) =
       make_uint4(round_pair<Element>(total[0], total[1]), round_pair<Element>(total[2], total[3]),

@@ -12,7 +12,7 @@ import torch
 import measure as timing
 import project
 from builder import toolchain
-from tuning.kernels import Kernel, Point
+from tuning.kernels import Gpu, Kernel, Point
 from tuning.model import KERNEL, Model
 
 ROUNDS = 4
@@ -63,6 +63,13 @@ def check_gpu() -> str:
     return name
 
 
+def describe() -> Gpu:
+    """The current GPU. Memory moves data twice in a cycle of its clock."""
+    found = torch.cuda.get_device_properties()
+    bytes_per_microsecond = found.memory_clock_rate / 1e3 * 2 * found.memory_bus_width / 8
+    return Gpu(found.multi_processor_count, found.clock_rate / 1e3, bytes_per_microsecond)
+
+
 def build(folder: Path) -> ctypes.CDLL:
     """The project's own sources with entry.cpp, in folder."""
     nvcc = toolchain.nvcc()
@@ -73,7 +80,8 @@ def build(folder: Path) -> ctypes.CDLL:
     listed = project.config()["kernel"]["cuda_sm90"]["src"]
     listed = [*listed, "cuda/gemm/refusal.cpp", "cuda/pointwise.cu"]
     sources = [project.ROOT / source for source in listed if source.endswith((".cpp", ".cu"))]
-    flags = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared"]
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
+    flags += ["-Xcompiler=-fPIC", "-shared"]
     threads = f"--threads={len(os.sched_getaffinity(0))}"
     command = [nvcc.path, *flags, threads, "-o", library, *sources, ENTRY]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -3,7 +3,7 @@
 from dataclasses import astuple
 
 from tuning.fit import NEAR_FLOOR_ROWS, Constants, Rows, TiledTime
-from tuning.kernels import LOOPS, SCHEDULES, Kernel
+from tuning.kernels import LOOPS, SCHEDULES, Gpu, Kernel
 
 HEADER = """\
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on {gpu}.
@@ -22,6 +22,7 @@ constexpr TunedKernel kTuned[] = {{
 }};
 {streamed}
 
+constexpr MeasuredOn kMeasuredOn = {measured_on};
 constexpr TorchComparison kTorch = {{
     .plain = {torch_plain},
     .activated = {torch_activated},
@@ -36,14 +37,15 @@ constexpr TorchComparison kTorch = {{
 """
 
 
-def header(constants: Constants, gpu: str) -> str:
+def header(constants: Constants, name: str, gpu: Gpu) -> str:
     tiled = [
         tuned("Gated" if gated else "Plain", *each)
         for gated in (True, False)
         for each in constants.tiled[gated].items()
     ]
     return HEADER.format(
-        gpu=gpu,
+        gpu=name,
+        measured_on=braced(gpu),
         tiled="\n".join(tiled),
         streamed="\n".join(
             f"constexpr StreamedTime kStreamed{kind.capitalize()} = {braced(astuple(time))};"

@@ -25,6 +25,14 @@ class Kernel(NamedTuple):
         return f"{LOOPS[self.loop]} {SCHEDULES[self.schedule]} {self.block_m} x {self.block_n}, split-k {self.split_k}"
 
 
+class Gpu(NamedTuple):
+    """As its driver describes it: MeasuredOn of cuda/sm90/time_model.h."""
+
+    multiprocessors: int
+    cycles_per_microsecond: float
+    bytes_per_microsecond: float  # of its memory, nominally
+
+
 @dataclass
 class Point:
     """One product, and microseconds of every way to compute it."""

@@ -3,6 +3,7 @@
 
 #include "../../cuda/sm90/plan.h"
 #include "../../cuda/sm90/time_model.h"
+#include "../../cuda/sm90/tuning.h"
 #include "shape.h"
 
 using namespace fused_mlp;
@@ -21,11 +22,10 @@ tuning::Kernel plain(const GemmKernel& kernel) {
 
 // The constants are a struct of doubles, in the order of its members.
 template <typename Time>
-double estimated(const GemmProblem& p, const GemmKernel& kernel, const double* constants, double bytes_per_microsecond,
-                 int multiprocessors) {
+double estimated(const GemmProblem& p, const GemmKernel& kernel, const double* constants, const sm90::Chip& chip) {
   Time time;
   std::memcpy(&time, constants, sizeof(time));
-  return sm90::estimated_microseconds(p, kernel, time, bytes_per_microsecond, multiprocessors);
+  return sm90::estimated_microseconds(p, kernel, time, chip);
 }
 
 }  // namespace
@@ -40,9 +40,10 @@ extern "C" int tune_candidates(const tuning::Shape* shape, tuning::Kernel* kerne
   return count;
 }
 
-// The kernel that the constants of tuning.h choose.
+// The kernel that the constants of tuning.h choose on the chip that they were measured on, but for its multiprocessors.
 extern "C" void tune_choose(const tuning::Shape* shape, tuning::Kernel* kernel) {
-  *kernel = plain(sm90::choose(problem_of(*shape), static_cast<int>(shape->multiprocessors)).kernel);
+  const sm90::Chip chip{static_cast<int>(shape->multiprocessors), sm90::kTorch.bytes_per_microsecond, 1.0};
+  *kernel = plain(sm90::choose(problem_of(*shape), chip).kernel);
 }
 
 // The estimates for `count` pairs of a shape and a kernel, each with constants of its own, `stride` doubles apart.
@@ -52,7 +53,7 @@ extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel*
     const GemmProblem p = problem_of(shapes[i]);
     const GemmKernel kernel = kernel_of(p, kernels[i]);
     const auto estimate = kernel.loop == MainLoop::kTiled ? estimated<sm90::TiledTime> : estimated<sm90::StreamedTime>;
-    microseconds[i] =
-        estimate(p, kernel, constants + i * stride, bytes_per_microsecond, static_cast<int>(shapes[i].multiprocessors));
+    const sm90::Chip chip{static_cast<int>(shapes[i].multiprocessors), bytes_per_microsecond, 1.0};
+    microseconds[i] = estimate(p, kernel, constants + i * stride, chip);
   }
 }

@@ -51,17 +51,20 @@ GPUS = {
 
 
 class _Prediction(ctypes.Structure):
-    _fields_ = [("kernel", ctypes.c_int), ("ours", ctypes.c_int)] + [
-        (name, ctypes.c_double) for name in ("microseconds", "torch_microseconds")
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("kernel", "ours")),
+        *((name, ctypes.c_double) for name in ("microseconds", "torch_microseconds")),
+        ("record", ctypes.c_char * 256),
     ]
 
 
 @dataclass(frozen=True)
 class Prediction:
     kernel: int  # its number in cuda/sm80/kernels.def
-    ours: bool  # whether it would be taken
+    ours: bool  # whether it is taken
     microseconds: float
     torch_microseconds: float
+    record: str  # of a gated layer, which `explain` has the words for
 
 
 class Predictor:
@@ -78,7 +81,8 @@ class Predictor:
         shape = (ctypes.c_int64 * 6)(m, n, k, gated, ACTIVATIONS[activation], gpu.multiprocessors)
         found = _Prediction()
         self._library.predict(ctypes.byref(gpu), shape, int(biased), ctypes.byref(found))
-        return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds)
+        record = found.record.decode()
+        return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Threads and bytes of shared memory of every kernel, in the order of the list."""

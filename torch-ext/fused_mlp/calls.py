@@ -137,10 +137,12 @@ def experts_mlp(
     operands.check_experts_mlp(*given, *form[1:])
     compute = _composed_experts
     if experts_reason(*given) is None:
-        compute = dispatch.select("experts_mlp", x).experts_mlp
+        chosen = dispatch.select("experts_mlp", x)
         stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
-        if compute is native.experts_mlp and native.experts_refusal(x, top_k_index, *stored) is not None:
-            compute = _composed_experts
+        if chosen is native and native.experts_refusal(x, top_k_index, *stored) is not None:
+            chosen = dispatch.instead_of_native("experts_mlp", x, top_k_index.numel() / gate_up_weight.shape[0])
+        if chosen is not None:
+            compute = chosen.experts_mlp
     flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
     result = compute(*flat, *given[3:], *form)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])

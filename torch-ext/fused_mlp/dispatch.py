@@ -21,8 +21,9 @@ _NAMES = ("cuda", "triton", "cpu", "torch")
 _AUTO: Tuple[str, ...] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), None: ()}[native.DEVICE_TYPE]
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 
-# What was never measured is not chosen; backend() forces it.
-_FORCED_ONLY = {"experts_mlp": (triton, native) if native.DEVICE_TYPE == "cuda" else (triton,)}
+# Up to so many rows an expert, on average, Triton's kernels of experts were measured to be faster than torch's grouped
+# products, on a Hopper GPU. They take weights of every layout, as the compiled ones do not.
+_TRITON_EXPERTS_ROWS = 8
 
 # On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
 _LEAST_RECORDED = 1 << 17
@@ -73,9 +74,20 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
     for implementation in () if _is_too_small(x, recorded) else _AUTO_BACKENDS:
-        if implementation.refusal(op, x) is None and implementation not in _FORCED_ONLY.get(op, ()):
+        if implementation.refusal(op, x) is None and _reserve(op, implementation, x) is None:
             return implementation
     return reference
+
+
+def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:
+    """The backend that takes ``op`` on ``x``, of so many rows a weight, where the compiled op refuses other operands.
+
+    None is for the parts of the call, one by one.
+    """
+    measured = op == "experts_mlp" and x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
+    if not measured or _open_blocks[-1].name != "auto" or triton.refusal(op, x) is not None:
+        return None
+    return triton if native.is_hopper(x) else None
 
 
 def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, str]:
@@ -89,14 +101,23 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
-        if reason is None and _BACKENDS[name] in _FORCED_ONLY.get(op, ()):
-            reason = "not measured yet"
+        if reason is None:
+            reason = _reserve(op, _BACKENDS[name], x)
         if reason is None:
             return name, "; ".join(refusals) or "first choice for this device and dtype"
         refusals.append(f"not {name}: {reason}")
     return "torch", "; ".join(
         refusals
     ) or "the Triton kernels have not been run on such GPUs: backend('triton') takes them"
+
+
+def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
+    """Why a backend that takes ``op`` on ``x`` is left to those who force it, or None if it is not."""
+    if op != "experts_mlp" or not x.is_cuda:
+        return None
+    if implementation is native:
+        return None if native.is_hopper(x) else "its kernels of experts are for Hopper GPUs"
+    return "not measured yet"
 
 
 def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:

@@ -124,6 +124,10 @@ def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
     top_k_index = given["top_k_index"]
     flat = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, top_k_index))
     parts = native.plan_experts(*flat, gate_up_weight, down_weight, given["interleaved"], given["transposed"])
+    if x.is_cuda and not any(part.fused for part in parts):
+        rows = top_k_index.numel() / gate_up_weight.shape[0]
+        if dispatch.instead_of_native("experts_mlp", x, rows) is not None:
+            return Explanation("experts_mlp", "triton", f"not {name}: {plans.REFUSALS[parts[0].refusal]}")
     return Explanation("experts_mlp", name, f"{reason}; {plans.in_words(parts)}", parts)
 
 

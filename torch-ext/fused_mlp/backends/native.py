@@ -43,15 +43,20 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU that the kernels of experts are for."""
+    return (_is_hopper if torch.compiler.is_compiling() else _cached_is_hopper)(x.get_device())
+
+
 def experts_refusal(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
 ) -> Optional[str]:
     """Why ``experts_mlp`` would raise an error for operands of which :func:`refusal` says nothing, by its code in
-    ``plans.REFUSALS``: as in cuda/experts.cpp.
+    ``plans.REFUSALS``: as in cuda/experts.cpp, which has to be known of the tensors that are traced too.
     """
     if DEVICE_TYPE == "cpu":
         return None
-    if torch.cuda.get_device_capability(x.get_device()) != (9, 0):
+    if not is_hopper(x):
         return "gpu"
     if x.dtype == torch.float32:
         return "float32"
@@ -99,6 +104,13 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
 
 
 _cached_gpu_refusal = functools.cache(_gpu_refusal)
+
+
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+_cached_is_hopper = functools.cache(_is_hopper)
 
 
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
