@@ -29,7 +29,8 @@ constexpr bool is_gradient(Product product) {
 }
 constexpr bool reads_weights_as_they_lie(Product product) { return is_gradient(product) || product == Product::kPair; }
 
-// The matrices [m, n] that a product's epilogue reads or writes. A pointwise kernel behind torch's GEMM moves as many.
+// The matrices [m, n] that a product's epilogue reads or writes. The pointwise kernel behind torch's GEMM that does the
+// same moves as many.
 constexpr int moved_matrices(Product product) {
   switch (product) {
     case Product::kPlainKept:
