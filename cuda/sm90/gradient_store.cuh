@@ -111,9 +111,9 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
       if (Gemm::kOfUp) tma_store(&args.up_gradient, store + 2 * Gemm::kBoxBytes, column, row);
       tma_store_commit();
     }
+    // The next step's accumulators, where the loop's body wants them.
 #pragma unroll
-    for (int i = 0; i < (Steps::kOfTile - 1) * kCount;
-         ++i) {  // the next step's accumulators, where the loop wants them
+    for (int i = 0; i < (Steps::kOfTile - 1) * kCount; ++i) {
       const int next = i + kCount;
       accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
           accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];
