@@ -80,7 +80,7 @@ bench: $(call installed,bench) build ## build, then measure at every M from wher
 	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
 	done
 
-tune: $(call installed,bench) ## measure the sm_90a GEMMs and write cuda/sm90/tuning.h (needs an H100 or H200, and nvcc)
+tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/tuning.h or cuda/sm80/tuned.def (needs a GPU and nvcc)
 	$(python) tools/tune.py
 
 lint: $(call installed,lint) $(actionlint) ## check the style of all code, the workflows, and what the flake locks

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -24,6 +25,8 @@ using torch::stable::accelerator::DeviceGuard;
 bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
+constexpr int kTransposedK =
+    64;  // of transposed weights, inputs are a multiple of this: a step of k lies in one expert
 
 // What the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
 bool addressable(const TensorRows& rows) {
@@ -67,36 +70,44 @@ WeightType weight_type(const Tensor& weights) {
   }
 }
 
-// One layer. `parts` matrices of weights lie in `weight`, their rows one after the other or in turns.
+// One layer. `parts` matrices of weights lie in `weight`, their features one after the other or in turns.
 struct ExpertLayer {
-  const Tensor& weight;  // [experts, parts * n, k]
+  const Tensor& weight;  // [experts, parts * n, k], or where transposed [experts, k, parts * n]
   OptionalTensor bias;
   int parts;
   bool in_turns;
+  bool transposed;
 
   GroupedProblem problem(const Routes& routes, DType dtype, int slots_of_row) const {
-    const int64_t experts = weight.size(0), n = weight.size(1) / parts, k = weight.size(2);
-    const int64_t row = weight.stride(1), rows = experts == 1 ? parts * n : weight.stride(0) / row;
-    const int step = in_turns ? parts : 1;
-    STD_TORCH_CHECK(n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0, "features must be multiples of 8");
-    STD_TORCH_CHECK(weight.stride(2) == 1 && row % 8 == 0 && row >= k && rows >= parts * n && rows % step == 0 &&
-                        (experts == 1 || weight.stride(0) % row == 0),
-                    "weights must be [experts, out, in] of aligned rows");
+    const int64_t experts = weight.size(0), n = weight.size(transposed ? 2 : 1) / parts;
+    const int64_t k = weight.size(transposed ? 1 : 2), row = weight.stride(1);
+    constexpr const char* kUnaligned = "the rows of weights must be aligned";
+    STD_TORCH_CHECK(weight.stride(2) == 1 && row % 8 == 0 && row >= std::max<int64_t>(weight.size(2), 1), kUnaligned);
+    const int64_t rows = experts == 1 ? weight.size(1) : weight.stride(0) / row;
+    const int step = in_turns ? parts : 1;       // from a gate to the next
+    const int row_step = transposed ? 1 : step;  // in rows
+    const int k_step = transposed ? kTransposedK : 8;
+    STD_TORCH_CHECK(n > 0 && k > 0 && n % 8 == 0 && k % k_step == 0, "features must be multiples of ", k_step);
+    STD_TORCH_CHECK(rows >= weight.size(1) && rows % row_step == 0 && (experts == 1 || weight.stride(0) % row == 0),
+                    kUnaligned);
     STD_TORCH_CHECK(experts * rows < std::numeric_limits<int32_t>::max() - 1024,
                     "weights must have less than 2^31 rows");
     GroupedProblem p{};
     p.gemm = {.m = routes.slots(), .n = n, .k = k, .dtype = dtype};
-    p.gemm.weight = {const_cast<void*>(weight.const_data_ptr()), row * step};
+    p.gemm.weight = {const_cast<void*>(weight.const_data_ptr()), row * row_step};
     p.gemm.out.row_stride = n;
     p.routes = routes;
     p.slots_of_row = slots_of_row;
-    p.weight_rows = rows / step;
+    p.weight_rows = rows / row_step;
+    p.transposed = transposed;
+    p.interleaved = in_turns;
     p.limits = {std::numeric_limits<float>::infinity(), 0.0f};
     const auto at = [](const void* data, int64_t elements) {
       return static_cast<char*>(const_cast<void*>(data)) + elements * 2;
     };
     const int64_t between = in_turns ? 1 : n;  // rows, from an operand to the next
-    if (parts == 2) p.gemm.up_weight = {at(weight.const_data_ptr(), between * row), row * step};
+    const int64_t up = transposed ? 0 : between * row;
+    if (parts == 2) p.gemm.up_weight = {at(weight.const_data_ptr(), up), row * row_step};
     if (bias) {
       p.bias_stride = bias->stride(0);
       p.bias_step = bias->stride(1) * step;
@@ -129,7 +140,6 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                 interleaved, transposed, limit, up_offset);
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(dtype != DType::kFloat32, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(!transposed, "weights must be [experts, out, in]");
   check_size(top_k_index.numel(), gate_up_weight.size(0));
   const DeviceGuard device_guard(x.get_device_index());
   const Gpu& device = gpu_of(x);
@@ -139,8 +149,8 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const Tensor down = aligned(down_weight) ? down_weight : torch::stable::clone(down_weight);
   const Routes routes = routes_of(index, gate_up.size(0));
   GroupedProblem first =
-      ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved}.problem(routes, dtype, routes.top_k);
-  GroupedProblem second = ExpertLayer{down, down_bias, 1, false}.problem(routes, dtype, 1);
+      ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved, transposed}.problem(routes, dtype, routes.top_k);
+  GroupedProblem second = ExpertLayer{down, down_bias, 1, false, transposed}.problem(routes, dtype, 1);
 
   const Tensor out = new_dense(x, {x.size(0), second.gemm.n});
   if (out.numel() == 0) return out;
@@ -184,15 +194,15 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed) {
-  STD_TORCH_CHECK(!transposed && x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
+  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
   const Gpu& device = gpu_of(x);
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
                       static_cast<int>(gate_up_weight.size(0))};
-  const int parts = gate_up_weight.size(1) == down_weight.size(2) ? 1 : 2;
+  const int parts = gate_up_weight.size(transposed ? 2 : 1) == down_weight.size(transposed ? 1 : 2) ? 1 : 2;
   PlanRecord record;
-  for (const ExpertLayer& layer :
-       {ExpertLayer{gate_up_weight, {}, parts, false}, ExpertLayer{down_weight, {}, 1, false}}) {
+  for (const ExpertLayer& layer : {ExpertLayer{gate_up_weight, {}, parts, false, transposed},
+                                   ExpertLayer{down_weight, {}, 1, false, transposed}}) {
     const GroupedPlan plan = sm90::plan_grouped(layer.problem(routes, dtype_of(x, "x"), 1), device.multiprocessors);
     record.layer()
         .set("implementation", "sm90")

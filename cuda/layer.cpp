@@ -101,7 +101,7 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
   if (gemm.fused()) {
-    record_kernel(gemm.architecture->name, gemm.plan.kernel, gemm.architecture->modelled(), plan);
+    record_kernel(gemm.architecture->name, gemm.plan.kernel, gemm.architecture->guesses(gemm.gpu), plan);
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));

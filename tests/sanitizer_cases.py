@@ -184,9 +184,11 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     for dtype in (torch.bfloat16, torch.float16):
         for (tokens, k, experts), form in itertools.product(
             ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512), (900, 3, 7)),
-            ({}, interleaved, {"gated": False}),
+            ({}, interleaved, {"gated": False}, {"transposed": True, **interleaved}, {"transposed": True}),
         ):
             n_in, hidden, out = (1032, 520, 40) if tokens == 1 else (136, 72, 264)
+            if "transposed" in form:
+                n_in, hidden = n_in // 64 * 64, hidden // 64 * 64
             rows = hidden if "gated" in form else 2 * hidden
             made = {"x": torch.randn(tokens, n_in), "top_k_index": torch.randint(-1, experts + 1, (tokens, k))}
             made |= {"top_k_weights": torch.rand(tokens, k)}
@@ -195,6 +197,8 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
                 "down_weight": torch.randn(experts, out, hidden),
             }
             made |= {"gate_up_bias": torch.randn(experts, rows), "down_bias": torch.randn(experts, out)}
+            if "transposed" in form:
+                made |= {name: made[name].mT.contiguous() for name in ("gate_up_weight", "down_weight")}
             routing = ("top_k_index", "top_k_weights")
             yield (
                 {name: value.cuda().to(value.dtype if name in routing else dtype) for name, value in made.items()},

@@ -136,8 +136,10 @@ def test_every_grouped_kernel_is_there(hopper_code):
     tiled = [name for name in names if "GroupedTiles<" in name]
     assert len(tiled) == 2 * len(gemm_kernels.DTYPES)
     names = [name for name in names if "grouped_gemm_kernel" in name]
-    found = [re.search(r"StreamedGemm<(\w+), \(fused_mlp::Product\)(\d), (\d+)>", name).groups() for name in names]
-    assert rows and sorted(found) == sorted(itertools.product(gemm_kernels.DTYPES, "01", rows))
+    kernel = r"(StreamedGemm|StreamedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
+    found = [re.search(kernel, name).groups() for name in names]
+    wanted = itertools.product(("StreamedGemm", "StreamedTransposed"), gemm_kernels.DTYPES, "01", rows)
+    assert rows and sorted(found) == sorted(wanted)
 
 
 # The GEMMs of sm_80: by the architecture compiled for, the capabilities that run its code, with the shared memory and
@@ -162,7 +164,9 @@ def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int)
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> dict[tuple[str, ...], tuple[int, int]]:
     """Threads and bytes of shared memory of sm80's kernels."""
-    return dict(zip(gemm_kernels.entries("sm80"), Predictor(tmp_path_factory.mktemp("sizes")).sizes(), strict=True))
+    kernels = Predictor(tmp_path_factory.mktemp("sizes")).kernels()
+    sizes = [(kernel.threads, kernel.shared) for kernel in kernels]
+    return dict(zip(gemm_kernels.entries("sm80"), sizes, strict=True))
 
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)

@@ -1,6 +1,7 @@
 """experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
 
 import functools
+import importlib
 import itertools
 import random
 import sys
@@ -263,8 +264,9 @@ def check_grouped(fused_mlp, made, activation="silu", **form):
 @hopper
 @pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
 def test_grouped_forms(fused_mlp, device, dtype):
-    for form, biases in itertools.product((form for form in forms() if not form["transposed"]), (False, True)):
-        made = drawn(sizes=(40, 24, 32), dtype=dtype, device=device, biases=biases, **form)
+    for form, biases in itertools.product(forms(), (False, True)):
+        sizes = (128, 64, 32) if form["transposed"] else (40, 24, 32)
+        made = drawn(sizes=sizes, dtype=dtype, device=device, biases=biases, **form)
         check_grouped(fused_mlp, made, **form)
     for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
         check_grouped(
@@ -303,6 +305,11 @@ GROUPED = [
 @pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), GROUPED, ids=str)
 def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
+        check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+    n_in, hidden, out = sizes
+    sizes = (-(-n_in // 64) * 64, -(-hidden // 64) * 64, out)
+    for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
+        form["transposed"] = True
         check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
 
 
@@ -357,6 +364,12 @@ def test_grouped_in_a_graph(fused_mlp, device):
             assert torch.equal(found, result)
 
 
+def same_rows(made):
+    """All features of an expert in one row of memory."""
+    first = made["gate_up_weight"]
+    return made | {"gate_up_weight": first[:, :1].expand_as(first)}
+
+
 @hopper
 def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
     """PyTorch computes it instead, forced or not, and the explanation says why."""
@@ -365,11 +378,12 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
         ("float32", drawn(sizes=sizes, device=device), {}),
         ("multiple of 8", drawn(dtype=torch.bfloat16, device=device), {}),
         (
-            "not row-major",
+            "multiple of 64",
             drawn(sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True),
             {"transposed": True},
         ),
         ("more experts", drawn(3, 2, 513, sizes=sizes, dtype=torch.bfloat16, device=device), {}),
+        ("overlap", same_rows(drawn(sizes=sizes, dtype=torch.bfloat16, device=device)), {}),
     ):
         check(fused_mlp, "cuda", made, **form)
         with fused_mlp.backend("cuda"):
@@ -381,18 +395,33 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_what_is_chosen(fused_mlp, device, tokens):
     """The compiled kernels; where they do not take the operands, Triton's for few tokens, or the parts."""
-    sizes = (72, 40, 24)
-    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device)
+    for form in ({}, {"transposed": True}):
+        made = drawn(tokens, sizes=(64, 128, 24), dtype=torch.bfloat16, device=device, **form)
+        check(fused_mlp, "auto", made, **form)
+        found = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
+        assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
+    made = drawn(tokens, dtype=torch.bfloat16, device=device)
     check(fused_mlp, "auto", made)
     found = fused_mlp.explain(fused_mlp.experts_mlp, **made)
-    assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
-    made = drawn(tokens, sizes=sizes, dtype=torch.bfloat16, device=device, transposed=True)
-    check(fused_mlp, "auto", made, transposed=True)
-    found = fused_mlp.explain(fused_mlp.experts_mlp, **made, transposed=True)
-    assert (found.implementation, "not row-major" in found.reason) == ("triton" if tokens == 1 else "cuda", True)
+    assert (found.implementation, "multiple of 8" in found.reason) == ("triton" if tokens == 1 else "cuda", True)
     assert not any(part.fused for part in found.parts)
-    trained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].requires_grad_()}, transposed=True)
+    trained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].requires_grad_()})
     assert trained.implementation == "torch"
+
+
+@hopper
+def test_grouped_compiled(fused_mlp, device):
+    """The compiled op is in the graph, for any number of tokens."""
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda made: fused_mlp.experts_mlp(**made), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (7, 300, 1):
+        made = drawn(tokens, sizes=(72, 40, 24), dtype=torch.bfloat16, device=device)
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = compiled(made)
+        assert torch.equal(found, fused_mlp.experts_mlp(**made))
+        assert any(event.name.endswith("::experts_mlp") for event in profile.events())
 
 
 # What is not one op
@@ -494,6 +523,35 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
             # Sums over tokens, in another order: their terms are as large as the largest, also where they cancel. Four
             # products of some 40 terms each differ by some 1e-6 of that.
             torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[0].abs().max().item())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, monkeypatch):
+    """Whatever torch's grouped product leaves there, neither results nor gradients have it."""
+    composed = importlib.import_module(f"{fused_mlp.__name__}.experts")
+    product, routing = composed._GroupedMm.forward, composed.routing
+
+    def step(made):
+        leaves = [value.detach().requires_grad_() for value in made.values() if value.is_floating_point()]
+        given = iter(leaves)
+        moved = {name: next(given) if value.is_floating_point() else value for name, value in made.items()}
+        call = functools.partial(fused_mlp.experts_mlp, activation="gelu", limit=0.5)
+        result = torch.compile(call, fullgraph=True, backend="aot_eager")(**moved) if compiled else call(**moved)
+        return result.detach(), *torch.autograd.grad(result.square().sum(), leaves)
+
+    def poisoned(rows, weight, offsets):
+        result = product(rows, weight, offsets)
+        numbers = torch.arange(result.shape[0], device=result.device)
+        return torch.where((numbers < offsets[-1]).unsqueeze(-1), result, torch.nan)
+
+    made = drawn(biases=True, device=device)
+    made["top_k_weights"].nan_to_num_(0.3)
+    torch.compiler.reset()
+    expected = step(made)
+    monkeypatch.setattr(composed._GroupedMm, "forward", staticmethod(poisoned))
+    monkeypatch.setattr(composed, "routing", lambda index, experts, masked: routing(index, experts, masked=True))
+    torch.compiler.reset()
+    torch.testing.assert_close(step(made), expected)
 
 
 class Module(nn.Module):

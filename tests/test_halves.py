@@ -51,10 +51,10 @@ def whole(fused_mlp, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_models(fused_mlp, whole, model_type):
+def test_models(fused_mlp, device, whole, model_type):
     """One op a layer, and the same outputs; that training and `restore` are as before, test_coverage.py shows."""
-    model = built(model_type)
-    inputs = inputs_of(model)
+    model = built(model_type).to(device)
+    inputs = {name: value.to(device) for name, value in inputs_of(model).items()}
     with torch.no_grad():
         expected = model(**inputs)[0]
         joined = [entry for entry in fused_mlp.fuse_mlps(model).fused if entry.pattern == "plain in two modules"]

@@ -10,10 +10,11 @@ import pytest
 
 import gemm_kernels
 import project
-from tuning import bench, fit
+from tuning import bench, fit, mma_sync
 from tuning.header import header
 from tuning.kernels import KINDS, Gpu, Kernel, Point
 from tuning.model import Model, build
+from tuning.prediction import GPUS, Predictor
 
 MULTIPROCESSORS = 132
 
@@ -125,3 +126,27 @@ def test_every_tiled_kernel_has_been_timed():
     for file, training in (("tuning.h", False), ("training_times.h", True)):
         timed = set(re.findall(row, (project.ROOT / "cuda/sm90" / file).read_text()))
         assert timed == {kernel for kernel in listed if (kernel[0] in gemm_kernels.TRAINING) == training}
+
+
+def test_the_gemms_of_sm80_on_a_gpu_that_was_measured(tmp_path):
+    """Of times that a model with other constants makes, those constants come out; then the package goes by them."""
+    gpu = GPUS["A100 80GB SXM"]
+    for folder in ("cuda", "tools/tuning"):
+        shutil.copytree(project.ROOT / folder, tmp_path / folder)
+    (tmp_path / "torch-ext").symlink_to(project.ROOT / "torch-ext")
+    rows = tmp_path / "cuda/sm80/tuned.def"
+    true = [[0.80, 0.70, 0.75, 0.60, 0.50], 0.80, 4.0, 0.90, 0.85, 3.0]
+    mma_sync.write(mma_sync.row(gpu, "another", [[0.1] * 5, *[0.1] * 5]), rows)
+    mma_sync.write(mma_sync.row(gpu, "a test", true), rows)
+    estimated, measured = Predictor(tmp_path / "estimated"), Predictor(tmp_path / "measured", tmp_path)
+    assert [measured.constants(gpu), measured.constants(GPUS["L40S"])] == [true, estimated.constants(gpu)]
+    times = {}
+    for product in (*mma_sync.LARGE, *mma_sync.WIDE, mma_sync.SMALL):
+        numbers = list(mma_sync.candidates(estimated, gpu, product))
+        times[product] = {number: measured.estimated(gpu, product, number) for number in numbers}
+        times[product][None] = measured.predict(gpu, *product.plain, False, "linear").torch_microseconds
+    shares, *values = mma_sync.fit(times, estimated, gpu)
+    assert [*shares, *values] == pytest.approx([*true[0], *true[1:]], rel=0.05)
+    for name, other in GPUS.items():
+        record = measured.predict(other, 8192, 3072, 768, True).record
+        assert ("model" in record) == (name != "A100 80GB SXM")

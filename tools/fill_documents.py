@@ -83,6 +83,7 @@ def parts() -> dict[str, str]:
         "widths": widths_table(),
         "floors": floors_table(),
         "experts": experts_table(),
+        "gpu-experts": gpu_experts_table(),
         "mma-sync": mma_sync_table(),
     }
     sentences = {
@@ -92,6 +93,7 @@ def parts() -> dict[str, str]:
         "between": between_sentence(),
         "cpu": cpu_sentence(),
         "experts-machine": experts_machine(),
+        "gpu-experts-machine": gpu_experts_machine(),
         "coverage": coverage_sentence(),
     }
     return tables | {name: textwrap.fill(text, 120) for name, text in sentences.items()}
@@ -259,6 +261,47 @@ def experts_table() -> str:
         backward = ", with backward" if result["backward"] else ""
         rows.append((f"{result['tokens']}, {result['routing']}{backward}", *cells))
     return documents.table(("tokens, routing", *EXPERTS.values()), rows, left=1)
+
+
+# What transformers and Liger run, and what is ours by name: "ours" alone is what a call takes by itself.
+GPU_EXPERTS = {
+    "grouped_mm": "grouped_mm",
+    "batched_mm": "batched_mm",
+    "liger": "Liger",
+    "ours-triton": "ours, Triton",
+    "ours-cuda": "ours, CUDA",
+    "ours": HEADS["ours"],
+}
+
+
+def gpu_experts_table() -> str:
+    """GPU and wall time in microseconds."""
+    results = [result for result in run("h200-experts")["results"] if result["providers"]]
+    names = [name for name in GPU_EXPERTS if any(name in result["providers"] for result in results)]
+    rows = []
+    for result in results:
+        times = result["providers"]
+        backward = ", with backward" if result["backward"] else ""
+        cells = (f"{times[n]['kernel_us']:.0f} / {times[n]['wall_us']:.0f}" if n in times else "" for n in names)
+        rows.append((f"{result['name']}, {result['tokens']}, {result['routing']}{backward}", *cells))
+    heads = ("experts, tokens, routing", *(GPU_EXPERTS[name] for name in names))
+    return documents.table(heads, rows, left=1)
+
+
+def gpu_experts_machine() -> str:
+    found = run("h200-experts")
+    shapes = {
+        result["name"]: f"{result['name']} has {result['experts']} experts of {result['dim']} x {result['hidden']}, "
+        f"{result['top_k']} a token"
+        for result in found["results"]
+    }
+    spreads = [way["wall_us_spread"] for result in found["results"] for way in result["providers"].values()]
+    facts = found["machine"]
+    return (
+        f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, {facts['dtype']}: GPU / wall "
+        f"time in us; the turns of one way differ by {statistics.median(spreads):.1%} of their median wall time. "
+        f"{'; '.join(shapes.values())}."
+    )
 
 
 def experts_machine() -> str:

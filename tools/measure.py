@@ -112,18 +112,23 @@ def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Garbage of earlier calls is not freed meanwhile: on a GPU that would count as memory which this gives back."""
+def _undisturbed() -> Iterator[None]:
+    """Nothing of earlier calls is freed meanwhile: on a GPU that would count as memory which this gives back.
+
+    Garbage is not collected, and backwards run on the calling thread: a thread of autograd's own may still hold
+    gradients when the backward that it ran has returned.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         if was_enabled:
             gc.enable()
 
 
-@_uncollected()
+@_undisturbed()
 def saved_and_peak(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[int, int]:
     """Bytes that the forward leaves for the backward, its result apart, and the most that were allocated in both."""
     if torch.cuda.is_available():

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Makes cuda/sm90/tuning.h: times every sm_90a GEMM on this GPU over the layers of models, torch's beside them, and
-fits what the dispatch chooses by. Takes about six minutes on an H100.
+fits what the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it times
+those instead, in a minute, and writes the row of the compute capability into cuda/sm80/tuned.def.
 """
 
 import argparse
@@ -17,10 +18,11 @@ try:
 
     import project
     from builder.toolchain import BuildError
-    from tuning import bench, fit
+    from tuning import bench, fit, mma_sync
     from tuning.header import header
     from tuning.kernels import KINDS, Gpu, Kernel, Point
     from tuning.model import Model, build
+    from tuning.prediction import Predictor
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
 
@@ -42,8 +44,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a third of the shapes, half of the rows")
     parser.add_argument("--dry-run", action="store_true", help="print the header, and write none")
     parser.add_argument("--times", type=Path, help=f"fit to these, of a run before ({TIMES.relative_to(project.ROOT)})")
+    parser.add_argument("--sm80", action="store_true", help="the GEMMs of sm_80 on a Hopper GPU too")
     arguments = parser.parse_args()
     try:
+        if arguments.sm80 or bench.capability() not in (None, (9, 0)):
+            tune_sm80(arguments.dry_run)
+            return
         times = load(arguments.times) if arguments.times else measure(arguments.quick)
     except (bench.TuneError, BuildError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -55,6 +61,20 @@ def main() -> None:
     else:
         HEADER.write_text(header(constants, times.name, times.gpu))
         print(f"wrote {HEADER.relative_to(project.ROOT)}")
+
+
+def tune_sm80(dry_run: bool) -> None:
+    gpu, name = mma_sync.describe(), torch.cuda.get_device_name()
+    library, predictor = bench.build(FOLDER, "sm80", f"{gpu.major}{gpu.minor}"), Predictor(FOLDER)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        times = mma_sync.measure(library, predictor, gpu)
+    for product, found in times.items():
+        print(", ".join(map(str, product)), {number: round(time, 1) for number, time in found.items()})
+    row = mma_sync.row(gpu, name, mma_sync.fit(times, predictor, gpu))
+    print(row)
+    if not dry_run:
+        mma_sync.write(row)
+        print(f"wrote {mma_sync.ROWS.relative_to(project.ROOT)}")
 
 
 def measure(quick: bool) -> Times:

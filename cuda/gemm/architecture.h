@@ -21,12 +21,14 @@ struct Architecture {
   GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  // What decides between the kernel chosen and torch's GEMM: what was measured, carried over to this GPU; or where
-  // nothing was, decide(), which answers as choose_gemm() does, by a model of the GPU.
+  // What decides between the kernel chosen and torch's GEMM: what was measured, carried over to this GPU; or decide(),
+  // which answers as choose_gemm() does, by a model of the GPU, and measured(), whether the model's constants are of
+  // such a GPU.
   TorchComparison (*torch)(const Gpu& gpu);
   Refusal (*decide)(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
+  bool (*measured)(const Gpu& gpu);
 
-  bool modelled() const { return torch == nullptr; }
+  bool guesses(const Gpu& gpu) const { return torch == nullptr && !measured(gpu); }
 };
 
 namespace sm80 {

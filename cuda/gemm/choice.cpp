@@ -102,7 +102,7 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
     return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
-  if (architecture.modelled()) return architecture.decide(p, gpu, plan);
+  if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
 
   const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);

@@ -41,6 +41,9 @@ struct GroupedProblem {
   Routes routes;
   int slots_of_row;     // of a: top_k where its rows are those of tokens, 1 where they are those of slots
   int64_t weight_rows;  // from an expert's first row of weights to the next one's, for both operands
+  // Weights are [k, n], or of a gated product [k, 2 n]: gates and ups side by side, or columns of them in turns where
+  // interleaved. `gemm.weight` is all of it, and so is `gemm.up_weight`. k is a multiple of 64.
+  bool transposed, interleaved;
   int64_t bias_stride;  // from an expert's first bias to the next one's, for both operands
   int64_t bias_step;    // from column to column
   GateLimits limits;

@@ -6,12 +6,12 @@
 
 namespace fused_mlp {
 
-// Adds the kernel to the record's last layer. `modelled`: it was chosen by a model of the GPU, not by measured times.
-inline void record_kernel(const char* architecture, const GemmKernel& kernel, bool modelled, PlanRecord* plan) {
+// Adds the kernel to the record's last layer. `guessed`: by a model of a GPU that nobody has measured.
+inline void record_kernel(const char* architecture, const GemmKernel& kernel, bool guessed, PlanRecord* plan) {
   plan->set("implementation", architecture).set("kernel", name(kernel.loop));
   plan->set("block_m", kernel.block_m).set("block_n", kernel.block_n);
   plan->set("schedule", name(kernel.schedule)).set("split_k", kernel.split_k);
-  if (modelled) plan->set("basis", "model");
+  if (guessed) plan->set("basis", "model");
 }
 
 }  // namespace fused_mlp

@@ -5,8 +5,12 @@
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
 #include "plan.h"
+#include "time_model.h"
 
 namespace fused_mlp::sm80 {
+
+// Defined in gemm_bf16.cu: whether there is machine code for the GPUs of a compute capability.
+bool compiled_for(int major, int minor);
 
 // Defined in gemm_bf16.cu and gemm_fp16.cu, by launch.cuh.
 template <typename Element>
@@ -14,7 +18,11 @@ cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, cudaStr
 
 constinit const Architecture kArchitecture = {
     .name = "sm80",
-    .runs_on = [](const Gpu& gpu) { return gpu.major == 8 || (gpu.major == 9 && gpu.minor == 0) || gpu.major == 12; },
+    .runs_on =
+        [](const Gpu& gpu) {
+          const bool known = gpu.major == 8 || (gpu.major == 9 && gpu.minor == 0) || gpu.major == 12;
+          return known && compiled_for(gpu.major, gpu.minor);
+        },
     .kernels = kKernels,
     .refusal = refusal_of_operands,
     .choose = choose,
@@ -25,6 +33,7 @@ constinit const Architecture kArchitecture = {
         },
     .torch = nullptr,
     .decide = decide,
+    .measured = [](const Gpu& gpu) { return tuning_of(gpu).measured(); },
 };
 
 }  // namespace fused_mlp::sm80

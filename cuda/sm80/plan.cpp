@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "time_model.h"
-#include "tuning.h"
 
 namespace fused_mlp::sm80 {
 
@@ -22,7 +21,9 @@ GemmPlan choose(const GemmProblem& p, const Gpu& gpu) {
 
 Refusal decide(const GemmProblem& p, const Gpu& gpu, GemmPlan* plan) {
   *plan = choose(p, gpu);
-  return plan->microseconds * kMargin <= torch_microseconds(p, gpu) ? Refusal::kNone : Refusal::kTorchByModel;
+  const Tuning& tuning = tuning_of(gpu);
+  if (plan->microseconds * tuning.margin() <= torch_microseconds(p, gpu)) return Refusal::kNone;
+  return tuning.measured() ? Refusal::kTorchIsFaster : Refusal::kTorchByModel;
 }
 
 }  // namespace fused_mlp::sm80

@@ -1,8 +1,7 @@
 #include "time_model.h"
 
 #include <algorithm>
-
-#include "tuning.h"
+#include <iterator>
 
 namespace fused_mlp::sm80 {
 namespace {
@@ -18,21 +17,25 @@ double flops_per_cycle(const Gpu& gpu) {
   return gpu.geforce ? 512.0 : 1024.0;
 }
 
-double flops_per_microsecond(const Gpu& gpu) { return flops_per_cycle(gpu) * gpu.cycles_per_microsecond; }
-
 // The bytes per microsecond that CTAs read: few of them leave some of the bandwidth unused.
 double bandwidth(double share, int64_t ctas, const Gpu& gpu) {
   const double reach = std::min(1.0, kLeastReach + ctas / (kBusyCtas * gpu.multiprocessors));
   return share * reach * gpu.bytes_per_microsecond;
 }
 
+double share_of_peak(const GemmKernel& kernel, const Tuning& tuning) {
+  const auto tile = std::find_if(std::begin(kTiles), std::end(kTiles), [&](const int (&each)[2]) {
+    return each[0] == kernel.block_m && each[1] == kernel.block_n;
+  });
+  return tuning.of_peak[tile - std::begin(kTiles)];
+}
+
 double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {
   const GemmKernel& kernel = listed.kernel;
-  const auto share = std::find_if(std::begin(kTiledShares), std::end(kTiledShares), [&](const TiledShare& each) {
-    return each.block_m == kernel.block_m && each.block_n == kernel.block_n;
-  });
+  const Tuning& tuning = tuning_of(gpu);
   const double depth = static_cast<double>(ceil_div(p.k, listed.shape.block_k)) * listed.shape.block_k;
-  const double tile = 2.0 * kernel.block_m * kernel.block_n * depth / flops_per_microsecond(gpu) / share->of_peak;
+  const double tile =
+      2.0 * kernel.block_m * kernel.block_n * depth / flops_per_microsecond(gpu) / share_of_peak(kernel, tuning);
   // Tiles side by side on a multiprocessor share its tensor cores. In the last round there may be fewer of them.
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t side_by_side =
@@ -40,18 +43,19 @@ double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, cons
   const int64_t round = side_by_side * gpu.multiprocessors;
   const int64_t rounds = tiles / round;
   const double arithmetic = (rounds * side_by_side + ceil_div(tiles - rounds * round, gpu.multiprocessors)) * tile;
-  return kStartMicroseconds + std::max(arithmetic, bytes(p) / bandwidth(kTiledShareOfBandwidth, tiles, gpu));
+  return tuning.start + std::max(arithmetic, bytes(p) / bandwidth(kTiledShareOfBandwidth, tiles, gpu));
 }
 
 double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
   const int64_t tiles_m = ceil_div(p.m, listed.kernel.block_m);
   const int64_t ctas = tiles_m * ceil_div(p.n, listed.kernel.columns());
   // Every tile reads its weight rows and its tokens through L2.
   const double through_l2 = 2.0 * static_cast<double>(ctas) * p.k * (listed.shape.rows_m + listed.shape.rows_n);
   const double busy = static_cast<double>(std::min<int64_t>(ctas, gpu.multiprocessors));
   const double from_l2 = through_l2 / (busy * kL2BytesPerCycle * gpu.cycles_per_microsecond);
-  const double from_memory = bytes(p) / bandwidth(kShareOfBandwidth, ctas, gpu);
-  return kStartMicroseconds + std::max(from_l2, from_memory) + 0.1 * std::min(from_l2, from_memory);
+  const double from_memory = bytes(p) / bandwidth(tuning.share_of_bandwidth, ctas, gpu);
+  return tuning.start + std::max(from_l2, from_memory) + 0.1 * std::min(from_l2, from_memory);
 }
 
 // torch applies tanh-GELU in its GEMM where there is a bias: cuda/ops.cpp.
@@ -62,23 +66,32 @@ bool torch_has_epilogue(const GemmProblem& p) {
 
 }  // namespace
 
+double flops_per_microsecond(const Gpu& gpu) { return flops_per_cycle(gpu) * gpu.cycles_per_microsecond; }
+
+const Tuning& tuning_of(const Gpu& gpu) {
+  const auto* last = std::end(kTunings) - 1;
+  return *std::find_if(std::begin(kTunings), last,
+                       [&](const Tuning& each) { return each.major == gpu.major && each.minor == gpu.minor; });
+}
+
 double estimated_microseconds(const GemmProblem& p, const ListedKernel& kernel, const Gpu& gpu) {
   return kernel.kernel.loop == MainLoop::kTiled ? tiled_microseconds(p, kernel, gpu)
                                                 : streamed_microseconds(p, kernel, gpu);
 }
 
 double torch_microseconds(const GemmProblem& p, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  const double bytes_per_microsecond = tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond;
   const double elements = static_cast<double>(p.m) * p.n;
   const double arithmetic = 2.0 * products(p) * elements * p.k / (flops_per_microsecond(gpu) * gpu.multiprocessors);
   const double moved = bytes(p) + (p.gated() ? 2.0 * elements : 0.0);  // two results are written
-  const double gemms =
-      std::max(arithmetic / kTorchShareOfPeak, moved / (kTorchShareOfBandwidth * gpu.bytes_per_microsecond));
-  const double starts = products(p) * kTorchStartMicroseconds;
+  const double gemms = std::max(arithmetic / tuning.torch_of_peak, moved / bytes_per_microsecond);
+  const double starts = products(p) * tuning.torch_start;
   if (!p.gated() && torch_has_epilogue(p)) return gemms + starts;
   const double pointwise = 2.0 * elements * (products(p) + 1.0);
   const double in_l2 = std::min(pointwise, gpu.l2_bytes / 2.0);
   const double slow = pointwise - in_l2 + in_l2 / kL2Speedup;
-  return gemms + starts + kTorchStartMicroseconds + slow / (kTorchShareOfBandwidth * gpu.bytes_per_microsecond);
+  return gemms + starts + tuning.torch_start + slow / bytes_per_microsecond;
 }
 
 }  // namespace fused_mlp::sm80

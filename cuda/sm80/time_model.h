@@ -4,8 +4,15 @@
 #include "../gemm/gpu.h"
 #include "../gemm/problem.h"
 #include "plan.h"
+#include "tuning.h"
 
 namespace fused_mlp::sm80 {
+
+// What was measured on GPUs of the same compute capability, or else what is estimated for all.
+const Tuning& tuning_of(const Gpu& gpu);
+
+// Operations of one multiprocessor's tensor cores per microsecond, at most.
+double flops_per_microsecond(const Gpu& gpu);
 
 double estimated_microseconds(const GemmProblem& problem, const ListedKernel& kernel, const Gpu& gpu);
 

@@ -52,6 +52,7 @@ constinit const Architecture kArchitecture = {
         },
     .torch = torch_on,
     .decide = nullptr,
+    .measured = nullptr,
 };
 
 }  // namespace fused_mlp::sm90

@@ -1,7 +1,8 @@
-// The streamed GEMM for rows grouped by weights: the experts of a mixture, for few tokens. A tile has rows of one expert.
-// For very few, every CTA finds its rows in the index by itself, which takes the place of a launch that would sort them:
-// they stay where they are, in the order of the slots, the TMA brings those of a tile one by one, and the swizzle, which
-// is one of addresses, puts each in place. For more, rows lie in blocks of a tile's height (sorted_rows.cuh).
+// The streamed GEMM for rows grouped by weights: the experts of a mixture, for few tokens. A tile has rows of one
+// expert. For very few, every CTA finds its rows in the index by itself, which takes the place of a launch that would
+// sort them: they stay where they are, in the order of the slots, the TMA brings those of a tile one by one, and the
+// swizzle, which is one of addresses, puts each in place. For more, rows lie in blocks of a tile's height
+// (sorted_rows.cuh).
 #pragma once
 
 #include "../gemm/grouped.h"
@@ -22,6 +23,13 @@ struct GroupedGemmArgs {
   int64_t bias_step;
   int tiles_n;
   bool follows_sort;  // starts before the kernel is done that writes the blocks
+  bool interleaved;   // where weights are transposed: whether columns of gate and up alternate
+};
+
+// For weights [k, n], gates and ups side by side, which are read as they lie.
+template <typename Element, Product kProduct, int kTokens>
+struct StreamedTransposed : StreamedGemm<Element, kProduct, kTokens> {
+  static constexpr bool kTransposed = true;
 };
 
 // The rows of a tile, found by all threads of the CTA in shared memory. The compiler gives a shared variable multiples
@@ -30,9 +38,9 @@ template <int kRows>
 struct alignas(16) GroupRows {
   int expert;  // -1 where the tile does not exist
   int count;
-  int first;                          // of the expert's rows
-  int targets[kRows];                 // rows of the output
-  int sources[kRows];                 // the first row of each box of a
+  int first;                             // of the expert's rows
+  int targets[kRows];                    // rows of the output
+  int sources[kRows];                    // the first row of each box of a
   unsigned begins[kSearchedSlots / 32];  // a bit for each slot: whether a tile begins there
   short experts[kSearchedSlots];
 
@@ -100,6 +108,17 @@ struct GroupTile {
   int column;
 
   __device__ __forceinline__ int weight_row() const { return rows.expert * args.weight_rows + column; }
+  // The 64 rows of k of a block, and 64 columns for each part.
+  __device__ __forceinline__ void load_weights(uint32_t full, uint32_t weights, int block) const {
+    const int row = rows.expert * args.weight_rows + block * Gemm::kBlockK;
+    const int first = alternates() ? column * Gemm::kParts : column;
+    const int between = alternates() ? Gemm::kRows : args.gemm.n;
+#pragma unroll
+    for (int part = 0; part < Gemm::kParts; ++part) {
+      tma_load(&args.gemm.weight, full, weights + part * Gemm::kWeightBytes, first + part * between, row);
+    }
+  }
+  __device__ __forceinline__ bool alternates() const { return args.interleaved; }
   __device__ __forceinline__ int tokens() const { return rows.count; }
   __device__ __forceinline__ int boxes() const { return (rows.count + args.box_rows - 1) / args.box_rows; }
   __device__ __forceinline__ int loaded_tokens() const { return boxes() * args.box_rows; }

@@ -15,15 +15,17 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   constexpr int kRowsBytes = sizeof(GroupRows<Gemm::kTokens>);
   static_assert(Gemm::kSharedBytes + kRowsBytes <= Gemm::kSharedLimit, "as many CTAs as the ring was cut for");
   GroupedGemmArgs args{};
-  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + (Gemm::kTransposed ? g.k : g.n);
+  const int64_t columns_of_weights = Gemm::kTransposed ? Gemm::kParts * g.n : g.k;
+  static_assert(Gemm::kRows == Gemm::kBlockK, "boxes of weights are as high as they are wide, transposed or not");
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
-    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kRows, Gemm::kBlockK);
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, columns_of_weights, Gemm::kRows, Gemm::kBlockK);
   };
   const int64_t rows = plan.sorts ? int64_t{plan.row_tiles} * plan.rows : p.routes.slots() / p.slots_of_row;
   args.box_rows = plan.sorts ? kSortedBoxRows : 1;
-  const bool mapped =
-      encode_tensor_map(&args.gemm.a, g.dtype, g.a, rows, g.k, args.box_rows, Gemm::kBlockK) &&
-      map_weight(&args.gemm.weight, g.weight) && (!Gemm::kGated || map_weight(&args.gemm.up_weight, g.up_weight));
+  const bool mapped = encode_tensor_map(&args.gemm.a, g.dtype, g.a, rows, g.k, args.box_rows, Gemm::kBlockK) &&
+                      map_weight(&args.gemm.weight, g.weight) &&
+                      (!Gemm::kGated || map_weight(&args.gemm.up_weight, g.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
   args.gemm.epilogue = g.epilogue;
   args.gemm.out = g.out.data;
@@ -35,6 +37,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.limits = p.limits;
   args.blocks = p.blocks;
   args.follows_sort = plan.sorts && !g.follows_gemm;
+  args.interleaved = p.interleaved;
   args.slots_of_row = p.slots_of_row;
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.bias_stride = p.bias_stride;
@@ -99,13 +102,18 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
                ? launch_blocks<GroupedTiles<Element, Product::kGated, 192>>(p, plan, multiprocessors, stream)
                : launch_blocks<GroupedTiles<Element, Product::kPlain, 192>>(p, plan, multiprocessors, stream);
   }
-#define FUSED_MLP_LAUNCH(ROWS)                                                                                \
-  if (plan.rows == ROWS)                                                                                      \
-    return p.gemm.gated()                                                                                     \
-               ? launch_tiles<StreamedGemm<Element, Product::kGated, ROWS>>(p, plan, multiprocessors, stream) \
-               : launch_tiles<StreamedGemm<Element, Product::kPlain, ROWS>>(p, plan, multiprocessors, stream);
+#define FUSED_MLP_LAUNCH_GROUPED(GEMM, PRODUCT, ROWS)                                               \
+  if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
+      p.gemm.product() == Product::k##PRODUCT)                                                      \
+    return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream);
+#define FUSED_MLP_LAUNCH(ROWS)                              \
+  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Plain, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Gated, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Plain, ROWS) \
+  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Gated, ROWS)
   FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
 #undef FUSED_MLP_LAUNCH
+#undef FUSED_MLP_LAUNCH_GROUPED
   return cudaErrorInvalidValue;
 }
 

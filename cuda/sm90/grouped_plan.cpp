@@ -2,13 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 
 #include "../gemm/experts.h"
 #include "chip.h"
 #include "grouped_rows.h"
-#include "time_model.h"
-#include "tuning.h"
 
 namespace fused_mlp::sm90 {
 namespace {
@@ -40,30 +37,21 @@ int row_tiles(const Routes& routes, int tile) {
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
-  if (rows > std::end(kRows)[-1]) {
+  const int most = std::end(kRows)[-1];
+  if (rows > most && !p.transposed) {
     return {MainLoop::kTiled, true, kTiledBlock, row_tiles(p.routes, kTiledBlock), 1};
   }
-  const int* found = std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= rows; });
+  const int* found =
+      std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= std::min<int64_t>(rows, most); });
   const int tile = *found;
   const bool sorts = p.routes.slots() > kSearchedSlots;
   GroupedPlan plan{MainLoop::kStreamed, sorts, tile, row_tiles(p.routes, tile), 1};
 
-  // A product that takes as long: the weights of all those experts, side by side, for the rows of one.
-  GemmProblem alike = p.gemm;
-  alike.m = std::min<int64_t>(rows, tile);
-  alike.n = ceil_div(p.gemm.n, kStreamedColumns) * kStreamedColumns * usual_experts(p.routes);
-  const StreamedTime& time = p.gemm.gated() ? kStreamedGated : p.gemm.linear() ? kStreamedPlain : kStreamedActivated;
-  double least = std::numeric_limits<double>::infinity();
-  for (int split_k = 1; split_k <= kMaxStreamedSplitK && kBlockK * (split_k - 1) < p.gemm.k; split_k *= 2) {
-    const GemmKernel kernel{MainLoop::kStreamed, p.gemm.product(), tile, (p.gemm.gated() ? 2 : 1) * kStreamedColumns,
-                            Schedule::kSwapped,  split_k};
-    const double estimate =
-        estimated_microseconds(alike, kernel, time, {multiprocessors, kTorch.bytes_per_microsecond, 1.0});
-    if (estimate < least) {
-      least = estimate;
-      plan.split_k = split_k;
-    }
-  }
+  // As many CTAs share k as the chip holds at once, those of all tiles together.
+  const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
+  const int64_t room =
+      std::min<int64_t>(int64_t{streamed_ctas(tile)} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
+  while (plan.split_k * 2 <= std::min<int64_t>(room, kMaxStreamedSplitK)) plan.split_k *= 2;
   return plan;
 }
 

@@ -1,7 +1,7 @@
 // The tiled GEMM for rows grouped by weights: the experts of a mixture, for many tokens. Rows lie in blocks of a tile's
 // height, each of one expert (sorted_rows.cuh), so that tiles are those of any product, but for where their weights
-// and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of them
-// are loaded, and where they are half of the block, their wgmma is left out.
+// and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of
+// them are loaded, and where they are half of the block, their wgmma is left out.
 #pragma once
 
 #include "../gemm/grouped.h"

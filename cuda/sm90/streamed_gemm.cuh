@@ -33,6 +33,7 @@ struct StreamedGemm {
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kTokens = kTokens_;
+  static constexpr bool kTransposed = false;      // whether weights are [k, n]: M-major operands
   static constexpr int kRows = kStreamedColumns;  // of one weight, which are columns of the output
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
@@ -88,6 +89,7 @@ struct StreamedTile {
   int first_token;
 
   __device__ __forceinline__ int weight_row() const { return column; }
+  __device__ __forceinline__ bool alternates() const { return false; }
   __device__ __forceinline__ int tokens() const { return min(args.tokens, args.m - first_token); }
   __device__ __forceinline__ int loaded_tokens() const { return args.tokens; }
   __device__ __forceinline__ void load_tokens(uint32_t full, uint32_t tokens, int k) const {
@@ -112,6 +114,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   const uint32_t stage_bytes =
       Gemm::kParts * Gemm::kWeightBytes + tile.loaded_tokens() * Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto load_weights = [&](int stage, int block) {
+    if constexpr (Gemm::kTransposed) return tile.load_weights(shared.full(stage), shared.weight(stage, 0), block);
     const int column = block * Gemm::kBlockK, row = tile.weight_row();
     tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0), column, row);
     if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1), column, row);
@@ -141,7 +144,11 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
 // The consumers: multiply the blocks as they arrive, and leave the CTA's sums in shared.partial.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
-  using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens>;
+  using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens, false, Gemm::kTransposed>;
+  const auto weight_descriptor = [](uint32_t weight, int step) {
+    return Gemm::kTransposed ? transposed_wgmma_descriptor(weight + step * kTransposedStepBytes)
+                             : wgmma_descriptor(weight + step * kWgmmaStepBytes);
+  };
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
@@ -159,7 +166,7 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
       for (int part = 0; part < Gemm::kParts; ++part) {
-        Mma::multiply(accumulator[part], wgmma_descriptor(shared.weight(at.stage, part) + step * kWgmmaStepBytes),
+        Mma::multiply(accumulator[part], weight_descriptor(shared.weight(at.stage, part), step),
                       wgmma_descriptor(shared.tokens(at.stage) + step * kWgmmaStepBytes), true);
       }
     }
@@ -207,6 +214,17 @@ __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& s
   return sum;
 }
 
+// The same where columns of gate and up alternate: of four columns of the output.
+template <typename Gemm>
+__device__ __forceinline__ float4 sum_alternating(const StreamedGemmShared<Gemm>& shared, Operand operand, int token,
+                                                  int row, int ranks) {
+  const int part = row * 2 / Gemm::kRows, first = row * 2 % Gemm::kRows;
+  const float4 low = sum_partials(shared, part, token, first, ranks);
+  const float4 high = sum_partials(shared, part, token, first + 4, ranks);
+  return operand == Operand::kGate ? make_float4(low.x, low.z, high.x, high.z)
+                                   : make_float4(low.y, low.w, high.y, high.w);
+}
+
 // Stores this CTA's share of the tile. Each thread takes four adjacent columns of a token.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
@@ -220,7 +238,13 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     if (column >= args.n) continue;
     const auto sums = [&](Operand operand, auto&& take) {
       const int part = operand == Operand::kGate ? 0 : 1;
-      const float4 sum = tile.finished(operand, sum_partials(shared, part, token, row, ranks), column);
+      float4 sum;
+      if (Gemm::kTransposed && Gemm::kGated && tile.alternates()) {
+        sum = sum_alternating(shared, operand, token, row, ranks);
+      } else {
+        sum = sum_partials(shared, part, token, row, ranks);
+      }
+      sum = tile.finished(operand, sum, column);
       take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
     };
     float value[4];

@@ -1,5 +1,5 @@
 // wgmma: a warpgroup multiplies a 64 x 16 tile A by a 16 x N tile B. Both are in shared memory, with a 128-byte
-// swizzle: A is K-major, and B is, too, or it is N-major.
+// swizzle, and K-major; or B is N-major, or A is M-major.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,8 +23,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return descriptor;
 }
 
-// The descriptor of an N-major tile of 64 rows of k: 64 columns of n make its rows of 128 bytes, the next 64 columns
-// follow 8192 bytes behind. A step of 16 along K is two groups of eight rows.
+// The descriptor of an N-major or M-major tile of 64 rows of k: 64 columns of n make its rows of 128 bytes, the next 64
+// columns follow 8192 bytes behind. A step of 16 along K is two groups of eight rows.
 constexpr uint32_t kTransposedStepBytes = kWgmmaK * 128;
 __device__ __forceinline__ uint64_t transposed_wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kColumnsStride = 64 * 128 >> 4;
@@ -45,9 +45,9 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Wgmma<Element, N, whether B is N-major>::multiply: d = A B + (accumulate ? d : 0). Thread t of the warpgroup holds in
-// d[4 j + 2 i + c] row 16 (t / 32) + 8 i + (t % 32) / 4, column 8 j + 2 (t % 4) + c.
-template <typename Element, int N, bool kTransposed = false>
+// Wgmma<Element, N, whether B is N-major, whether A is M-major>::multiply: d = A B + (accumulate ? d : 0). Thread t of
+// the warpgroup holds in d[4 j + 2 i + c] row 16 (t / 32) + 8 i + (t % 32) / 4, column 8 j + 2 (t % 4) + c.
+template <typename Element, int N, bool kTransposed = false, bool kTransposedA = false>
 struct Wgmma;
 
 #define WGMMA_REGISTERS_4 "%0, %1, %2, %3"
@@ -90,25 +90,28 @@ struct Wgmma;
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
 
 // A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these; T is 1 where B
-// is N-major.
-#define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P, T)                                                         \
+// is N-major, S where A is M-major.
+#define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P, T, S)                                                      \
   template <>                                                                                                 \
-  struct Wgmma<ELEMENT, N, T> {                                                                               \
+  struct Wgmma<ELEMENT, N, T, S> {                                                                            \
     static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                                    \
                    ", 0;\n"                                                                                   \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##R   \
-                   "}, %" #A ", %" #B ", p, 1, 1, 0, " #T ";\n}"                                              \
+                   "}, %" #A ", %" #B ", p, 1, 1, " #S ", " #T ";\n}"                                         \
                    : WGMMA_OUT_##R(d, 0)                                                                      \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                      \
     }                                                                                                         \
   };
-#define WGMMA_DEFINE_BOTH(N, R, A, B, P)                \
-  WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0) \
-  WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0)
-#define WGMMA_DEFINE_TRANSPOSED(N, R, A, B, P)          \
-  WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 1) \
-  WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 1)
+#define WGMMA_DEFINE_BOTH(N, R, A, B, P)                   \
+  WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 0) \
+  WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 0)
+#define WGMMA_DEFINE_TRANSPOSED(N, R, A, B, P)             \
+  WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 1, 0) \
+  WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 1, 0)
+#define WGMMA_DEFINE_TRANSPOSED_A(N, R, A, B, P)           \
+  WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 1) \
+  WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
 WGMMA_DEFINE_BOTH(8, 4, 4, 5, 6)
 WGMMA_DEFINE_BOTH(16, 8, 8, 9, 10)
@@ -127,7 +130,12 @@ WGMMA_DEFINE_BOTH(208, 104, 104, 105, 106)
 WGMMA_DEFINE_BOTH(224, 112, 112, 113, 114)
 WGMMA_DEFINE_TRANSPOSED(128, 64, 64, 65, 66)
 WGMMA_DEFINE_TRANSPOSED(192, 96, 96, 97, 98)
+WGMMA_DEFINE_TRANSPOSED_A(8, 4, 4, 5, 6)
+WGMMA_DEFINE_TRANSPOSED_A(16, 8, 8, 9, 10)
+WGMMA_DEFINE_TRANSPOSED_A(32, 16, 16, 17, 18)
+WGMMA_DEFINE_TRANSPOSED_A(64, 32, 32, 33, 34)
 
+#undef WGMMA_DEFINE_TRANSPOSED_A
 #undef WGMMA_DEFINE_TRANSPOSED
 #undef WGMMA_DEFINE_BOTH
 #undef WGMMA_DEFINE

@@ -53,12 +53,17 @@ class TuneError(Exception):
     pass
 
 
+def capability() -> tuple[int, int] | None:
+    """Of the current GPU, or None where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def check_gpu() -> str:
     """The name of the GPU."""
     if not torch.cuda.is_available():
         raise TuneError("no GPU: the kernels are timed on an H100 or H200")
     name = torch.cuda.get_device_name()
-    if torch.cuda.get_device_capability() != (9, 0):
+    if capability() != (9, 0):
         raise TuneError(f"the GPU is a {name}: the kernels are for compute capability 9.0 (H100, H200)")
     return name
 
@@ -70,18 +75,18 @@ def describe() -> Gpu:
     return Gpu(found.multi_processor_count, found.clock_rate / 1e3, bytes_per_microsecond)
 
 
-def build(folder: Path) -> ctypes.CDLL:
+def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes.CDLL:
     """The project's own sources with entry.cpp, in folder."""
     nvcc = toolchain.nvcc()
     if nvcc is None:
         raise TuneError("no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "entry.so"
-    listed = project.config()["kernel"]["cuda_sm90"]["src"]
+    library = folder / f"{architecture}.so"
+    listed = project.config()["kernel"][f"cuda_{architecture}"]["src"]
     listed = [*listed, "cuda/gemm/refusal.cpp", "cuda/pointwise.cu"]
     sources = [project.ROOT / source for source in listed if source.endswith((".cpp", ".cu"))]
-    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
-    flags += ["-Xcompiler=-fPIC", "-shared"]
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{code},code=sm_{code}"]
+    flags += [f"-DTUNED={architecture}", "-Xcompiler=-fPIC", "-shared"]
     threads = f"--threads={len(os.sched_getaffinity(0))}"
     command = [nvcc.path, *flags, threads, "-o", library, *sources, ENTRY]
     result = subprocess.run(command, capture_output=True, text=True)

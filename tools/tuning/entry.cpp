@@ -1,4 +1,5 @@
-// The sm_90a GEMMs and the pointwise kernel for ctypes, with the kernel of the caller's choice.
+// The GEMMs of an architecture, which TUNED names, and the pointwise kernel for ctypes, with the kernel of the caller's
+// choice.
 #include "../../cuda/gemm/architecture.h"
 #include "../../cuda/pointwise.h"
 #include "shape.h"
@@ -14,7 +15,7 @@ extern "C" cudaError_t tune_gemm(const tuning::Shape* s, const tuning::Kernel* k
   p.out.data = out;
   const GemmKernel kernel{static_cast<MainLoop>(k->loop),     p.product(), k->block_m, k->block_n,
                           static_cast<Schedule>(k->schedule), k->split_k};
-  return sm90::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(s->multiprocessors)}, stream);
+  return TUNED::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(s->multiprocessors)}, stream);
 }
 
 // gate = act(gate) * up, or act(gate) where up is null.

@@ -23,7 +23,8 @@ void predict(const Gpu* gpu, const tuning::Shape* shape, int biased, Prediction*
   static const char somewhere = 0;
   if (biased != 0) p.epilogue.bias = p.epilogue.up_bias = &somewhere;
   GemmPlan plan{};
-  prediction->ours = sm80::decide(p, *gpu, &plan) == Refusal::kNone;
+  const Refusal refusal = sm80::decide(p, *gpu, &plan);
+  prediction->ours = refusal == Refusal::kNone;
   prediction->kernel = 0;
   while (!(sm80::kKernels[prediction->kernel] == plan.kernel)) ++prediction->kernel;
   prediction->microseconds = plan.microseconds;
@@ -31,18 +32,46 @@ void predict(const Gpu* gpu, const tuning::Shape* shape, int biased, Prediction*
   PlanRecord record;
   record.layer();
   if (prediction->ours != 0) {
-    record_kernel("sm80", plan.kernel, true, &record);
+    record_kernel("sm80", plan.kernel, !sm80::tuning_of(*gpu).measured(), &record);
   } else {
-    record.set("implementation", "torch").set("refusal", code(Refusal::kTorchByModel)).set("pointwise", "cuda");
+    record.set("implementation", "torch").set("refusal", code(refusal)).set("pointwise", "cuda");
   }
   std::strncpy(prediction->record, record.text().c_str(), sizeof(prediction->record) - 1);
 }
 
-// Threads, bytes of shared memory and weight rows of a tile of a listed kernel; -1 past the end.
-int described(int kernel, int* threads, int* shared_bytes) {
+// What a listed kernel is estimated to take, whether or not the GPU has code of it.
+double estimated(const Gpu* gpu, const tuning::Shape* shape, int kernel) {
+  return sm80::estimated_microseconds(tuning::problem_of(*shape), sm80::kListed[kernel], *gpu);
+}
+
+// Operations per microsecond of all multiprocessors, at most.
+double flops_per_microsecond(const Gpu* gpu) { return sm80::flops_per_microsecond(*gpu) * gpu->multiprocessors; }
+
+// The members of Tuning behind the capability, as they are for a GPU.
+void constants(const Gpu* gpu, double* values) {
+  const sm80::Tuning& t = sm80::tuning_of(*gpu);
+  for (double share : t.of_peak) *values++ = share;
+  for (double each : {t.share_of_bandwidth, t.start, t.torch_of_peak, t.torch_share_of_bandwidth, t.torch_start}) {
+    *values++ = each;
+  }
+}
+
+// Rows and weight rows of a tile that Tuning has a share of; -1 past the end.
+int tile(int index, int* sizes) {
+  if (index >= static_cast<int>(std::size(sm80::kTiles))) return -1;
+  for (int side = 0; side < 2; ++side) sizes[side] = sm80::kTiles[index][side];
+  return 0;
+}
+
+// A listed kernel, as Listed of prediction.py; -1 past the end.
+int described(int kernel, int* values) {
   if (kernel >= static_cast<int>(sm80::kKernels.size())) return -1;
-  *threads = sm80::kListed[kernel].shape.threads();
-  *shared_bytes = sm80::kListed[kernel].shared_bytes;
+  const sm80::ListedKernel& listed = sm80::kListed[kernel];
+  const GemmKernel& k = listed.kernel;
+  for (int each : {static_cast<int>(k.loop), static_cast<int>(is_gated(k.product)), k.block_m, k.block_n,
+                   static_cast<int>(k.schedule), k.split_k, listed.shape.threads(), listed.shared_bytes}) {
+    *values++ = each;
+  }
   return 0;
 }
 }

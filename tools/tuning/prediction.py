@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import project
 from builder import toolchain
@@ -67,13 +68,36 @@ class Prediction:
     record: str  # of a gated layer, which `explain` has the words for
 
 
+class Listed(NamedTuple):
+    """A kernel of the list: GemmKernel of cuda/gemm/problem.h by the numbers of its enums, and what it takes."""
+
+    loop: int
+    gated: bool
+    block_m: int
+    block_n: int
+    schedule: int
+    split_k: int
+    threads: int
+    shared: int  # bytes
+
+    @property
+    def tiled(self) -> bool:
+        return self.loop == 0
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        return self.loop, self.block_m, self.block_n, self.schedule, self.split_k
+
+
 class Predictor:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, root: Path = project.ROOT):
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / "prediction.so"
         command = [toolchain.cxx(), "-std=c++20", "-O1", "-fPIC", "-shared", "-o", library]
-        subprocess.run([*command, *(project.ROOT / source for source in SOURCES)], check=True)
+        subprocess.run([*command, *(root / source for source in SOURCES)], check=True)
         self._library = ctypes.CDLL(str(library))
+        for name in ("estimated", "flops_per_microsecond"):
+            getattr(self._library, name).restype = ctypes.c_double
 
     def predict(
         self, gpu: Gpu, m: int, n: int, k: int, gated: bool, activation: str = "silu", biased: bool = False
@@ -84,9 +108,32 @@ class Predictor:
         record = found.record.decode()
         return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
-    def sizes(self) -> list[tuple[int, int]]:
-        """Threads and bytes of shared memory of every kernel, in the order of the list."""
-        found, threads, shared = [], ctypes.c_int(), ctypes.c_int()
-        while self._library.described(len(found), ctypes.byref(threads), ctypes.byref(shared)) == 0:
-            found.append((threads.value, shared.value))
+    def estimated(self, gpu: Gpu, product: tuple[int, int, int, bool], kernel: int) -> float:
+        """Microseconds of a product (m, n, k, whether gated) by a kernel of the list."""
+        shape = (ctypes.c_int64 * 6)(*product, ACTIVATIONS["linear"], gpu.multiprocessors)
+        return self._library.estimated(ctypes.byref(gpu), shape, kernel)
+
+    def flops_per_microsecond(self, gpu: Gpu) -> float:
+        """At most."""
+        return self._library.flops_per_microsecond(ctypes.byref(gpu))
+
+    def constants(self, gpu: Gpu) -> list:
+        """The members of Tuning (cuda/sm80/tuning.h) behind the capability, as they are for a GPU."""
+        tiles = len(self.tiles())
+        found = (ctypes.c_double * (tiles + 5))()
+        self._library.constants(ctypes.byref(gpu), found)
+        return [found[:tiles], *found[tiles:]]
+
+    def tiles(self) -> list[tuple[int, int]]:
+        """The tiles that Tuning has shares of."""
+        found, tile = [], (ctypes.c_int * 2)()
+        while self._library.tile(len(found), tile) == 0:
+            found.append(tuple(tile))
+        return found
+
+    def kernels(self) -> list[Listed]:
+        """All of the list, in its order."""
+        found, described = [], (ctypes.c_int * 8)()
+        while self._library.described(len(found), described) == 0:
+            found.append(Listed(*described))
         return found

@@ -123,13 +123,14 @@ def _product(rows: Tensor, weight: Tensor, bias: Optional[Tensor], order: Routin
 
 
 def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes the operands, and without waiting for the device.
+    """Whether torch's grouped product takes the operands, and the gradient of its result, without waiting for the
+    device.
 
     On a CPU it is a loop over all experts; ours goes over those with rows alone.
     """
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
-    return all(_is_aligned(matrix) for matrix in (rows, weight))
+    return weight.shape[-1] % 8 == 0 and all(_is_aligned(matrix) for matrix in (rows, weight))
 
 
 def _is_aligned(matrix: Tensor) -> bool:
@@ -188,7 +189,10 @@ class _RowsToTokens(torch.autograd.Function):
     ) -> Tensor:
         wide = _wide(values)
         shares = torch.where(skipped, 0, weights.to(wide))
-        return (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1).to(values.dtype)
+        sums = (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1)
+        # Where the last thing that a function does is a cast to the dtype that is there, torch 2.11 compiles it without
+        # a gradient.
+        return sums if sums.dtype == values.dtype else sums.to(values.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -85,12 +85,13 @@ def run(op: str, given: Operands, activation: int, memory: str, up_first: Option
     ``up_first``, of ``gated_mlp``: the first weight and bias hold gate and up, in the order that it tells, and the
     second weight may be None.
     """
-    given = _full(op, given)
-    if memory == KEPT and _is_first_frozen(*given):
+    given, keep = _full(op, given), memory == KEPT
+    if keep and not given[1].requires_grad and _is_first_frozen(*given):
         hidden = _first_layer(given, activation, up_first, native)
         return F.linear(hidden, given[3], given[6])
-    compute = _forward if _is_compiling() or _dispatch_modes() else _Recorded.apply
-    return compute(*given, activation, memory == KEPT, up_first)[0]
+    if _is_compiling() or _dispatch_modes():
+        return _forward(*given, activation, keep, up_first)[0]
+    return _record(*given, activation, keep, up_first)
 
 
 def _first_layer(given: Operands, activation: int, up_first: Optional[bool], backend: ModuleType) -> Tensor:
@@ -132,15 +133,19 @@ def _is_first_frozen(
 
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
-    *given, ctx.activation, keep, ctx.up_first = inputs
-    _, gate, up = output
+    ctx.mark_non_differentiable(*output[1:])
+    _keep(ctx, inputs, output)
     ctx.alone = False
+
+
+def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
+    ctx.activation, keep, ctx.up_first = inputs[7:]
+    _, gate, up = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(gate, up)
     if keep:
-        ctx.save_for_backward(*given, gate, None if given[2] is None else up)
+        ctx.save_for_backward(*inputs[:7], gate, None if inputs[2] is None else up)
     else:
-        ctx.save_for_backward(*given, None, None)
+        ctx.save_for_backward(*inputs[:7], None, None)
 
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
@@ -157,10 +162,14 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         alone = alone and getrefcount(gate) <= _references() and _uses(gate) <= 2
         alone = alone and (up is None or (getrefcount(up) <= _references() and _uses(up) <= 2))
         backward = _backward_in_place if alone else _backward
-        bits = sum(need << index for index, need in enumerate(needs))
-        found = backward(grad, *given, gate, up, ctx.activation, bits, ctx.up_first)
+        found = backward(grad, *given, gate, up, ctx.activation, _bits(needs), ctx.up_first)
     found = iter(found)
-    return (*(next(found) if need else None for need in needs), None, None, None)
+    return (*[next(found) if need else None for need in needs], None, None, None)
+
+
+@functools.cache
+def _bits(needs: Tuple[bool, ...]) -> int:
+    return sum(need << index for index, need in enumerate(needs))
 
 
 if native.DEVICE_TYPE is not None:
@@ -173,14 +182,18 @@ class _Recorded(torch.autograd.Function):
     """What is registered for the op, in a third of the time, for calls that nothing traces."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         with _below_autograd():
             output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
+        _keep(ctx, inputs, output)
         ctx.alone = _saved_tensors_hooks(False) is None  # what is kept is handed to nobody
-        return output
+        return output[0]
 
     backward = staticmethod(_gradients)
+
+
+# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+_record = super(torch.autograd.Function, _Recorded).apply
 
 
 @functools.cache
@@ -193,20 +206,18 @@ def _references() -> int:
 
     class Probe(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tuple[Tensor, Tensor]:
-            kept = x.clone()
-            ctx.mark_non_differentiable(kept)
-            ctx.save_for_backward(x, kept)
-            return x.clone(), kept
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x, x.clone())
+            return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor, _: None) -> Tensor:
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             *_, kept = ctx.saved_tensors
             found.append(getrefcount(kept))
             return grad
 
     with torch.enable_grad():
-        Probe.apply(torch.zeros(1, device="cpu", requires_grad=True))[0].sum().backward()
+        Probe.apply(torch.zeros(1, device="cpu", requires_grad=True)).sum().backward()
     return found[0]
 
 

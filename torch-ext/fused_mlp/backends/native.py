@@ -62,8 +62,6 @@ def experts_refusal(
         return "float32"
     if top_k_index.numel() == 0:
         return "empty"
-    if transposed:
-        return "column_major_weight"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
         return "many_experts"
     for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
@@ -72,15 +70,18 @@ def experts_refusal(
             return "empty"
         if features % 8 or width % 8:
             return "odd_features"
+        if transposed and features % 64:
+            return "odd_inputs"
         of_expert, of_row, of_column = weight.stride()
         if of_column != 1:
             return "column_major_weight"
         rows = features if experts == 1 else of_expert // of_row if of_row else 0
+        step = 1 if transposed else step
         if of_row % 8 or of_row < width or rows < features or rows % step or (experts > 1 and of_expert % of_row):
             return "unaligned_rows"
         if experts * rows >= _MOST_ROWS:
             return "too_large"
-    return "odd_features" if down_weight.shape[2] % 8 else None
+    return None
 
 
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.

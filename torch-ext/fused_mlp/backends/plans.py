@@ -14,6 +14,7 @@ REFUSALS: Dict[str, str] = {
     "empty": "an empty operand",
     "too_large": "a dimension of 2^31 or more",
     "odd_features": "features not a multiple of 8",
+    "odd_inputs": "transposed weights, whose inputs are not a multiple of 64",
     "unaligned_rows": "rows that overlap or are not aligned to 16 bytes",
     "column_major_weight": "a weight that is not row-major",
     "strided_bias": "a strided bias",

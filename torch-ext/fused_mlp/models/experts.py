@@ -9,6 +9,7 @@ compared with the formulas of ``experts_mlp``. What computes anything else is no
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import inspect
 import itertools
@@ -76,13 +77,13 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 def constantly_of(module: nn.Module) -> Optional[Experts]:
     """:func:`of` for torch.compile, which takes what it is at the time for a constant; None also where unknown."""
-    plain = _plainly_of(module)
+    plain = _plainly_of(id(module))  # a module is no constant to torch 2.11, its identity is, and is guarded on
     return None if plain is None else Experts(Weights(*plain[0]), Form(*plain[1]), *plain[2:])
 
 
 @interface.constant
-def _plainly_of(module: nn.Module) -> Optional[Tuple[Any, ...]]:
-    found = of(module)
+def _plainly_of(identity: int) -> Optional[Tuple[Any, ...]]:
+    found = of(ctypes.cast(identity, ctypes.py_object).value)
     if not isinstance(found, Experts):
         return None
     return tuple(found.weights), tuple(found.form), found.loop, found.wide
