@@ -44,7 +44,7 @@ class TrainingGemm {
   void record(PlanRecord* plan) const {
     plan->layer();
     if (*this) {
-      record_kernel(architecture_->name, plan_.kernel, architecture_->modelled(), plan);
+      record_kernel(architecture_->name, plan_.kernel, architecture_->guesses(gpu(device_)), plan);
     } else {
       plan->set("implementation", "torch").set("refusal", code(refusal_));
       if (problem_.kind != Product::kPair) plan->set("pointwise", "cuda");
