@@ -121,7 +121,8 @@ struct GemmKernel {
   int block_m;  // rows of a in a tile
   int block_n;  // weight rows in a tile: of a gated product, half are the gate's and half are up's
   Schedule schedule;
-  int split_k;  // CTAs of a cluster that share one output tile, each with a part of k
+  int split_k;   // CTAs of a cluster that share one output tile, each with a part of k
+  int ring = 0;  // elements of k in shared memory at a time, where it takes that to tell two kernels apart
 
   // Columns of the output in a tile.
   constexpr int columns() const { return is_gated(product) ? block_n / 2 : block_n; }
