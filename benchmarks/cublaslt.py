@@ -1,5 +1,6 @@
 """cuBLASLt's algorithms of one class, by the names of their kernels: those that multiply by mma.sync, on any GPU."""
 
+import contextlib
 import ctypes
 import re
 from collections.abc import Callable
@@ -75,6 +76,11 @@ class Product:
         operands = (one, pointers[0], a, pointers[1], b, zero, pointers[2], d, pointers[2], d)
         self._call("cublasLtMatmul", self.handle, self.description, *operands, chosen, pointers[3], size, stream)
 
+    def _attempt(self, algorithm: Algorithm) -> None:
+        """Runs it, if cuBLASLt can, which it does not know before."""
+        with contextlib.suppress(RuntimeError):
+            self.run(algorithm)
+
     def algorithms(self, only: set[int] | None = None) -> list[tuple[int, Algorithm]]:
         """Every algorithm, tile, number of stages and order of CTAs that takes this product, with the algorithm's id;
         k is not split."""
@@ -117,18 +123,11 @@ class Product:
     def ampere(self) -> list[tuple[str, Algorithm]]:
         """The algorithms that are one kernel of Ampere's class, and its name."""
         known = self._ids_of_ampere.get(self.x.dtype)
-        runnable = []
-        for number, algorithm in self.algorithms(known):
-            try:
-                self.run(algorithm)
-            except RuntimeError:
-                continue
-            runnable.append((number, algorithm))
-        torch.cuda.synchronize()
-        launched = launches([lambda each=each: self.run(each) for _, each in runnable])
+        offered = self.algorithms(known)
+        launched = launches([lambda each=each: self._attempt(each) for _, each in offered])
         found = [
             (number, names[0], algorithm)
-            for (number, algorithm), names in zip(runnable, launched, strict=True)
+            for (number, algorithm), names in zip(offered, launched, strict=True)
             if len(names) == 1 and AMPERE.search(names[0]) and not NEWER.search(names[0])
         ]
         self._ids_of_ampere.setdefault(self.x.dtype, {number for number, _, _ in found})

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -39,6 +40,7 @@ SHAPES = {  # M, D, H of each part
     "rows": [(m, 4096, 14336) for m in (1, 8, 16, 32, 64)],
 }
 COMPARED = 12  # ways at a time
+SLOW = 1.5  # times the least: one call of such a way is enough
 FEW = 64  # rows, up to which streamed kernels are tried
 Way = Callable[[], object]
 
@@ -59,6 +61,7 @@ def microseconds(ways: dict[str, Way], rounds: int = 5, budget: float = 4000.0) 
     """Medians of one call of each, as graphs that take turns long enough for clocks to settle."""
     turns = {}
     for name, way in ways.items():
+        way()
         calls = max(3, min(200, int(budget / at_first_sight(way))))
         graph = measure.captured(way, calls)
         turns[name] = lambda graph=graph, calls=calls: {"us": measure.replay_microseconds(graph) / calls}
@@ -66,30 +69,46 @@ def microseconds(ways: dict[str, Way], rounds: int = 5, budget: float = 4000.0) 
     return {name: found["us"] for name, found in measure.in_turns(turns, rounds).items()}
 
 
-def at_first_sight(way: Way) -> float:
+def at_first_sight(way: Way, calls: int = 2) -> float:
     """Microseconds of one call, or what the CPU takes to start it, if that is more."""
-    way()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    way()
-    way()
+    for _ in range(calls):
+        way()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3 / 2
+    return start.elapsed_time(end) * 1e3 / calls
 
 
-def best(ways: dict[str, Way], seconds: float) -> str:
-    """The fastest. Of many, those compared are the best at a first look, which takes no more than these seconds."""
+class Search(NamedTuple):
+    """For the fastest of some ways. One that ran out of time has not found it."""
+
+    name: str | None
+    tried: int
+    of: int
+
+
+def search(ways: dict[str, Way], seconds: float) -> Search:
+    """Of many, those compared are the best at a first look, which may take these seconds."""
+    candidates = list(ways)
     if len(ways) > COMPARED:
-        until = time.monotonic() + seconds
-        looked = {}
-        for name, way in ways.items():
-            if len(looked) >= COMPARED and time.monotonic() > until:
-                break
-            looked[name] = at_first_sight(way)
-        ways = {name: ways[name] for name in sorted(looked, key=looked.get)[: COMPARED // 2]}
-    found = microseconds(ways, rounds=3, budget=2000.0)
-    return min(found, key=found.get)
+        looked = first_look(ways, seconds)
+        if len(looked) < len(ways):
+            return Search(None, len(looked), len(ways))
+        candidates = sorted(looked, key=looked.get)[: COMPARED // 2]
+    found = microseconds({name: ways[name] for name in candidates}, rounds=3, budget=2000.0)
+    return Search(min(found, key=found.get), len(ways), len(ways))
+
+
+def first_look(ways: dict[str, Way], seconds: float) -> dict[str, float]:
+    """Microseconds of a call, those of slow ways from one alone; of the ways that there was time for."""
+    until, looked = time.monotonic() + seconds, {}
+    for name, way in ways.items():
+        if time.monotonic() > until:
+            break
+        looked[name] = at_first_sight(way, 1)
+    least = min(looked.values(), default=0.0)
+    return {name: at_first_sight(ways[name]) if us <= SLOW * least else us for name, us in looked.items()}
 
 
 def ours(fused_mlp, product: str, call: Way) -> dict[str, Way]:
@@ -152,14 +171,16 @@ class Bench:
         self.out.with_suffix(".json").write_text(json.dumps(self.found, indent=1) + "\n")
 
     def compare(self, what: str, flops: float, product: str, call: Way, x: torch.Tensor, weight: torch.Tensor) -> dict:
-        """The best of ours, which does all of the call, and of those that multiply alone."""
+        """The best of ours, which does all of the call, and of those that multiply alone, where it was found."""
         every = {
             "ours": ours(self.fused_mlp, product, call),
             "cublaslt": cublaslt_ways(x, weight),
             "triton": triton_ways(x, weight),
         }
-        chosen = {name: best(ways, self.seconds) for name, ways in every.items() if ways}
-        entry = {"what": what, "kernels": chosen}
+        searches = {name: search(ways, self.seconds) for name, ways in every.items() if ways}
+        chosen = {name: found.name for name, found in searches.items() if found.name is not None}
+        tried = {name: f"{found.tried} of {found.of}" for name, found in searches.items()}
+        entry = {"what": what, "kernels": chosen, "tried": tried}
         entry["us"] = microseconds({name: every[name][way] for name, way in chosen.items()})
         entry["share_of_peak"] = {name: flops / us / self.peak for name, us in entry["us"].items()}
         self.add(entry)
@@ -179,6 +200,8 @@ class Bench:
         second = self.compare(
             f"down {m} {hidden} {dim}", flops, "Plain", lambda: self.fused_mlp.linear(rows, down), rows, down
         )
+        if not ("cublaslt" in gated and "cublaslt" in second):
+            return
         halves = random(m, 2 * hidden).chunk(2, dim=-1)
         eager = microseconds({"": lambda: torch.nn.functional.silu(halves[0]) * halves[1]})[""]
         whole = gated["ours"] + min(second["ours"], second["cublaslt"])
@@ -190,6 +213,8 @@ class Bench:
         call = lambda: self.fused_mlp.linear(x, weight, bias, activation="gelu")  # noqa: E731
         what = f"bias and GELU {m} {dim} {hidden}"
         us = self.compare(what, 2.0 * m * dim * hidden, "Plain", call, x, weight)
+        if "cublaslt" not in us:
+            return
         made = random(m, hidden)
         pointwise = microseconds({"": lambda: torch.nn.functional.gelu(made)})[""]
         ratio = us["ours"] / (us["cublaslt"] + pointwise)
@@ -212,7 +237,7 @@ class Bench:
             self.library.start_reading(_at(memory), size, _at(self.sink), self.multiprocessors, _stream())
 
         ways = ours(self.fused_mlp, product, call)
-        name = best(ways, self.seconds)
+        name = search(ways, self.seconds).name
         us = microseconds({"ours": ways[name], "reading": reading})
         share = us["reading"] / us["ours"]
         self.add({"what": what, "kernels": {"ours": name}, "us": us, "share_of_bandwidth": share})
@@ -264,7 +289,7 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="compile, and measure nothing")
     parser.add_argument("--parts", nargs="+", choices=SHAPES, default=list(SHAPES), help="what is measured (all)")
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="M,D,H", help="in the place of each part's own")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of the first look at a library's ways")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the first look at a library's ways")
     parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
     parser.add_argument("--out", type=Path, default=project.BUILD / "mma_sync")
     given = parser.parse_args()

@@ -6,9 +6,9 @@
 
 All providers of a point take turns in one process, long enough for the clock to settle; the medians of turns count.
 "Saved" is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the
-six products alone, which give no answer. `ours-sm90` forces the GEMMs of training for Hopper GPUs, which are not chosen
-by themselves yet. A model's step has its optimizer in it; fresh instances of each variant take turns. What found no
-time left, or does not run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
+six products alone, which give no answer. `ours-sm90` forces all GEMMs of training for Hopper GPUs, chosen or not. A
+model's step has its optimizer in it; fresh instances of each variant take turns. What found no time left, or does not
+run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse

@@ -102,7 +102,7 @@ ON_HOPPER = torch.cuda.is_available() and gemm_kernels.runs_on("sm90", torch.cud
 
 
 def kernels_of(name: str, fused_mlp) -> contextlib.AbstractContextManager:
-    """Within this, a provider's step runs by its kernels: Hopper's for training are not chosen otherwise."""
+    """Within this, a provider's step runs by its kernels: all of Hopper's for training, or those that are chosen."""
     return gemm_kernels.forced(fused_mlp, "sm90") if "sm90" in name else contextlib.nullcontext()
 
 

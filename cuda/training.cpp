@@ -12,6 +12,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
 #include "gemm/architecture.h"
+#include "gemm/record.h"
 #include "layer.h"
 #include "pointwise.h"
 
@@ -23,33 +24,54 @@ using torch::stable::accelerator::DeviceGuard;
 // A tensor that is a matrix of adjacent elements in its rows.
 Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
 
+// The left side of a product.
+struct Left {
+  Matrix operand;
+  int64_t rows;
+  DType dtype;
+  int32_t device;
+
+  Left(const Tensor& a) : operand(matrix(a)), rows(a.size(0)), dtype(dtype_of(a, "x")), device(a.get_device_index()) {}
+  // One that is not there yet, with as many rows as another.
+  Left(const Left& other, int64_t cols) : Left(other) { operand = {nullptr, cols}; }
+};
+
 // A kernel for a product of training, or none. Its outputs are there only when it is launched.
 class TrainingGemm {
  public:
-  explicit operator bool() const { return architecture_ != nullptr; }
+  explicit operator bool() const { return refusal_ == Refusal::kNone; }
+
+  void record(PlanRecord* plan) const {
+    plan->layer();
+    if (*this) {
+      record_kernel(architecture_->name, plan_.kernel, architecture_->guesses(gpu(device_)), plan);
+    } else {
+      plan->set("implementation", "torch").set("refusal", code(refusal_));
+      if (problem_.kind != Product::kPair) plan->set("pointwise", "cuda");
+    }
+  }
 
  protected:
   TrainingGemm() = default;
 
-  // Of matrices a and weight, where weight is [k, n] or, of a kept product, [n, k].
-  TrainingGemm(Product kind, const Tensor& a, const Tensor& weight, int64_t activation)
-      : device_(a.get_device_index()) {
+  // Of a and a matrix weight, which is [k, n] or, of a kept product, [n, k].
+  TrainingGemm(Product kind, const Left& a, const Tensor& weight, int64_t activation) : device_(a.device) {
     const bool lies = reads_weights_as_they_lie(kind);
     described_ = describe_weight(weight, &problem_.weight);
     problem_.kind = kind;
-    problem_.a = matrix(a);
-    problem_.m = a.size(0);
+    problem_.a = a.operand;
+    problem_.m = a.rows;
     problem_.n = weight.size(lies ? 1 : 0);
     problem_.k = weight.size(lies ? 0 : 1);
     problem_.out = {nullptr, problem_.n};
-    problem_.dtype = dtype_of(a, "x");
+    problem_.dtype = a.dtype;
     problem_.epilogue.activation = activation;
   }
 
   void choose() {
-    const Architecture* const found = architecture_of(gpu(device_));
-    if (found == nullptr || !described_) return;
-    if (choose_gemm(*found, problem_, gpu(device_), &plan_) == Refusal::kNone) architecture_ = found;
+    architecture_ = architecture_of(gpu(device_));
+    if (architecture_ == nullptr) return;
+    refusal_ = described_ ? choose_gemm(*architecture_, problem_, gpu(device_), &plan_) : Refusal::kColumnMajorWeight;
   }
 
   void launch_on_stream_of(const Tensor& tensor) const {
@@ -57,17 +79,18 @@ class TrainingGemm {
   }
 
   GemmProblem problem_{};
-  bool described_ = false;
+  bool described_ = false;  // whether the weights' rows and the biases have adjacent elements
 
  private:
   const Architecture* architecture_ = nullptr;
   GemmPlan plan_{};
+  Refusal refusal_ = Refusal::kGpu;
   int32_t device_ = 0;
 };
 
 // A first layer, and what its backward needs.
 struct KeptGemm : TrainingGemm {
-  KeptGemm(const Tensor& x, const FirstLayer& first, int64_t activation)
+  KeptGemm(const Left& x, const FirstLayer& first, int64_t activation)
       : TrainingGemm(first.up_weight ? Product::kGatedKept : Product::kPlainKept, x, first.weight, activation) {
     EpilogueArgs& epilogue = problem_.epilogue;
     described_ = described_ && describe_bias(first.bias, &epilogue.bias) &&
@@ -86,11 +109,12 @@ struct KeptGemm : TrainingGemm {
 
 struct HiddenGradients : TrainingGemm {
   HiddenGradients() = default;
-  HiddenGradients(const Tensor& grad, const Tensor& weight, const Tensor& gate, const OptionalTensor& up,
+  // `up` is kNoMatrix where there is none.
+  HiddenGradients(bool gated, const Left& grad, const Tensor& weight, const Matrix& gate, const Matrix& up,
                   int64_t activation)
-      : TrainingGemm(up ? Product::kGatedGradient : Product::kPlainGradient, grad, weight, activation) {
-    problem_.training.gate = matrix(gate);
-    if (up) problem_.training.up = matrix(*up);
+      : TrainingGemm(gated ? Product::kGatedGradient : Product::kPlainGradient, grad, weight, activation) {
+    problem_.training.gate = gate;
+    problem_.training.up = up;
     choose();
   }
 
@@ -104,9 +128,9 @@ struct HiddenGradients : TrainingGemm {
 
 struct InputGradient : TrainingGemm {
   InputGradient() = default;
-  InputGradient(const Tensor& dgate, const Tensor& weight, const Tensor& dup, const Tensor& up_weight)
+  InputGradient(const Left& dgate, const Tensor& weight, const Matrix& dup, const Tensor& up_weight)
       : TrainingGemm(Product::kPair, dgate, weight, kNoActivation) {
-    problem_.training.second_a = matrix(dup);
+    problem_.training.second_a = dup;
     described_ = described_ && describe_weight(up_weight, &problem_.training.second_weight);
     choose();
   }
@@ -150,12 +174,12 @@ struct Cuda {
 
   static HiddenGradients hidden_gradients(const Tensor& grad, const Tensor& weight, const Tensor& gate,
                                           const OptionalTensor& up, int64_t activation) {
-    return {grad, weight, gate, up, activation};
+    return {up.has_value(), grad, weight, matrix(gate), up ? matrix(*up) : kNoMatrix, activation};
   }
 
   static InputGradient input_gradient(const Tensor& dgate, const Tensor& weight, const Tensor& dup,
                                       const Tensor& up_weight) {
-    return {dgate, weight, dup, up_weight};
+    return {dgate, weight, matrix(dup), up_weight};
   }
 };
 
@@ -198,6 +222,24 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
       second_weight ? torch_linear(hidden_rows, with_last_size(x, second_weight->size(0)), *second_weight, second_bias)
                     : hidden;
   return {out, gate, up ? *up : new_dense(x, {0})};
+}
+
+std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                          const OptionalTensor& second_weight, const OptionalTensor& bias,
+                          const OptionalTensor& up_bias, int64_t activation, bool keep) {
+  const FirstLayer first(weight, up_weight, bias, up_bias, std::nullopt);
+  check_training(x, first, second_weight, std::nullopt, activation);
+  const Left rows(Cuda::rows(x));
+  const Matrix hidden{nullptr, weight.size(0)};
+  PlanRecord plan;
+  if (keep) KeptGemm(rows, first, activation).record(&plan);
+  if (second_weight) {
+    const Left grad(rows, second_weight->size(0));
+    HiddenGradients(up_weight.has_value(), grad, *second_weight, hidden, up_weight ? hidden : kNoMatrix, activation)
+        .record(&plan);
+  }
+  if (up_weight) InputGradient(Left(rows, weight.size(0)), weight, hidden, *up_weight).record(&plan);
+  return plan.text();
 }
 
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

@@ -79,7 +79,22 @@ def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
     force = library(fused_mlp).fused_mlp_force_gemms
     count = force(architecture.encode(), kernel)
     assert count == len(entries(architecture)), f"{architecture} has {count} kernels, or no kernel {kernel}"
-    _forced.append((architecture.encode(), kernel))
+    with _while_forced(force, (architecture.encode(), kernel)):
+        yield
+
+
+@contextlib.contextmanager
+def chosen(fused_mlp) -> Iterator[None]:
+    """Within this, nothing is forced."""
+    force = library(fused_mlp).fused_mlp_force_gemms
+    force(None, -1)
+    with _while_forced(force, (None, -1)):
+        yield
+
+
+@contextlib.contextmanager
+def _while_forced(force, arguments: tuple[bytes | None, int]) -> Iterator[None]:
+    _forced.append(arguments)
     try:
         yield
     finally:

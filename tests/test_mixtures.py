@@ -303,10 +303,10 @@ def test_functions_of_others(fused_mlp, device, monkeypatch):
 
 
 def test_on_another_device(fused_mlp):
-    """Where nothing has been measured, the products of groups stay, and a class's own loop does not."""
+    """Where there is no kernel, the products of groups stay, and a class's own loop does not."""
     module = made(Base, implementation="grouped_mm").to("meta")
     (entry,) = fused_mlp.fuse_mlps(module).modules
-    assert entry.reason == "runs as it is: grouped_mm on meta, against which experts_mlp has not been measured"
+    assert entry.reason == "runs as it is: grouped_mm of torch.float32 on meta, for which there is no kernel"
     module.config._experts_implementation = "eager"
     assert reason(fused_mlp, module) is None
 

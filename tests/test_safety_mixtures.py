@@ -207,7 +207,7 @@ def test_copies(fused_mlp, device):
 def test_compiled(fused_mlp, device, way):
     """One graph, where the class's own loop is none: fused by either way, the second without a call before."""
     if device.type != "cpu" and way == "grouped_mm":
-        pytest.skip("is left on a GPU")
+        pytest.skip("is left on a GPU, in float32")
     fused_mlp.register_experts()
     model = mixtures.build("mixtral", num_hidden_layers=1).to(device)
     fused = copy.deepcopy(model)
@@ -223,6 +223,30 @@ def test_compiled(fused_mlp, device, way):
         got = compiled(x, index, weights)
     torch.testing.assert_close(got, first(model)(x, index, weights), rtol=1e-4, atol=1e-5)
     assert any("fused_mlp" in event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
+def test_in_the_place_of_products_of_groups(fused_mlp, device, way):
+    """Where a kernel takes the call. On a GPU, what autograd follows stays with transformers."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU: others have no kernels of experts")
+    model = mixtures.build("mixtral", num_hidden_layers=1).to(device, torch.bfloat16)
+    model.set_experts_implementation(way)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    assert set(states(fused_mlp, fused)) == {"fused"}
+    x, index = torch.randn(7, 32, device=device).bfloat16(), torch.randint(0, 6, (7, 2), device=device)
+    weights = torch.rand(7, 2, device=device).bfloat16()
+    for recorded in (False, True):
+        with torch.set_grad_enabled(recorded):
+            expected = first(model)(x, index, weights)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                got = first(fused)(x, index, weights)
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+        taken = {event.name.rpartition("::")[2] for event in profile.events() if "fused_mlp" in event.name}
+        if not recorded:
+            assert taken == {"experts_mlp"}
+        assert not (recorded and device.type == "cuda" and taken)
 
 
 def test_transforms(fused_mlp, device):

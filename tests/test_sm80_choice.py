@@ -59,6 +59,18 @@ def test_large_tiles_only_where_they_fit(predictor):
     assert tile("L40S") == tile("RTX 5090") == tile("Jetson AGX Orin") == ("256", "128")
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_small_tiles_have_the_deepest_ring_that_leaves_room_for_two(predictor, gated):
+    def rings(name):
+        offered = [KERNELS[i] for i, each in enumerate(predictor.kernels()) if predictor.offered(GPUS[name], i)]
+        product = "Gated" if gated else "Plain"
+        return [(block_k, stages) for _, *tile, block_k, _, _, stages in offered if tile == [product, "128", "128"]]
+
+    assert rings("H200") == [("64", "3")]
+    assert rings("A100 80GB SXM") == rings("Jetson AGX Orin") == [("32", "4")]
+    assert rings("L40S") == rings("RTX 5090") == [("32", "3")]
+
+
 def test_the_prediction_in_the_document(predictor):
     assert predict.table(predictor) in DOCUMENT.read_text(), "put the table of `python tools/predict.py` there"
 

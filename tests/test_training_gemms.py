@@ -23,6 +23,7 @@ PRODUCTS = {
     "mlp": {"PlainKept", "PlainGradient"},
     "gated_linear": {"GatedKept", "Pair"},
 }
+KERNELS = [entry for entry in gemm_kernels.entries("sm90") if entry[1] in gemm_kernels.TRAINING]
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,35 @@ def test_gradients(fused_mlp, device, function, dtype):
         for mine in (found, recomputed):
             for name, *three in zip(["result", *made], mine, eager, exact, strict=True):
                 assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(kernel[1:]))
+def test_each_kernel(fused_mlp, device, kernel):
+    """Forced alone of its product: run, and right where its last tiles are almost empty."""
+    function = "mlp" if kernel[1].startswith("Plain") else "gated_mlp"
+    made = leaves(operands(function, (1033,), (264, 1032, 264), dtype=torch.bfloat16, device=device))
+    with gemm_kernels.forced(fused_mlp, "sm90", gemm_kernels.entries("sm90").index(kernel)):
+        with poisoned_memory(device):
+            found = step(caller(fused_mlp, function, "silu"), made)
+        names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))
+    assert kernel[1:] in {name[2:] for name in gemm_kernels.named(names)}
+    eager = step(lambda made: reference.eager(function, made, "silu"), made)
+    wide = leaves({name: tensor.double() for name, tensor in made.items()})
+    exact = step(lambda made: reference.exact(function, made, "silu"), wide)
+    for name, *three in zip(["result", *made], found, eager, exact, strict=True):
+        assert_no_worse_than_eager(*three, name, roundings=8)
+
+
+def test_those_that_are_chosen(fused_mlp, device):
+    """Many rows go through the kernels, few through torch's GEMMs, and explain tells the truth."""
+    products = ("GatedKept", "GatedGradient", "Pair")
+    for rows, fused in ((8192, set(products)), (1024, set(products[:2])), (16, set())):
+        made = leaves(operands("gated_mlp", (rows,), (1024, 4096, 1024), dtype=torch.bfloat16, device=device))
+        with gemm_kernels.chosen(fused_mlp):
+            (kept,) = fused_mlp.explain(fused_mlp.gated_mlp, **made).parts
+            names = kernels_of(lambda: step(caller(fused_mlp, "gated_mlp", "silu"), made))  # noqa: B023
+        assert {kernel[2] for kernel in gemm_kernels.named(names)} & set(gemm_kernels.TRAINING) == fused
+        assert [part.fused for part in kept.gemms] == [product in fused for product in products]
 
 
 @functions

@@ -331,7 +331,7 @@ def mma_sync_table() -> str:
         else:
             shown = f"{entry['ratio']:.2f}"
         times = (figure(us[name]) if name in us else "" for name in ("ours", "cublaslt", "triton", "reading"))
-        rows.append((entry["what"], *times, shown))
+        rows.append((entry["what"] + (" (another run)" if "run" in entry else ""), *times, shown))
     heads = ("M and sizes", "ours, us", "cuBLASLt, us", "Triton, us", "reading, us", "ratio, share")
     return documents.table(heads, rows, left=1)
 

@@ -29,6 +29,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
   ops.def(
+      "plan_training(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
+      "Tensor? up_bias, int activation, bool keep) -> str");
+  ops.def(
       "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
       "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs, bool? up_first) -> "
       "Tensor[]");
@@ -57,6 +60,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
+#if defined(CUDA_KERNEL)
+  ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
+#endif
   ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
 }

@@ -72,6 +72,12 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
                                                     int64_t activation, bool keep, std::optional<bool> up_first);
 
+// On a GPU, how its products with an epilogue would be computed, as `plan` says it: the first layer, where it is kept;
+// with a second weight, the gradients of gate and up; and, of a gated layer, that of x.
+std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                          const OptionalTensor& second_weight, const OptionalTensor& bias,
+                          const OptionalTensor& up_bias, int64_t activation, bool keep);
+
 // The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what
 // it kept; without `gate` they are computed again.
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

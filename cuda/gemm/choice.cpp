@@ -14,7 +14,7 @@ constexpr struct {
   bool taken;     // by itself; where it is not, its kernels run only where a test forces them
   bool training;  // likewise its kernels of training
 } kArchitectures[] = {
-    {&sm90::kArchitecture, true, false},  // those of training have not been run on a GPU yet
+    {&sm90::kArchitecture, true, true},
     {&sm80::kArchitecture, true, false},  // behind sm90: a Hopper GPU, which could run them, does not get them
 };
 
@@ -47,13 +47,36 @@ constexpr int64_t kFewRows = 256;  // up to here a product behind a fused GEMM m
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
 
-double products(const GemmProblem& p) { return p.gated() ? 2.0 : 1.0; }
+double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
 
 // The time that the bytes or the arithmetic of a product take at the GPU's peak, whichever is longer.
 double floor_microseconds(const GemmProblem& p, const TorchComparison& torch) {
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
   const double flops = 2.0 * products(p) * p.m * p.n * p.k;
   return std::max(bytes / torch.bytes_per_microsecond, flops / torch.flops_per_microsecond);
+}
+
+// The matrices [m, n] that are moved behind torch's GEMM to the same end: by a pointwise kernel; behind the gradient of
+// the hidden values by another one, which makes these again; of a pair, by the second of two GEMMs.
+int composed_matrices(Product product) {
+  switch (product) {
+    case Product::kPlainGradient:
+      return moved_matrices(product) + moved_matrices(Product::kPlainKept);
+    case Product::kGatedGradient:
+      return moved_matrices(product) + moved_matrices(Product::kGatedKept);
+    case Product::kPair:
+      return 2;
+    default:
+      return moved_matrices(product);
+  }
+}
+
+// The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
+// where it is estimated to take less than that.
+double composed_microseconds(const GemmProblem& p, const TorchComparison& torch) {
+  constexpr double kLaunch = 2.0;
+  const int matrices = composed_matrices(p.product());
+  return floor_microseconds(p, torch) + kLaunch + 2.0 * matrices * p.m * p.n / torch.bytes_per_microsecond;
 }
 
 }  // namespace
@@ -76,7 +99,8 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   }
   if (training) {
     *plan = architecture.choose(p, gpu);
-    return Refusal::kNone;
+    const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
+    return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
   if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
 

@@ -29,6 +29,22 @@ constexpr bool is_gradient(Product product) {
 }
 constexpr bool reads_weights_as_they_lie(Product product) { return is_gradient(product) || product == Product::kPair; }
 
+// The matrices [m, n] that a product's epilogue reads or writes. The pointwise kernel behind torch's GEMM that does the
+// same moves as many.
+constexpr int moved_matrices(Product product) {
+  switch (product) {
+    case Product::kPlainKept:
+      return 2;
+    case Product::kGatedKept:
+    case Product::kPlainGradient:
+      return 3;
+    case Product::kGatedGradient:
+      return 5;
+    default:
+      return 1;
+  }
+}
+
 // What a GEMM does with its sums before it rounds and stores them: epilogue.cuh.
 struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
@@ -69,6 +85,7 @@ struct GemmProblem {
     return up_weight.data == nullptr ? Product::kPlain : Product::kGated;
   }
   bool gated() const { return is_gated(product()); }
+  bool pair() const { return product() == Product::kPair; }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
@@ -104,7 +121,8 @@ struct GemmKernel {
   int block_m;  // rows of a in a tile
   int block_n;  // weight rows in a tile: of a gated product, half are the gate's and half are up's
   Schedule schedule;
-  int split_k;  // CTAs of a cluster that share one output tile, each with a part of k
+  int split_k;   // CTAs of a cluster that share one output tile, each with a part of k
+  int ring = 0;  // elements of k in shared memory at a time, where it takes that to tell two kernels apart
 
   // Columns of the output in a tile.
   constexpr int columns() const { return is_gated(product) ? block_n / 2 : block_n; }

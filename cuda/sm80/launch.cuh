@@ -54,7 +54,7 @@ cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, cudaStream_t 
     return launch_streamed<StreamedGemm<Element, Product::k##PRODUCT, TOKENS, COLUMNS, BLOCK_K, STAGES>>(p, stream);
 #define FUSED_MLP_TILED(PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K, WARPS_M, WARPS_N, STAGES)                                  \
   if (kernel.loop == MainLoop::kTiled && kernel.product == Product::k##PRODUCT && kernel.block_m == BLOCK_M &&         \
-      kernel.block_n == BLOCK_N)                                                                                       \
+      kernel.block_n == BLOCK_N && kernel.ring == BLOCK_K * STAGES)                                                    \
     return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K, WARPS_M, WARPS_N, STAGES>>( \
         p, stream);
 #include "kernels.def"

@@ -29,7 +29,9 @@ constexpr ListedKernel streamed(Product product, int tokens, int columns, int bl
 constexpr ListedKernel tiled(Product product, int block_m, int block_n, int block_k, int warps_m, int warps_n,
                              int stages) {
   const Shape shape = tiled_shape(block_m, block_n, block_k, warps_m, warps_n, stages);
-  return {{MainLoop::kTiled, product, block_m, block_n, Schedule::kCooperative, 1}, shape, tiled_shared_bytes(shape)};
+  return {{MainLoop::kTiled, product, block_m, block_n, Schedule::kCooperative, 1, stages * block_k},
+          shape,
+          tiled_shared_bytes(shape)};
 }
 
 // The kernels of kernels.def.
@@ -54,16 +56,13 @@ static_assert(
       }
       return true;
     }(),
-    "two kernels have the same tile");
+    "two kernels have the same tile and ring");
 
-// Whether there is code of the kernel for a GPU, which has the shared memory for it. 8.7 has as much as 8.0, but runs
-// the code of 8.6.
-constexpr bool has_code(const ListedKernel& listed, const Gpu& gpu) {
-  const bool large = (gpu.major == 8 || gpu.major == 9) && gpu.minor == 0;
-  return listed.shared_bytes <= (large ? gpu.shared_of_cta : kLeastSharedOfCta);
-}
+// Whether the choice on a GPU is among others of a kernel, by its place in the list: of those that differ only in their
+// ring, it is of the first that the GPU has room for.
+bool offered(size_t place, const Gpu& gpu);
 
-// The kernel that is estimated to take the least time, of those that there is code for.
+// The kernel that is estimated to take the least time, of those offered.
 GemmPlan choose(const GemmProblem& problem, const Gpu& gpu);
 
 // kNone, with the plan in *plan, where the GPU's model says that a kernel of ours is the faster way, with a margin.

@@ -10,7 +10,7 @@ constexpr int kTiles[][2] = {{128, 256}, {256, 128}, {128, 128}, {64, 128}, {64,
 
 // The values here are for GPUs that nobody has measured. On a Hopper GPU it was measured how the two largest tiles and
 // 128 x 128 compare with what else multiplies by mma.sync there (benchmarks/results/h200-mma-sync.json): the worst
-// ratio of each is taken to be the same on all chips. All else is estimated.
+// ratio of each, within 3%, is taken to be the same on all chips. All else is estimated.
 struct Tuning {
   int major = 0, minor = 0;  // of the GPUs that it was measured on
   // The share of the tensor cores' peak that the main loop of a tiled kernel reaches, in the order of kTiles.

@@ -46,11 +46,12 @@ bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs
            encode_tensor_map(&args->second_weight, p.dtype, t.second_weight, p.k, p.n, Gemm::kBoxRowsB, 64);
   }
   args->stores_value = p.out.data != nullptr;
-  const auto encode = [&](CUtensorMap* map, const Matrix& matrix) {
-    return encode_tensor_map(map, p.dtype, matrix, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
+  const auto encode = [&](CUtensorMap* map, const Matrix& matrix, int box_rows = Gemm::kBoxRows) {
+    return encode_tensor_map(map, p.dtype, matrix, p.m, p.n, box_rows, Gemm::kBoxN);
   };
+  const int kept_rows = Gemm::kGradient ? Gemm::kSlotRows : Gemm::kBoxRows;
   const bool has_up = Gemm::kGated || Gemm::kOfUp;
-  return encode(&args->gate, t.gate) && (!has_up || encode(&args->up, t.up)) &&
+  return encode(&args->gate, t.gate, kept_rows) && (!has_up || encode(&args->up, t.up, kept_rows)) &&
          (!Gemm::kGradient || encode(&args->gate_gradient, t.gate_gradient)) &&
          (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
 }

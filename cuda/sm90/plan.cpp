@@ -3,6 +3,7 @@
 #include <array>
 #include <limits>
 
+#include "training_times.h"
 #include "tuning.h"
 
 namespace fused_mlp::sm90 {
@@ -15,27 +16,16 @@ constexpr auto kTiledTimes = [] {
     for (const TunedKernel& tuned : kTuned) {
       if (tuned.kernel == kKernels[i]) times[i] = &tuned.time;
     }
+    for (const TunedKernel& training : kTrainingTimes) {
+      if (training.kernel == kKernels[i]) times[i] = &training.time;
+    }
   }
   return times;
 }();
 
-// Of the kernels of training, whose times are not measured yet: that whose tiles cover the fewest elements.
-GemmPlan choose_by_area(const GemmProblem& p) {
-  GemmPlan best{};
-  int64_t least = std::numeric_limits<int64_t>::max();
-  for (const GemmKernel& kernel : kKernels) {
-    if (kernel.product != p.product()) continue;
-    const int64_t area =
-        ceil_div(p.m, kernel.block_m) * kernel.block_m * ceil_div(p.n, kernel.columns()) * kernel.columns();
-    if (area < least) best = {kernel, 0.0}, least = area;
-  }
-  return best;
-}
-
 }  // namespace
 
 GemmPlan choose(const GemmProblem& p, const Chip& chip) {
-  if (is_training(p.product())) return choose_by_area(p);
   const StreamedTime& streamed = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, [&](size_t index, const GemmKernel& kernel) {

@@ -35,7 +35,8 @@ void for_each_candidate(const GemmProblem& p, Visitor&& visit) {
     if (kernel.product != p.product()) continue;
     if (kernel.loop == MainLoop::kTiled) {
       const bool every_cta_has_k = kernel.split_k == 1 || p.k >= kBlockK * kernel.split_k;
-      if (p.m >= kTiledRows && every_cta_has_k) visit(i, kernel);
+      const bool rows_suit = p.m >= kTiledRows || is_training(kernel.product);  // which has no streamed kernels
+      if (rows_suit && every_cta_has_k) visit(i, kernel);
       continue;
     }
     const int64_t tiles = ceil_div(p.m, kernel.block_m);

@@ -230,8 +230,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
   if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
-  [[maybe_unused]] GradientSlots<Gemm> slots(shared, warp, index);
-  if constexpr (Gemm::kGradient) slots.load_first(args, tiles);
+  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // of what a gradient is made of
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);
@@ -264,7 +263,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
     }
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       if constexpr (Gemm::kGradient) {
-        store_gradients<Gemm, A>(args, tiles, accumulator, slots, tile.row + warp_m, column);
+        store_gradients<Gemm, A>(args, shared, accumulator, slot, warp, buffer, tile.row + warp_m, column);
       } else if constexpr (Gemm::kSwapped) {
         store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
                                     tile.column + warp_m);
@@ -298,8 +297,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
       mbarrier_init(shared.full(stage), 1);
       mbarrier_init(shared.empty(stage), Gemm::kConsumersOfTile * 4);  // one arrival per warp
     }
-    if constexpr (Gemm::kGradient) {
-      for (int i = 0; i < Gemm::kConsumers * 4 * Gemm::kStoreBuffers; ++i) mbarrier_init(shared.slot_full(0, i), 1);
+    for (int slot = 0; slot < Gemm::kConsumers * Gemm::kSlots; ++slot) {
+      mbarrier_init(shared.slot_full(0, slot), 1);
+      mbarrier_init(shared.slot_empty(0, slot), 4);  // likewise
     }
     fence_mbarrier_init();
   }
@@ -309,6 +309,12 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
   if (warp >= Gemm::kConsumers * 4) {
     shrink_registers<40>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
+    if constexpr (Gemm::kGradient) {  // a thread for each consumer
+      const int consumer = warp - Gemm::kConsumers * 4 - 1;
+      if (threadIdx.x % 32 == 0 && consumer >= 0 && consumer < Gemm::kConsumers) {
+        load_kept<Gemm>(args, shared, consumer);
+      }
+    }
     __syncwarp();
     if constexpr (Gemm::kSplitK > 1) {  // all threads take part in the two barriers of reduce_across_cluster
       cluster_sync();

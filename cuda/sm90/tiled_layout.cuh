@@ -111,17 +111,21 @@ struct TiledGemm {
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
-  // A gradient's buffers are slots, which hold a step of gate, of the value, and of up.
+  // A gradient's buffers hold a step of each of its results: of gate's, of the value, and of up's.
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element) * (kGradient ? kOfUp ? 3 : 2 : 1);
-  static constexpr int kBarrierBytes = kGradient ? 512 : 256;
+  // What a gradient is made of comes through slots. One holds a step of gate, and of up, for a warpgroup's 64 rows.
+  static constexpr int kSlotRows = 64;
+  static constexpr int kSlots = kGradient ? 2 : 0;
+  static constexpr int kSlotBytes = kGradient ? kSlotRows * kStepN * sizeof(Element) * (kOfUp ? 2 : 1) : 0;
+  static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
   static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kShareN * 4;
-  static constexpr int kSharedBudget =
-      227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile - kAlignment;
+  static constexpr int kSharedBudget = 227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile -
+                                       kAlignment - kConsumers * kSlots * kSlotBytes;
   // Stages come first; the rest is for buffers, at most as many as a tile has stores.
   static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * kMmaN / 16 : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
-  static constexpr int kLeastBuffers = kGradient ? 4 : at_most(2, kStoresOfTile);
+  static constexpr int kLeastBuffers = kGradient ? 1 : at_most(2, kStoresOfTile);
   static constexpr int kStages = at_most(8, (kSharedBudget - kLeastBuffers * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
       at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
@@ -173,8 +177,11 @@ struct TiledGemmShared {
       : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
   __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Gemm::kBytesA; }
+  __device__ __forceinline__ uint32_t slot(int consumer, int slot) const {
+    return a(Gemm::kStages) + (consumer * Gemm::kSlots + slot) * Gemm::kSlotBytes;
+  }
   __device__ __forceinline__ uint32_t store(int warp) const {
-    return ring + Gemm::kStages * Gemm::kStageBytes + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
+    return slot(Gemm::kConsumers, 0) + warp * Gemm::kStoreBuffers * Gemm::kStoreBytes;
   }
   __device__ __forceinline__ uint32_t bias(int group) const {
     return store(Gemm::kConsumers * 4) + group * Gemm::kTileBiasBytes;
@@ -183,8 +190,11 @@ struct TiledGemmShared {
     return bias(Gemm::kConsumers / Gemm::kConsumersOfTile) + stage * 8;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-  __device__ __forceinline__ uint32_t slot_full(int warp, int slot) const {
-    return full(2 * Gemm::kStages + warp * Gemm::kStoreBuffers + slot);
+  __device__ __forceinline__ uint32_t slot_full(int consumer, int slot) const {
+    return full(2 * Gemm::kStages + consumer * Gemm::kSlots + slot);
+  }
+  __device__ __forceinline__ uint32_t slot_empty(int consumer, int slot) const {
+    return slot_full(Gemm::kConsumers + consumer, slot);
   }
 };
 

@@ -9,7 +9,9 @@ namespace fused_mlp::sm90 {
 namespace {
 
 double bytes(const GemmProblem& p) {
-  return 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + (p.gated() ? 2.0 : 1.0) * p.n * p.k);
+  const double a = static_cast<double>(p.m) * p.k, weight = static_cast<double>(p.n) * p.k;
+  return 2.0 * (a * (p.pair() ? 2 : 1) + weight * (p.pair() || p.gated() ? 2 : 1) +
+                static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
 }
 
 // The longer of the two times, plus a tenth of the shorter. Without that tenth all kernels that wait for memory would
@@ -25,7 +27,8 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const int resident = std::max(1, usable_multiprocessors(chip.multiprocessors, kernel.split_k) / kernel.split_k);
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t rounds = ceil_div(tiles, resident);
-  double round = c.round + c.k_block * ceil_div(ceil_div(p.k, kBlockK), kernel.split_k);
+  const int64_t k_blocks = ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1);
+  double round = c.round + c.k_block * ceil_div(k_blocks, kernel.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
   round /= chip.clock;
   const double floor = bytes(p) / chip.bytes_per_microsecond;

@@ -6,16 +6,35 @@
 
 using namespace fused_mlp;
 
-extern "C" cudaError_t tune_gemm(const tuning::Shape* s, const tuning::Kernel* k, void* a, void* weight,
-                                 void* up_weight, void* out, cudaStream_t stream) {
-  GemmProblem p = problem_of(*s);
+namespace {
+
+cudaError_t launch(const tuning::Shape& shape, const GemmKernel& kernel, void* a, void* weight, void* up_weight,
+                   void* out, cudaStream_t stream) {
+  GemmProblem p = problem_of(shape);
   p.a.data = a;
   p.weight.data = weight;
   p.up_weight.data = up_weight;
   p.out.data = out;
-  const GemmKernel kernel{static_cast<MainLoop>(k->loop),     p.product(), k->block_m, k->block_n,
-                          static_cast<Schedule>(k->schedule), k->split_k};
-  return TUNED::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(s->multiprocessors)}, stream);
+  return TUNED::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(shape.multiprocessors)}, stream);
+}
+
+}  // namespace
+
+extern "C" cudaError_t tune_gemm(const tuning::Shape* s, const tuning::Kernel* k, void* a, void* weight,
+                                 void* up_weight, void* out, cudaStream_t stream) {
+  const GemmKernel kernel{static_cast<MainLoop>(k->loop),
+                          problem_of(*s).product(),
+                          k->block_m,
+                          k->block_n,
+                          static_cast<Schedule>(k->schedule),
+                          k->split_k};
+  return launch(*s, kernel, a, weight, up_weight, out, stream);
+}
+
+// The kernel at a place of the architecture's list.
+extern "C" cudaError_t tune_listed(const tuning::Shape* s, int place, void* a, void* weight, void* up_weight, void* out,
+                                   cudaStream_t stream) {
+  return launch(*s, TUNED::kArchitecture.kernels[place], a, weight, up_weight, out, stream);
 }
 
 // gate = act(gate) * up, or act(gate) where up is null.

@@ -57,7 +57,7 @@ def describe() -> Gpu:
 def candidates(predictor: Predictor, gpu: Gpu, product: Product) -> Iterator[int]:
     """The numbers of the kernels that are timed for a product: tiled ones for large ones, streamed ones for others."""
     for number, kernel in enumerate(predictor.kernels()):
-        if kernel.gated != product.gated or kernel.shared > gpu.shared_of_cta:
+        if kernel.gated != product.gated or not predictor.offered(gpu, number):
             continue
         if kernel.tiled == (product in LARGE) and (kernel.tiled or kernel.block_m >= product.m):
             yield number
@@ -72,22 +72,20 @@ def measure(library: ctypes.CDLL, predictor: Predictor, gpu: Gpu) -> Times:
         out = torch.empty(m, product.n, dtype=x.dtype, device="cuda")
         numbers = [*candidates(predictor, gpu, product)]
         ways: list[Callable[[], object]] = [lambda x=x, weights=weights: torch.mm(x, weights.t())]
-        ways += [_launcher(library, predictor, gpu, number, product, x, weights, out) for number in numbers]
+        ways += [_launcher(library, gpu, number, product, x, weights, out) for number in numbers]
         least = predictor.predict(gpu, *product, "linear").torch_microseconds
         found[product] = dict(zip([None, *numbers], bench.medians(ways, least), strict=True))
     return found
 
 
-def _launcher(library, predictor, gpu, number, product, x, weights, out) -> Callable[[], None]:
-    kernel = predictor.kernels()[number]
+def _launcher(library, gpu, number, product, x, weights, out) -> Callable[[], None]:
     shape = (ctypes.c_int64 * 6)(*product, 0, gpu.multiprocessors)
-    listed = (ctypes.c_int * 5)(*kernel.plan)
     up = weights[product.n :] if product.gated else None
     operands = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (x, weights, up, out)]
 
     def run() -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        if error := library.tune_gemm(shape, listed, *operands, stream):
+        if error := library.tune_listed(shape, number, *operands, stream):
             raise bench.TuneError(f"CUDA error {error}: kernel {number}, {product}")
 
     return run

@@ -63,13 +63,16 @@ int tile(int index, int* sizes) {
   return 0;
 }
 
+// Whether the choice on a GPU is among others of a listed kernel.
+int offered(const Gpu* gpu, int kernel) { return sm80::offered(kernel, *gpu) ? 1 : 0; }
+
 // A listed kernel, as Listed of prediction.py; -1 past the end.
 int described(int kernel, int* values) {
   if (kernel >= static_cast<int>(sm80::kKernels.size())) return -1;
   const sm80::ListedKernel& listed = sm80::kListed[kernel];
   const GemmKernel& k = listed.kernel;
   for (int each : {static_cast<int>(k.loop), static_cast<int>(is_gated(k.product)), k.block_m, k.block_n,
-                   static_cast<int>(k.schedule), k.split_k, listed.shape.threads(), listed.shared_bytes}) {
+                   listed.shape.threads(), listed.shared_bytes}) {
     *values++ = each;
   }
   return 0;

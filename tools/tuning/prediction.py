@@ -75,18 +75,12 @@ class Listed(NamedTuple):
     gated: bool
     block_m: int
     block_n: int
-    schedule: int
-    split_k: int
     threads: int
     shared: int  # bytes
 
     @property
     def tiled(self) -> bool:
         return self.loop == 0
-
-    @property
-    def plan(self) -> tuple[int, ...]:
-        return self.loop, self.block_m, self.block_n, self.schedule, self.split_k
 
 
 class Predictor:
@@ -113,6 +107,10 @@ class Predictor:
         shape = (ctypes.c_int64 * 6)(*product, ACTIVATIONS["linear"], gpu.multiprocessors)
         return self._library.estimated(ctypes.byref(gpu), shape, kernel)
 
+    def offered(self, gpu: Gpu, kernel: int) -> bool:
+        """Whether the choice on a GPU is among others of a kernel of the list."""
+        return bool(self._library.offered(ctypes.byref(gpu), kernel))
+
     def flops_per_microsecond(self, gpu: Gpu) -> float:
         """At most."""
         return self._library.flops_per_microsecond(ctypes.byref(gpu))
@@ -133,7 +131,7 @@ class Predictor:
 
     def kernels(self) -> list[Listed]:
         """All of the list, in its order."""
-        found, described = [], (ctypes.c_int * 8)()
+        found, described = [], (ctypes.c_int * 6)()
         while self._library.described(len(found), described) == 0:
             found.append(Listed(*described))
         return found

@@ -9,6 +9,7 @@ transform of ``torch.func``), torch runs the GEMMs and only the pointwise part i
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Callable, Optional, Tuple
 
 import torch
@@ -135,17 +136,23 @@ def experts_mlp(
     if result is not None:
         return result
     operands.check_experts_mlp(*given, *form[1:])
-    compute = _composed_experts
-    if experts_reason(*given) is None:
-        chosen = dispatch.select("experts_mlp", x)
-        stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
-        if chosen is native and native.experts_refusal(x, top_k_index, *stored) is not None:
-            chosen = dispatch.instead_of_native("experts_mlp", x, top_k_index.numel() / gate_up_weight.shape[0])
-        if chosen is not None:
-            compute = chosen.experts_mlp
+    chosen = experts_backend(given, form)
+    compute = _composed_experts if chosen is None else chosen.experts_mlp
     flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
     result = compute(*flat, *given[3:], *form)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def experts_backend(given: Tuple[Optional[Tensor], ...], form: experts.Form) -> Optional[ModuleType]:
+    """The backend that takes a call of ``experts_mlp`` as one, or None where it is composed of parts."""
+    if experts_reason(*given) is not None:
+        return None
+    x, top_k_index, _, gate_up_weight, down_weight = given[:5]
+    chosen = dispatch.select("experts_mlp", x)
+    stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
+    if chosen is native and native.experts_refusal(x, top_k_index, *stored) is not None:
+        chosen = dispatch.instead_of_native("experts_mlp", x, top_k_index.numel() / gate_up_weight.shape[0])
+    return chosen
 
 
 def experts_reason(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Optional[Tensor]) -> Optional[str]:

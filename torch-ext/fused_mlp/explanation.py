@@ -79,14 +79,15 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
-    get_activation(call.arguments.get("activation"))
+    activation = get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, *cast)
         if composed is None:
             name, reason = dispatch.reasoned(op, cast[0])
-            kept = plans.Kept(*training.kept(op, cast, memory))
+            gemms = training.products(op, cast, activation.code, memory)
+            kept = plans.Kept(*training.kept(op, cast, memory), gemms)
             return Explanation(function.__name__, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
         if memory == training.RECOMPUTED:
             composed = f"{composed}; the backward runs the parts again"
@@ -106,7 +107,7 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
         return Explanation(function.__name__, name, reason)
     layers, names = _GEMMS[op]
     given = [call.arguments[name] if name else None for name in names]
-    parts = native.plan(layers, *given, get_activation(call.arguments["activation"]).code)
+    parts = native.plan(layers, *given, activation.code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
-from .backends import native, reference
+from .backends import native, plans, reference
 from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
@@ -69,6 +69,14 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     if _is_first_frozen(*_full(op, given)):
         names = ("hidden",)
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
+
+
+def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
+    """How the products with an epilogue of training would be computed."""
+    given = _full(op, given)
+    if memory == KEPT and _is_first_frozen(*given):
+        return ()
+    return native.plan_training(given, activation, memory == KEPT)
 
 
 def run(op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None) -> Tensor:

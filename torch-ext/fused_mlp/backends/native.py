@@ -125,6 +125,17 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
+def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:
+    """The same for the products of ``training_forward`` and its backward that a pointwise step goes with, on a GPU."""
+    if DEVICE_TYPE == "cpu":
+        return ()
+    _, _, up_weight, second_weight, *_ = given
+    layers = ["fc1" if up_weight is None else "gate and up"] if keep else []
+    layers += ["gradients before the activation"] if second_weight is not None else []
+    layers += ["gradient of x"] if up_weight is not None else []
+    return plans.parsed(ops.plan_training.default(*given[:6], activation, keep), layers)
+
+
 def plan_experts(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
 ) -> Tuple[plans.Part, ...]:

@@ -89,17 +89,20 @@ class Part:
 class Kept:
     """What a call that autograd follows keeps for its backward beside its operands: names of values, and their bytes.
 
-    torch's GEMMs compute such a call, with pointwise kernels between them.
+    ``gemms`` says of a CUDA call how those products are computed that a pointwise step goes with. torch's GEMMs compute
+    the others, and on a CPU all, with pointwise kernels between them.
     """
 
     names: Tuple[str, ...]
     bytes: int
+    gemms: Tuple[Part, ...] = ()
 
     def __str__(self) -> str:
+        gemms = "".join(f"; {part.layer}: {part}" for part in self.gemms)
         if not self.names:
-            return "keeps nothing but the operands, and makes the rest again"
+            return f"keeps nothing but the operands, and makes the rest again{gemms}"
         before = "" if self.names == ("hidden",) else " before the activation"
-        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB"
+        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB{gemms}"
 
 
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:

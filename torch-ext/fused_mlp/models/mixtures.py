@@ -1,7 +1,7 @@
 """The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
 
-It is taken in the place of a class's own loop, and on a CPU in the place of transformers' products of groups too. On a
-GPU those stay: there nothing has been measured against them.
+It is taken in the place of a class's own loop, and in the place of transformers' products of groups where it is a kernel:
+composed of parts, as under autograd, it is such products itself.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ def _fused(
     tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
+    if x.is_cuda and _are_products(asked or way):
+        if calls.experts_backend((x, index, weights, *tensors), found.form) in (None, reference):
+            return None
     return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
 
 
@@ -180,13 +183,16 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
 
 def _of_device(x: Tensor, way: str) -> Optional[str]:
     """Why what runs anyway is left to run, on the device and in the dtype of x."""
-    if way in (_OWN_LOOP, "eager", interface.NAME) or dispatch._open_blocks[-1].name != "auto":
+    if not _are_products(way):
         return None
-    if not x.is_cpu:
-        return f"{way} on {x.device.type}, against which experts_mlp has not been measured"
-    if dispatch.select("experts_mlp", x) is reference:
-        return f"{way} of {x.dtype}, for which there is no kernel"
+    if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
+        return f"{way} of {x.dtype} on {x.device.type}, for which there is no kernel"
     return None
+
+
+def _are_products(way: str) -> bool:
+    """Whether transformers computes experts by products of groups, and no backend is forced in their place."""
+    return way not in (_OWN_LOOP, "eager", interface.NAME) and dispatch._open_blocks[-1].name == "auto"
 
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
