@@ -1,14 +1,15 @@
 """The experts of mixtures: experts_mlp against what transformers runs (eager, grouped_mm, batched_mm) and Liger.
 
     python benchmarks/experts.py                              every shape of this machine's list, in 4 minutes at most
+    python benchmarks/experts.py --also liger                 Liger too, which tunes itself at its first call of a shape
     python benchmarks/experts.py --shapes Mixtral-8x7B --tokens 1 64 --routing zipf
     python benchmarks/experts.py --from build/experts.json    show what such a run has written; measure nothing
 
 All of them compute with the same weights and the same routing, one process, in turns; figures are medians. Two
 routings: balanced, where every expert is as likely as the others, and by a Zipf law, where the expert of rank r is
-chosen as often as 1 / r says. `eager`, a loop over the experts on the host, is left out of long runs of a GPU. What
-does not run, computes something else or finds no time left is named with the reason. Writes <out>.json and <out>.svg,
-and prints a table.
+chosen as often as 1 / r says. On a GPU, Liger and `eager`, a loop over the experts on the host, take part where they
+are asked for: the one tunes itself for more than a minute, the other takes that long. What does not run, computes
+something else or finds no time left is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
@@ -50,6 +51,7 @@ TITLES = {
 TITLES |= {"ours-cuda": "ours, CUDA", "ours-triton": "ours, Triton"}
 _MOST_BATCHED = 16  # batched_mm copies the weights of every choice
 _MOST_EAGER = 16 if ON_GPU else 1 << 30  # tokens: 86 ms a call at 128 tokens on an H200
+SLOW = ("eager", "liger")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]
     return index, torch.rand(tokens, mixture.top_k, device=DEVICE).softmax(-1).bfloat16()
 
 
-def ways(module: nn.Module, fused_mlp, tokens: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def ways(
+    module: nn.Module, fused_mlp, tokens: int, slow: tuple[str, ...]
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """What is compared, by name."""
 
     def by_transformers(implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -109,23 +113,21 @@ def ways(module: nn.Module, fused_mlp, tokens: int) -> dict[str, Callable[[Tenso
             return fused_mlp.experts_mlp(x, index, weights, module.gate_up_proj, module.down_proj)
 
     names = ["grouped_mm"]
-    if tokens <= _MOST_EAGER:
+    if tokens <= _MOST_EAGER and "eager" in slow:
         names.insert(0, "eager")
     if tokens <= _MOST_BATCHED:
         names.append("batched_mm")
     made = {name: partial(by_transformers, name) for name in names}
-    try:
-        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-    except ImportError:
-        pass
-    else:
-        made["liger"] = lambda x, index, weights: LigerFusedMoEFunction.apply(
-            x, module.gate_up_proj, module.down_proj, index, weights
-        )
     made["ours"] = partial(ours, "auto")
     if ON_GPU:  # of which "auto" takes one
         made["ours-cuda"] = partial(ours, "cuda")
         made["ours-triton"] = partial(ours, "triton")
+    if "liger" in slow:
+        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+        made["liger"] = lambda x, index, weights: LigerFusedMoEFunction.apply(
+            x, module.gate_up_proj, module.down_proj, index, weights
+        )
     return made
 
 
@@ -138,11 +140,14 @@ def trained(way: Callable, module: nn.Module, x: Tensor, index: Tensor, weights:
     return leaves[0].grad
 
 
-def failing(calls: dict[str, Callable[[], Tensor]]) -> dict[str, str]:
-    """The calls that do not run, or do not agree with grouped_mm, and why."""
+def failing(calls: dict[str, Callable[[], Tensor]], end: float) -> dict[str, str]:
+    """The calls that do not run, or do not agree with grouped_mm, or find no time before `end`; and why."""
     expected = calls["grouped_mm"]().float()
     left = {}
     for name, call in calls.items():
+        if time.monotonic() > end:
+            left[name] = "no time left"
+            continue
         try:
             difference = ((call().float() - expected).norm() / expected.norm()).item()
             if not difference <= ALIKE:
@@ -165,6 +170,7 @@ def run(given) -> dict:
         for backward in ((False, True) if tokens in mixture.trained else (False,))
     ]
     end = time.monotonic() + 60 * given.minutes if given.minutes > 0 else float("inf")
+    slow = tuple(given.also) if ON_GPU else ("eager",)
     module, of = None, None
     for mixture, tokens, routing, backward in tqdm(cases, disable=None):
         shape = {"name": mixture.name, "experts": mixture.experts, "top_k": mixture.top_k}
@@ -179,14 +185,14 @@ def run(given) -> dict:
         index, weights = routed(mixture, tokens, routing)
         x = torch.randn(tokens, mixture.dim, device=DEVICE).bfloat16()
         calls = {}
-        for name, way in ways(module, fused_mlp, tokens).items():
+        for name, way in ways(module, fused_mlp, tokens, slow).items():
             if backward and name in ("eager", "ours-cuda", "ours-triton"):  # minutes, and what "ours" is
                 continue
             calls[name] = (
                 partial(trained, way, module, x, index, weights) if backward else partial(way, x, index, weights)
             )
         with torch.set_grad_enabled(backward):
-            left = failing(calls)
+            left = failing(calls, end)
             calls = {name: call for name, call in calls.items() if name not in left}
             figures = measure.compare(calls, rounds=given.rounds, budget_us=given.seconds * 1e6)
         results[-1] |= {"providers": figures, "left": left}
@@ -268,6 +274,7 @@ def main():
     parser.add_argument("--shapes", nargs="+", choices=[mixture.name for mixture in MIXTURES], help="of these alone")
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens, in the place of each shape's own")
     parser.add_argument("--routing", nargs="+", choices=("balanced", "zipf"), default=["balanced", "zipf"])
+    parser.add_argument("--also", nargs="+", choices=SLOW, default=[], help="compared on a GPU besides the others")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a turn")
     parser.add_argument("--minutes", type=float, default=4.0, help="of the whole run; 0 for as long as it takes")

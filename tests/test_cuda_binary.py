@@ -136,9 +136,9 @@ def test_every_grouped_kernel_is_there(hopper_code):
     tiled = [name for name in names if "GroupedTiles<" in name]
     assert len(tiled) == 2 * len(gemm_kernels.DTYPES)
     names = [name for name in names if "grouped_gemm_kernel" in name]
-    kernel = r"(StreamedGemm|StreamedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
+    kernel = r"(GroupedGemm|GroupedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
     found = [re.search(kernel, name).groups() for name in names]
-    wanted = itertools.product(("StreamedGemm", "StreamedTransposed"), gemm_kernels.DTYPES, "01", rows)
+    wanted = itertools.product(("GroupedGemm", "GroupedTransposed"), gemm_kernels.DTYPES, "01", rows)
     assert rows and sorted(found) == sorted(wanted)
 
 

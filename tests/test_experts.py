@@ -275,7 +275,7 @@ def test_grouped_forms(fused_mlp, device, dtype):
 
 
 GROUPED = [
-    # tokens, k, experts, (in, hidden, out): tiles of 8, 16, 32 and 64 rows, one to eight CTAs to each
+    # tokens, k, experts, (in, hidden, out): tiles of 8, 16 and 32 rows, one to eight CTAs to each
     (1, 1, 1, (8, 8, 8)),
     (1, 8, 16, (2048, 768, 2048)),
     (3, 2, 5, (72, 136, 200)),
@@ -287,8 +287,9 @@ GROUPED = [
     (128, 8, 64, (328, 200, 264)),
     (300, 2, 12, (200, 328, 72)),
     (512, 8, 128, (136, 72, 200)),
-    # rows searched for by a thread each, up to 128 of them, or sorted into blocks
-    (128, 1, 3, (72, 40, 104)),
+    # rows searched for by a lane each, up to 32 of them, or sorted into blocks
+    (32, 1, 3, (72, 40, 104)),
+    (33, 1, 3, (72, 40, 104)),
     (43, 3, 70, (1032, 264, 72)),
     (900, 1, 400, (264, 72, 136)),
     # many tokens: rows in blocks, several tiles to each CTA, tails of columns and of k
@@ -306,6 +307,8 @@ GROUPED = [
 def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
         check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+    if tokens * k > 32 * experts:
+        return
     n_in, hidden, out = sizes
     sizes = (-(-n_in // 64) * 64, -(-hidden // 64) * 64, out)
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
@@ -399,7 +402,8 @@ def test_what_is_chosen(fused_mlp, device, tokens):
         made = drawn(tokens, sizes=(64, 128, 24), dtype=torch.bfloat16, device=device, **form)
         check(fused_mlp, "auto", made, **form)
         found = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
-        assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {"sm90"})
+        way = "torch" if form and tokens == 1000 else "sm90"
+        assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {way})
     made = drawn(tokens, dtype=torch.bfloat16, device=device)
     check(fused_mlp, "auto", made)
     found = fused_mlp.explain(fused_mlp.experts_mlp, **made)

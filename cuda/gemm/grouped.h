@@ -87,8 +87,8 @@ struct GroupedPlan {
   int split_k;    // CTAs of a cluster that share a tile, each with a part of k
 };
 
-constexpr int kTiledBlock = 128;     // rows of a tiled kernel's tile
-constexpr int kSearchedSlots = 128;  // at most, where rows are not sorted: a thread for each, in every CTA
-constexpr int kSortedBoxRows = 8;    // those of a swizzle's period: sorted rows come in boxes of as many
+constexpr int kTiledBlock = 128;    // rows of a tiled kernel's tile
+constexpr int kSearchedSlots = 32;  // at most, where rows are not sorted: a lane for each, in every CTA
+constexpr int kSortedBoxRows = 8;   // those of a swizzle's period: sorted rows come in boxes of as many
 
 }  // namespace fused_mlp

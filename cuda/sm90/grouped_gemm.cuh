@@ -26,9 +26,15 @@ struct GroupedGemmArgs {
   bool interleaved;   // where weights are transposed: whether columns of gate and up alternate
 };
 
+// More CTAs than of a dense product: tiles of rows are many, and some of them do not exist.
+constexpr int grouped_ctas(int rows) { return rows < 32 ? 4 : 2; }
+
+template <typename Element, Product kProduct, int kTokens>
+struct GroupedGemm : StreamedShape<Element, kProduct, kTokens, grouped_ctas(kTokens)> {};
+
 // For weights [k, n], gates and ups side by side, which are read as they lie.
 template <typename Element, Product kProduct, int kTokens>
-struct StreamedTransposed : StreamedGemm<Element, kProduct, kTokens> {
+struct GroupedTransposed : GroupedGemm<Element, kProduct, kTokens> {
   static constexpr bool kTransposed = true;
 };
 
@@ -38,11 +44,8 @@ template <int kRows>
 struct alignas(16) GroupRows {
   int expert;  // -1 where the tile does not exist
   int count;
-  int first;                             // of the expert's rows
-  int targets[kRows];                    // rows of the output
-  int sources[kRows];                    // the first row of each box of a
-  unsigned begins[kSearchedSlots / 32];  // a bit for each slot: whether a tile begins there
-  short experts[kSearchedSlots];
+  int targets[kRows];  // rows of the output
+  int sources[kRows];  // the first row of each box of a
 
   __device__ __forceinline__ void find(const GroupedGemmArgs& args, int tile) {
     if (args.blocks.codes == nullptr) {
@@ -54,32 +57,31 @@ struct alignas(16) GroupRows {
   }
 
  private:
-  // A thread a slot. An expert's slots make tiles in their order, which are numbered by their first slots.
+  // By one warp, a lane a slot. An expert's slots make tiles in their order, which are numbered by their first slots.
   __device__ __forceinline__ void search(const Routes& routes, int slots_of_row, int tile) {
+    static_assert(kSearchedSlots == 32, "a lane for each slot");
+    if (threadIdx.x >= 32) return;
     const int slot = threadIdx.x;
+    const unsigned before = (1u << slot) - 1;
     const int mine = slot < routes.slots() ? expert_of(routes, slot) : -1;
-    if (slot < kSearchedSlots) experts[slot] = static_cast<short>(mine);
-    if (slot == 0) expert = -1, count = 0;
-    __syncthreads();
-    int row = 0;  // among those of its expert
-#pragma unroll 8
-    for (int other = 0; other < slot && mine >= 0; ++other) row += experts[other] == mine;
+    const unsigned alike = __match_any_sync(0xFFFFFFFF, mine);
+    const int row = __popc(alike & before);  // among those of its expert
     const bool begins_tile = mine >= 0 && row % kRows == 0;
-    const unsigned votes = __ballot_sync(0xFFFFFFFF, begins_tile);
-    if (slot < kSearchedSlots && slot % 32 == 0) begins[slot / 32] = votes;
-    __syncthreads();
-    if (begins_tile) {
-      int number = __popc(votes & ((1u << slot % 32) - 1));
-      for (int warp = 0; warp < slot / 32; ++warp) number += __popc(begins[warp]);
-      if (number == tile) expert = mine, first = row;
+    const unsigned begins = __ballot_sync(0xFFFFFFFF, begins_tile);
+    const unsigned wanted = __ballot_sync(0xFFFFFFFF, begins_tile && __popc(begins & before) == tile);
+    if (wanted == 0) {
+      if (slot == 0) expert = -1, count = 0;
+      return;
     }
-    __syncthreads();
-    const int at = row - first;
-    if (mine >= 0 && mine == expert && 0 <= at && at < kRows) {
+    const int leader = __ffs(wanted) - 1;
+    const int at = row - __shfl_sync(0xFFFFFFFF, row, leader);
+    const bool taken = mine == __shfl_sync(0xFFFFFFFF, mine, leader) && 0 <= at && at < kRows;
+    if (taken) {
       targets[at] = slot;
       sources[at] = slot / slots_of_row;
-      atomicAdd(&count, 1);
     }
+    const int all = __popc(__ballot_sync(0xFFFFFFFF, taken));
+    if (slot == leader) expert = mine, count = all;
   }
 
   // A tile is a block.

@@ -68,7 +68,10 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
     return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kBoxRowsB, Gemm::kBlockK);
   };
-  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.k, Gemm::kBoxRowsA, Gemm::kBlockK) &&
+  const auto map_rows = [&](CUtensorMap* map, int box_rows) {
+    return encode_tensor_map(map, g.dtype, g.a, rows, g.k, box_rows, Gemm::kBlockK);
+  };
+  const bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
                       map_weight(&args.weight, g.weight) &&
                       (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
                       encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
@@ -106,11 +109,11 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
       p.gemm.product() == Product::k##PRODUCT)                                                      \
     return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream);
-#define FUSED_MLP_LAUNCH(ROWS)                              \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Plain, ROWS)       \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedGemm, Gated, ROWS)       \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Plain, ROWS) \
-  FUSED_MLP_LAUNCH_GROUPED(StreamedTransposed, Gated, ROWS)
+#define FUSED_MLP_LAUNCH(ROWS)                             \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)       \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Plain, ROWS) \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Gated, ROWS)
   FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
 #undef FUSED_MLP_LAUNCH
 #undef FUSED_MLP_LAUNCH_GROUPED
@@ -119,9 +122,9 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
 
 template <typename Element>
 cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream) {
-  const int64_t threads = int64_t{sum.routes.tokens} * (sum.n / kSumColumns);
-  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(threads, kSumThreads)), kSumThreads,
-                       0, 1, true, stream);
+  const int64_t warps = int64_t{sum.routes.tokens} * sum_warps(sum.n);
+  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(warps, kSumThreads / 32)),
+                       kSumThreads, 0, 1, true, stream);
 }
 
 }  // namespace fused_mlp::sm90

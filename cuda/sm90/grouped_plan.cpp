@@ -14,6 +14,12 @@ namespace {
 constexpr int kRows[] = {FUSED_MLP_GROUPED_ROWS(FUSED_MLP_ROWS)};
 #undef FUSED_MLP_ROWS
 
+// The usual rows of an expert that has more than 16 on average: from there on the tiled loop is the faster one.
+constexpr int64_t kMostStreamedRows = 24;
+
+// CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.
+constexpr int kBusyCtas = 2;
+
 // The rows that few experts exceed, were they chosen by chance. A token hardly chooses an expert twice.
 int64_t usual_rows(const Routes& routes) {
   const double mean = static_cast<double>(routes.slots()) / routes.experts;
@@ -37,20 +43,19 @@ int row_tiles(const Routes& routes, int tile) {
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
-  const int most = std::end(kRows)[-1];
-  if (rows > most && !p.transposed) {
+  if (rows > kMostStreamedRows && !p.transposed) {
     return {MainLoop::kTiled, true, kTiledBlock, row_tiles(p.routes, kTiledBlock), 1};
   }
+  const int most = std::end(kRows)[-1];
   const int* found =
       std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= std::min<int64_t>(rows, most); });
   const int tile = *found;
   const bool sorts = p.routes.slots() > kSearchedSlots;
   GroupedPlan plan{MainLoop::kStreamed, sorts, tile, row_tiles(p.routes, tile), 1};
 
-  // As many CTAs share k as the chip holds at once, those of all tiles together.
+  // As many CTAs share k as the tiles of all experts leave idle.
   const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
-  const int64_t room =
-      std::min<int64_t>(int64_t{streamed_ctas(tile)} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
+  const int64_t room = std::min<int64_t>(int64_t{kBusyCtas} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
   while (plan.split_k * 2 <= std::min<int64_t>(room, kMaxStreamedSplitK)) plan.split_k *= 2;
   return plan;
 }

@@ -2,4 +2,4 @@
 #pragma once
 
 // Calls VISIT(rows) for each number of rows that a tile may have, in ascending order.
-#define FUSED_MLP_GROUPED_ROWS(VISIT) VISIT(8) VISIT(16) VISIT(32) VISIT(64)
+#define FUSED_MLP_GROUPED_ROWS(VISIT) VISIT(8) VISIT(16) VISIT(32)

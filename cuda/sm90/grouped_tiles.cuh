@@ -1,7 +1,8 @@
 // The tiled GEMM for rows grouped by weights: the experts of a mixture, for many tokens. Rows lie in blocks of a tile's
 // height, each of one expert (sorted_rows.cuh), so that tiles are those of any product, but for where their weights
 // and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of
-// them are loaded, and where they are half of the block, their wgmma is left out.
+// them are loaded, and where they are half of the block, their wgmma is left out. A block whose rows are all loaded
+// comes as one box.
 #pragma once
 
 #include "../gemm/grouped.h"
@@ -10,6 +11,7 @@
 namespace fused_mlp::sm90 {
 
 struct GroupedTilesArgs : TiledGemmArgs {
+  CUtensorMap whole_a;  // in boxes of a block
   RowBlocks blocks;
   int weight_rows;
   int64_t bias_stride;
@@ -37,11 +39,15 @@ struct GroupedTile {
   __device__ __forceinline__ int weight_row() const { return first_weight_row + column; }
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return first_bias + at_column * bias_step; }
   __device__ __forceinline__ bool half_empty() const { return filled_rows <= kTiledBlock / 2; }
-  // In a stage: filled rows of a, by whole boxes, and the weights.
+  // Filled rows, and so many more as make up the last box.
+  template <typename Gemm>
+  __device__ __forceinline__ int loaded_rows() const {
+    return (filled_rows + Gemm::kBoxRowsA - 1) / Gemm::kBoxRowsA * Gemm::kBoxRowsA;
+  }
+  // In a stage, with the weights.
   template <typename Gemm>
   __device__ __forceinline__ int loaded_bytes() const {
-    const int rows = (filled_rows + Gemm::kBoxRowsA - 1) / Gemm::kBoxRowsA * Gemm::kBoxRowsA;
-    return rows * Gemm::kBlockK * static_cast<int>(sizeof(typename Gemm::Element)) + Gemm::kBytesB;
+    return loaded_rows<Gemm>() * Gemm::kBlockK * static_cast<int>(sizeof(typename Gemm::Element)) + Gemm::kBytesB;
   }
 };
 

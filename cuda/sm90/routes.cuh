@@ -5,14 +5,31 @@
 
 namespace fused_mlp::sm90 {
 
-// The expert of a slot; -1 where it is skipped.
+// Calls visit with the index as a pointer to the integers that it is made of.
+template <typename Visit>
+__device__ __forceinline__ void visit_index(const Routes& routes, Visit&& visit) {
+  switch (routes.index_bytes) {
+    case 8:
+      return visit(static_cast<const long long*>(routes.index));
+    case 4:
+      return visit(static_cast<const int*>(routes.index));
+    case 2:
+      return visit(static_cast<const short*>(routes.index));
+    default:
+      return visit(static_cast<const signed char*>(routes.index));
+  }
+}
+
+// The expert that an integer of the index names; -1 where it is skipped.
+__device__ __forceinline__ int expert_named(const Routes& routes, int64_t number) {
+  return 0 <= number && number < routes.experts ? static_cast<int>(number) : -1;
+}
+
+// The expert of a slot, likewise.
 __device__ __forceinline__ int expert_of(const Routes& routes, int slot) {
-  const auto at = [&](auto* index) -> int64_t { return __ldg(index + slot); };
-  const int64_t expert = routes.index_bytes == 8   ? at(static_cast<const long long*>(routes.index))
-                         : routes.index_bytes == 4 ? at(static_cast<const int*>(routes.index))
-                         : routes.index_bytes == 2 ? at(static_cast<const short*>(routes.index))
-                                                   : at(static_cast<const signed char*>(routes.index));
-  return 0 <= expert && expert < routes.experts ? static_cast<int>(expert) : -1;
+  int64_t number = -1;
+  visit_index(routes, [&](const auto* index) { number = __ldg(index + slot); });
+  return expert_named(routes, number);
 }
 
 // The sum of a warp's values up to this lane's.

@@ -9,33 +9,44 @@ namespace fused_mlp::sm90 {
 
 constexpr int kSortThreads = 1024;
 constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
+constexpr int kSortLoads = 8;    // of slots that a thread counts, at once
 
 struct SortedRows {
-  int counts[kMaxGroupedExperts];  // all slots of an expert
-  int next[kMaxGroupedExperts];    // at first its slots before the CTA's part, then the row of its next slot
+  int next[kMaxGroupedExperts];  // at first an expert's slots before the CTA's part, then the row of its next slot
+  int rest[kMaxGroupedExperts];  // its other slots
   int rows[kSortSlots];
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Adds one to counter[expert] for every lane with this expert, and returns how many of these lanes come before this one
-// and what the counter was. Not where expert is -1.
-__device__ __forceinline__ int count_lanes(int* counter, int expert, bool ordered) {
-  const unsigned alike = __match_any_sync(0xFFFFFFFF, expert);
-  const int before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
-  int first = 0;
-  if (ordered) {
-    if (expert >= 0) first = counter[expert];
-    __syncwarp();
-  }
-  if (expert >= 0 && before == 0) {
-    if (ordered) {
-      counter[expert] = first + __popc(alike);
-    } else {
-      atomicAdd(&counter[expert], __popc(alike));
+// Counts every expert's slots, those before `begin` apart. A thread's loads wait together.
+template <typename Index>
+__device__ __forceinline__ void count_slots(const Routes& routes, const Index* index, SortedRows& sorted, int begin) {
+  const int slots = routes.slots();
+  for (int first = threadIdx.x; first < slots; first += kSortLoads * kSortThreads) {
+    Index numbers[kSortLoads];
+#pragma unroll
+    for (int i = 0; i < kSortLoads; ++i) {
+      const int slot = first + i * kSortThreads;
+      numbers[i] = slot < slots ? __ldg(index + slot) : Index{-1};
+    }
+#pragma unroll
+    for (int i = 0; i < kSortLoads; ++i) {
+      const int expert = expert_named(routes, numbers[i]);
+      int* counts = first + i * kSortThreads < begin ? sorted.next : sorted.rest;
+      if (expert >= 0) atomicAdd(counts + expert, 1);
     }
   }
-  if (ordered) __syncwarp();
+}
+
+// By a warp whose lanes have a slot each, in their order: the next row of each one's expert. Not where expert is -1.
+__device__ __forceinline__ int take_rows(int* next, int expert) {
+  const unsigned alike = __match_any_sync(0xFFFFFFFF, expert);
+  const int before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
+  const int first = expert >= 0 ? next[expert] : 0;
+  __syncwarp();
+  if (expert >= 0 && before == 0) next[expert] = first + __popc(alike);
+  __syncwarp();
   return first + before;
 }
 
@@ -45,13 +56,14 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
   int blocks = 0;
   for (int begin = 0; begin < args.routes.experts; begin += 32) {
     const int expert = begin + static_cast<int>(threadIdx.x);
-    const int mine = expert < args.routes.experts ? (sorted.counts[expert] + block_rows - 1) / block_rows : 0;
+    const int slots = expert < args.routes.experts ? sorted.next[expert] + sorted.rest[expert] : 0;
+    const int mine = (slots + block_rows - 1) / block_rows;
     const int last = sum_of_lanes(mine);
     const int first = blocks + last - mine;
     if (expert < args.routes.experts) sorted.next[expert] += first * block_rows;
     if (blockIdx.x == 0) {
       for (int block = 0; block < mine; ++block) {
-        const int rows = min(sorted.counts[expert] - block * block_rows, block_rows);
+        const int rows = min(slots - block * block_rows, block_rows);
         args.codes[first + block] = BlockCode::of(expert, rows).code;
       }
     }
@@ -71,14 +83,9 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
   const int end = min(static_cast<int>((int64_t{blockIdx.x} + 1) * parts / gridDim.x) * args.part, slots);
   allow_next_kernel();
 
-  for (int i = threadIdx.x; i < args.routes.experts; i += kSortThreads) sorted.counts[i] = sorted.next[i] = 0;
+  for (int i = threadIdx.x; i < args.routes.experts; i += kSortThreads) sorted.next[i] = sorted.rest[i] = 0;
   __syncthreads();
-  for (int first = threadIdx.x / 32 * 32; first < slots; first += kSortThreads) {
-    const int slot = first + static_cast<int>(threadIdx.x % 32);
-    const int expert = slot < slots ? expert_of(args.routes, slot) : -1;
-    count_lanes(sorted.counts, expert, false);
-    if (first < begin) count_lanes(sorted.next, expert, false);  // a part begins at a multiple of 32
-  }
+  visit_index(args.routes, [&](const auto* index) { count_slots(args.routes, index, sorted, begin); });
   __syncthreads();
   if (threadIdx.x < 32) place_experts(args, sorted);
 
@@ -89,7 +96,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
     if (threadIdx.x < 32) {
       for (int i = static_cast<int>(threadIdx.x); i < args.part; i += 32) {
         const int expert = i < count ? expert_of(args.routes, part + i) : -1;
-        const int row = count_lanes(sorted.next, expert, true);
+        const int row = take_rows(sorted.next, expert);
         sorted.rows[i] = expert < 0 ? -1 : row;
         if (i < count) args.row_of_slot[part + i] = sorted.rows[i];
       }

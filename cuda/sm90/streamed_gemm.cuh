@@ -27,8 +27,9 @@ struct StreamedGemmArgs {
   bool starts_early;  // before the kernel that writes a is done
 };
 
-template <typename Element_, Product kProduct_, int kTokens_>
-struct StreamedGemm {
+// The constants of a kernel, of which a multiprocessor holds kCtas at once.
+template <typename Element_, Product kProduct_, int kTokens_, int kCtas>
+struct StreamedShape {
   using Element = Element_;
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = kProduct == Product::kGated;
@@ -44,7 +45,7 @@ struct StreamedGemm {
   static constexpr int kTokenBytes = kTokens * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kParts * kWeightBytes + kTokenBytes;
   static constexpr int kAlignment = 1024;
-  static constexpr int kCtasPerMultiprocessor = streamed_ctas(kTokens);
+  static constexpr int kCtasPerMultiprocessor = kCtas;
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
@@ -55,6 +56,9 @@ struct StreamedGemm {
   static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kAlignment;
   static_assert(kPartialBytes <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
+
+template <typename Element, Product kProduct, int kTokens>
+struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kTokens)> {};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

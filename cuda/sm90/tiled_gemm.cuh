@@ -50,10 +50,14 @@ __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, ui
   }
 }
 
-// Loads a stage's rows of a of a tile of grouped rows: those that are filled, and so many more as make up the last box.
+// Loads a stage's rows of a of a tile of grouped rows. One large box is faster than four of the same rows.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void load_filled_rows(const typename Gemm::Args& args, uint32_t full, uint32_t a, int column,
                                                  const Tile& tile) {
+  if (tile.template loaded_rows<Gemm>() == Gemm::kBlockM) {
+    tma_load(&args.whole_a, full, a, column, tile.row);
+    return;
+  }
   for (int row = 0; row < tile.filled_rows; row += Gemm::kBoxRowsA) {
     tma_load(&args.a, full, a + row * Gemm::kBlockK * sizeof(typename Gemm::Element), column, tile.row + row);
   }

@@ -26,7 +26,7 @@ __device__ __forceinline__ float weight_of(const WeightedSum& sum, int slot) {
 
 // A term of a token's sum: a row, and its weight.
 struct SumTerm {
-  int64_t row;  // -1 where it is skipped
+  int row;  // -1 where it is skipped
   float weight;
 
   __device__ __forceinline__ SumTerm() = default;
@@ -38,32 +38,36 @@ struct SumTerm {
   }
 };
 
+// How many warps share a token's columns.
+__host__ __device__ constexpr int sum_warps(int n) { return (n / kSumColumns + 31) / 32; }
+
+// Each warp has a token: its lanes look up a term each, which takes two loads that wait for each other, and then all
+// add the same terms.
 template <typename Element>
 __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(const __grid_constant__ WeightedSum sum) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const int chunks = sum.n / kSumColumns;
-  const int64_t index = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
-  const int token = static_cast<int>(index / chunks);
-  const int64_t column = index % chunks * kSumColumns;
+  const int warp = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + warp_uniform(threadIdx.x / 32);
+  const int lane = threadIdx.x % 32;
+  const int token = warp / sum_warps(sum.n);
+  const int column = (warp % sum_warps(sum.n) * 32 + lane) * kSumColumns;
   const bool exists = token < sum.routes.tokens;
-  SumTerm terms[kSumTerms];
-  const auto find_terms = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kSumTerms; ++i) terms[i] = SumTerm(sum, token, first + i);
-  };
   // What says where the rows are was there before the kernel started that writes them.
-  if (exists) find_terms(0);
+  SumTerm mine;
+  if (exists) mine = SumTerm(sum, token, lane);
   wait_for_previous_kernel();
   if (!exists) return;
   float total[kSumColumns] = {};
   for (int first = 0; first < sum.routes.top_k; first += kSumTerms) {
-    if (first > 0) find_terms(first);
+    if (first > 0 && first % 32 == 0) mine = SumTerm(sum, token, first + lane);
+    SumTerm terms[kSumTerms];
     uint4 rows[kSumTerms];
 #pragma unroll
     for (int i = 0; i < kSumTerms; ++i) {
+      terms[i].row = __shfl_sync(0xFFFFFFFF, mine.row, first % 32 + i);
+      terms[i].weight = __shfl_sync(0xFFFFFFFF, mine.weight, first % 32 + i);
       // Not through the cache of what is only read: the rows are written while this kernel starts.
-      const auto* row = static_cast<const Element*>(sum.rows) + terms[i].row * sum.n + column;
-      rows[i] = terms[i].row < 0 ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(row);
+      const auto* row = static_cast<const Element*>(sum.rows) + int64_t{terms[i].row} * sum.n + column;
+      rows[i] = terms[i].row < 0 || column >= sum.n ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(row);
     }
 #pragma unroll
     for (int i = 0; i < kSumTerms; ++i) {
@@ -77,6 +81,7 @@ __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(const __grid_
       add(0, rows[i].x), add(2, rows[i].y), add(4, rows[i].z), add(6, rows[i].w);
     }
   }
+  if (column >= sum.n) return;
   *reinterpret_cast<uint4*>(static_cast<Element*>(sum.out) + token * int64_t{sum.n} + column) =
       make_uint4(round_pair<Element>(total[0], total[1]), round_pair<Element>(total[2], total[3]),
                  round_pair<Element>(total[4], total[5]), round_pair<Element>(total[6], total[7]));

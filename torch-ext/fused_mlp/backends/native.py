@@ -51,8 +51,10 @@ def is_hopper(x: Tensor) -> bool:
 def experts_refusal(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
 ) -> Optional[str]:
-    """Why ``experts_mlp`` would raise an error for operands of which :func:`refusal` says nothing, by its code in
-    ``plans.REFUSALS``: as in cuda/experts.cpp, which has to be known of the tensors that are traced too.
+    """Why ``experts_mlp`` is not for operands of which :func:`refusal` says nothing, by the code in ``plans.REFUSALS``.
+
+    It would raise an error, as cuda/experts.cpp says and has to be known of the tensors that are traced too, or take
+    longer than its parts.
     """
     if DEVICE_TYPE == "cpu":
         return None
@@ -64,6 +66,8 @@ def experts_refusal(
         return "empty"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
         return "many_experts"
+    if transposed and top_k_index.numel() > _MOST_TRANSPOSED_ROWS * gate_up_weight.shape[0]:
+        return "many_rows"
     for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
         experts, features, width = weight.shape
         if features * width == 0:
@@ -87,6 +91,8 @@ def experts_refusal(
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
+# Of an expert, on average: a tile. Transposed weights have no kernel for many rows, and torch's products are faster.
+_MOST_TRANSPOSED_ROWS = 32
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:

@@ -20,6 +20,7 @@ REFUSALS: Dict[str, str] = {
     "strided_bias": "a strided bias",
     "unaligned_bias": "a bias not aligned to 4 bytes",
     "many_experts": "more experts, or more choices of them, than the kernels are for",
+    "many_rows": "transposed weights, and more than 32 rows an expert",
     "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
     "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
 }
