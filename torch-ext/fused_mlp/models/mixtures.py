@@ -1,7 +1,7 @@
 """The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
 
-It is taken in the place of a class's own loop, and in the place of transformers' products of groups where it is a kernel:
-composed of parts, as under autograd, it is such products itself.
+It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
+of groups too; composed of parts, as under autograd, it is such products itself.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def _fused(
     tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    if x.is_cuda and _are_products(asked or way):
-        if calls.experts_backend((x, index, weights, *tensors), found.form) in (None, reference):
-            return None
+    stays = x.is_cuda and _are_products(asked or way)
+    if stays and calls.experts_backend((x, index, weights, *tensors), found.form) in (None, reference):
+        return None
     return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
 
 
