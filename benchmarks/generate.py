@@ -216,6 +216,7 @@ def main():
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode after the first")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="no set-ups with such a word: compile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/generate"))
     arguments = parser.parse_args()
@@ -229,7 +230,8 @@ def main():
             for batch in arguments.batches:
                 prompt = torch.randint(VOCABULARY, (batch, arguments.prompt), device=device)
                 fits = prompt.numel() <= MOST_BATCHED
-                here = {way: setup for way, setup in ways.items() if fits or not way.startswith("batched_mm")}
+                words = [*arguments.without, *([] if fits else ["batched_mm"])]
+                here = {way: setup for way, setup in ways.items() if not any(word in way for word in words)}
                 logits = differences(here, prompt[:1])
                 figures = compare(here, prompt, arguments.tokens, arguments.rounds, progress)
                 layers = model.config.num_hidden_layers
