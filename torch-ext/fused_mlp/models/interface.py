@@ -17,7 +17,7 @@ from .source import inside
 NAME = "fused_mlp"
 
 _MODULE = "transformers.integrations.moe"
-_OWN = {name: f"{name}_experts_forward" for name in ("batched_mm", "grouped_mm")}  # what runs unless asked for another
+PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own, of which one runs unless asked for another
 
 
 def functions() -> Any:
@@ -80,7 +80,7 @@ def is_own(name: str, method: FunctionType) -> bool:
     function = None if table is None else table.get(name)
     if name == NAME:
         return getattr(function, "__module__", "").startswith(f"{__package__}.")
-    return name in _OWN and function is getattr(sys.modules.get(_MODULE), _OWN[name], None)
+    return name in PRODUCTS and function is getattr(sys.modules.get(_MODULE), f"{name}_experts_forward", None)
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:

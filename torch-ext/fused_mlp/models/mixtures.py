@@ -1,7 +1,7 @@
 """The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
 
 It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
-of groups too; composed of parts, as under autograd, it is such products itself.
+of groups too. Composed of parts it is such products itself, and under autograd on a GPU a slower form of them.
 """
 
 from __future__ import annotations
@@ -133,9 +133,12 @@ def _fused(
     tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    stays = x.is_cuda and _are_products(asked or way)
-    if stays and calls.experts_backend((x, index, weights, *tensors), found.form) in (None, reference):
-        return None
+    if x.is_cuda and _are_products(way, interface.NAME):
+        operands = (x, index, weights, *tensors)
+        if calls.autograd_follows(x, weights, *tensors):
+            return None
+        if way != interface.NAME and calls.experts_backend(operands, found.form) in (None, reference):
+            return None
     return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
 
 
@@ -190,9 +193,9 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
     return None
 
 
-def _are_products(way: str) -> bool:
-    """Whether transformers computes experts by products of groups, and no backend is forced in their place."""
-    return way not in (_OWN_LOOP, "eager", interface.NAME) and dispatch._open_blocks[-1].name == "auto"
+def _are_products(way: str, *others: str) -> bool:
+    """Whether a way, or one of others, is transformers' by products of groups, and no backend is forced instead."""
+    return way in (*interface.PRODUCTS, *others) and dispatch._open_blocks[-1].name == "auto"
 
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
