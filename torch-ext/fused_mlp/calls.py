@@ -10,7 +10,7 @@ transform of ``torch.func``), torch runs the GEMMs and only the pointwise part i
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -136,14 +136,24 @@ def experts_mlp(
     if result is not None:
         return result
     operands.check_experts_mlp(*given, *form[1:])
-    chosen = experts_backend(given, form)
+    chosen = _experts_backend(given, form)
     compute = _composed_experts if chosen is None else chosen.experts_mlp
     flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
     result = compute(*flat, *given[3:], *form)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 
-def experts_backend(given: Tuple[Optional[Tensor], ...], form: experts.Form) -> Optional[ModuleType]:
+def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
+    """``experts_mlp`` where a backend takes the call as one, else None."""
+    *given, form = arguments
+    result = _short_way("experts_mlp", given, *form)
+    if result is not None:
+        return result
+    chosen = _experts_backend(given, form)
+    return None if chosen is None or chosen is reference else experts_mlp(*arguments)
+
+
+def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[ModuleType]:
     """The backend that takes a call of ``experts_mlp`` as one, or None where it is composed of parts."""
     if experts_reason(*given) is not None:
         return None
@@ -221,9 +231,7 @@ _COMPILED_OPS = {
 _PLAIN_TYPES = frozenset(PLAIN_TENSORS)
 
 
-def _short_way(
-    op: str, given: Tuple[Optional[Tensor], ...], *rest: Any, memory: str = training.KEPT
-) -> Optional[Tensor]:
+def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: str = training.KEPT) -> Optional[Tensor]:
     """The result of the compiled op where a call plainly can be one, else None.
 
     It asks what ``composition_reason`` and ``recording_reason`` ask, in less time. It does not check the operands: the

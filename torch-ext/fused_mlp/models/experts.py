@@ -110,18 +110,20 @@ _known: Dict[Tuple[Any, ...], Optional[Union[Experts, Unknown]]] = {}
 def computed(
     module: nn.Module,
     found: Experts,
-    call: Callable[..., Tensor],
+    call: Callable[..., Optional[Tensor]],
     x: Tensor,
     index: Tensor,
     weights: Tensor,
     tensors: Tuple[Optional[Tensor], ...],
-) -> Tensor:
-    """The output of experts, by a function with the arguments of ``calls.experts_mlp``."""
+) -> Optional[Tensor]:
+    """The output of experts, by a function with the arguments of ``calls.experts_mlp``; None where it gives none."""
     if found.weights.norm is None:
         return call(x, index, weights, *tensors, found.form)
     tokens, top_k = index.shape  # every slot is a token of one expert, since a norm stands before the sum
     ones = torch.ones_like(weights, dtype=x.dtype)
     of_slots = call(x.repeat_interleave(top_k, 0), index.reshape(-1, 1), ones.reshape(-1, 1), *tensors, found.form)
+    if of_slots is None:
+        return None
     products = getattr(module, found.weights.norm)(of_slots) * weights.reshape(-1, 1)
     products = products.masked_fill((index >= tensors[0].shape[0]).reshape(-1, 1), 0.0)
     return products.view(tokens, top_k, -1).sum(1).to(x.dtype)

@@ -53,6 +53,8 @@ tails: Dict[Callable[..., Any], Half] = {}
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
+    if shortcut.is_small(x):
+        return tail(head(x), *rest, **named)
     first, last = running(head, heads), running(tail, tails)
     if type(first) is str or type(last) is str or _are_watched():
         return tail(head(x), *rest, **named)

@@ -133,13 +133,9 @@ def _fused(
     tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    if x.is_cuda and _are_products(way, interface.NAME):
-        operands = (x, index, weights, *tensors)
-        if calls.autograd_follows(x, weights, *tensors):
-            return None
-        if way != interface.NAME and calls.experts_backend(operands, found.form) in (None, reference):
-            return None
-    return experts.computed(module, found, calls.experts_mlp, x, index, weights, tensors)
+    trained = way == interface.NAME and calls.autograd_follows(x, weights, *tensors)
+    call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    return experts.computed(module, found, call, x, index, weights, tensors)
 
 
 def _way(module: nn.Module) -> str:
@@ -193,9 +189,9 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
     return None
 
 
-def _are_products(way: str, *others: str) -> bool:
-    """Whether a way, or one of others, is transformers' by products of groups, and no backend is forced instead."""
-    return way in (*interface.PRODUCTS, *others) and dispatch._open_blocks[-1].name == "auto"
+def _are_products(way: str) -> bool:
+    """Whether a way is transformers' by products of groups, and no backend is forced in its place."""
+    return way in interface.PRODUCTS and dispatch._open_blocks[-1].name == "auto"
 
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
