@@ -79,7 +79,9 @@ def main() -> None:
 def parts() -> dict[str, str]:
     tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
         "models": models_table(),
-        "generate": generate_table(),
+        "generate": generate_table("h100-generate"),
+        "generate-mixture": generate_table("h200-generate-mixture"),
+        "training": training_table(),
         "widths": widths_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -89,6 +91,7 @@ def parts() -> dict[str, str]:
     sentences = {
         "machine": machine(),
         "models-machine": models_machine(),
+        "training-machine": training_machine(),
         "sweep": sweep_sentence(),
         "between": between_sentence(),
         "cpu": cpu_sentence(),
@@ -131,9 +134,10 @@ def machine() -> str:
 
 # Whole models.
 
-NAMES = {"gemma-2b": "Gemma 2B size", "llama-8b": "Llama 8B size"}
+NAMES = {"gemma-2b": "Gemma 2B size", "llama-8b": "Llama 8B size", "qwen3-30b-a3b": "Qwen3 30B-A3B size"}
 SETUPS = {
     "eager": "eager",
+    "batched_mm": "batched_mm",
     "liger": "Liger",
     "ours": HEADS["ours"],
     "compile": "CUDA graphs by torch.compile",
@@ -177,12 +181,45 @@ def models_machine() -> str:
     )
 
 
-def generate_table() -> str:
+TRAINED = ("compile", "gemms", "ours", "ours-recompute")
+
+
+def training_table() -> str:
+    """Eager's GPU and wall time in microseconds and memory in MiB; of the others their parts of these."""
     rows = []
-    for result in run("h100-generate")["results"]:
+    for result in run("h200-training")["results"]:
+        times = result["providers"]
+        eager, name = times["eager"], f"step of {result['model']}, " if "model" in result else ""
+        row = [name + ", ".join(map(str, result["shape"])), f"{eager['kernel_us']:.0f} / {eager['wall_us']:.0f}"]
+        for provider in TRAINED:
+            row.append(
+                " / ".join(f"{times[provider][key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us"))
+                if provider in times
+                else ""
+            )
+        row += [f"{times[way]['saved']:.0f} / {times[way]['peak']:.0f}" for way in ("eager", "ours", "ours-recompute")]
+        rows.append(row)
+    ways = (*(HEADS.get(way, way) for way in TRAINED[:-1]), "recomputing")
+    memory = (f"{way}, MiB" for way in ("eager", HEADS["ours"], "recomputing"))
+    return documents.table(("M, D, H", "eager, us", *ways, *memory), rows, left=1)
+
+
+def training_machine() -> str:
+    facts = run("h200-training")["machine"]
+    return (
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU: GPU time / wall time, as parts of eager's; "
+        f"memory kept for the backward / at the peak. A copy moves {facts['copy_bandwidth_GBps']} GB/s."
+    )
+
+
+def generate_table(name: str) -> str:
+    rows = []
+    for result in run(name)["results"]:
         eager = result["setups"]["eager"]
         for key, title in SETUPS.items():
-            found = result["setups"][key]
+            found = result["setups"].get(key)
+            if found is None:
+                continue
             where = (NAMES[result["model"]], str(result["batch"])) if key == "eager" else ("", "")
             first = f"{found['ttft_ms']:.1f} ({eager['ttft_ms'] / found['ttft_ms']:.2f})"
             rate = found["tokens_per_second"]
