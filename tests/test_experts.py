@@ -558,6 +558,22 @@ def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, monkeyp
     torch.testing.assert_close(step(made), expected)
 
 
+def test_by_a_kernel_or_not_at_all(fused_mlp, device):
+    """Where the call would be composed of parts, as under autograd, nothing is computed."""
+    calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
+    made = drawn(device=device)
+    if device.type == "cuda":
+        made = {name: each.bfloat16() if each.is_floating_point() else each for name, each in made.items()}
+    given = [made.get(name) for name in (*made, "gate_up_bias", "down_bias")][:7]
+    form = importlib.import_module(f"{fused_mlp.__name__}.experts").Form(4, True, False, False, None, 0.0)
+    with torch.no_grad():
+        found = calls.experts_by_a_kernel(*given, form)
+        assert found is None or torch.equal(found, calls.experts_mlp(*given, form))
+        assert (found is None) == (device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0))
+    given[3].requires_grad_()
+    assert calls.experts_by_a_kernel(*given, form) is None
+
+
 class Module(nn.Module):
     def __init__(self, fused_mlp, made):
         super().__init__()
