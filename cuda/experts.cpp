@@ -25,8 +25,8 @@ using torch::stable::accelerator::DeviceGuard;
 bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
-constexpr int kTransposedK =
-    64;  // of transposed weights, inputs are a multiple of this: a step of k lies in one expert
+// The inputs of transposed weights are a multiple of this, so that a step of k lies in one expert.
+constexpr int kTransposedK = 64;
 
 // What the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
 bool addressable(const TensorRows& rows) {
