@@ -12,7 +12,7 @@ AMPERE = re.compile(r"ampere|sm80|cutlass_80|s16816|s1688")
 NEWER = re.compile(r"sm90|sm100|nvjet|hopper|blackwell")
 WORKSPACE = 64 << 20
 
-# Of cublasLt.h.
+# As in cublasLt.h.
 COMPUTE_32F, R_32F, TYPES = 68, 0, {torch.float16: 2, torch.bfloat16: 14}
 TRANSPOSE_A, OPERATION_T = 3, 1
 CAP_TILES, CAP_STAGES = 6, 13

@@ -54,7 +54,7 @@ class TrainingGemm {
  protected:
   TrainingGemm() = default;
 
-  // Of a and a matrix weight, which is [k, n] or, of a kept product, [n, k].
+  // The product of a and a matrix weight, which is [k, n], or for a kept product [n, k].
   TrainingGemm(Product kind, const Left& a, const Tensor& weight, int64_t activation) : device_(a.device) {
     const bool lies = reads_weights_as_they_lie(kind);
     described_ = describe_weight(weight, &problem_.weight);

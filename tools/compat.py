@@ -30,7 +30,7 @@ SMOKE = project.ROOT / "tools/compatibility/smoke.py"
 DOCUMENT = project.ROOT / "docs/compatibility.md"
 ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
-# Of CUDA: what kernel-builder, as flake.lock has it, builds for, and what a torch since 2.11 may be built for.
+# CUDA versions: those that kernel-builder, as flake.lock has it, builds for, and those of a torch since 2.11.
 BUILT = ("12.6", "13.0", "13.2")
 TORCHS = ("12.6", "12.8", "12.9", "13.0", "13.2")
 

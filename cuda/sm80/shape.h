@@ -7,7 +7,7 @@ namespace fused_mlp::sm80 {
 // Shared memory that the system takes of each CTA's part.
 constexpr int kSystemBytes = 1024;
 
-// Of the GPUs with the least: 8.6, 8.9 and 12.x, in all and for one CTA.
+// What the GPUs with the least have, in all and for one CTA: 8.6, 8.9 and 12.x.
 constexpr int kLeastSharedOfMultiprocessor = 100 * 1024;
 constexpr int kLeastSharedOfCta = kLeastSharedOfMultiprocessor - kSystemBytes;
 

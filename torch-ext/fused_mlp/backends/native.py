@@ -91,7 +91,7 @@ def experts_refusal(
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-# Of an expert, on average: a tile. Transposed weights have no kernel for many rows, and torch's products are faster.
+# Rows of an expert, on average: a tile. For more, transposed weights have no kernel that is as fast as torch's products.
 _MOST_TRANSPOSED_ROWS = 32
 
 
