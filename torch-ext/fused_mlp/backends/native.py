@@ -91,7 +91,7 @@ def experts_refusal(
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-# Rows of an expert, on average: a tile. For more, transposed weights have no kernel that is as fast as torch's products.
+# Rows of an expert, on average: a tile. For more, no kernel takes transposed weights as fast as torch's products do.
 _MOST_TRANSPOSED_ROWS = 32
 
 
