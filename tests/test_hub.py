@@ -470,7 +470,8 @@ def test_the_card_states_the_facts_of_build_toml():
     assert f"compute capability {', '.join(most)} and {last}" in card
     own = {base(arch) for arch in archs if arch.endswith("a")}  # our GEMMs are compiled for one architecture each
     of_fused = " and ".join(sorted(own, key=float))
-    assert re.findall(r"\*\*NVIDIA GPUs of compute.*?\*\*", card) == [f"**NVIDIA GPUs of compute capability {of_fused}**"]
+    stated = re.findall(r"\*\*NVIDIA GPUs of compute.*?\*\*", card)
+    assert stated == [f"**NVIDIA GPUs of compute capability {of_fused}**"]
     with_ptx = [base(arch) for arch in config["kernel"]["cuda"]["cuda-capabilities"] if arch.endswith("+PTX")]
     assert f"PTX of {' and '.join(with_ptx)}" in card
     (torch_version,) = set(config["torch"]["stable-abi"].values())
