@@ -26,9 +26,12 @@ cudaError_t launch_any(const GemmProblem& p, const GemmKernel& kernel, int multi
 // The constants were measured on one GPU of the architecture. What limits a kernel is its clock or the bandwidth of the
 // memory, and another one differs in these.
 Chip chip(const Gpu& gpu) {
-  const double bandwidth = gpu.bytes_per_microsecond / kMeasuredOn.bytes_per_microsecond;
+  const auto ratio = [](double here, double measured) {
+    return here > 0.0 ? here / measured : 1.0;  // a driver that does not know says 0
+  };
+  const double bandwidth = ratio(gpu.bytes_per_microsecond, kMeasuredOn.bytes_per_microsecond);
   return {gpu.multiprocessors, kTorch.bytes_per_microsecond * bandwidth,
-          gpu.cycles_per_microsecond / kMeasuredOn.cycles_per_microsecond};
+          ratio(gpu.cycles_per_microsecond, kMeasuredOn.cycles_per_microsecond)};
 }
 
 TorchComparison torch_on(const Gpu& gpu) {
