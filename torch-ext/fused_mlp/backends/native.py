@@ -8,7 +8,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .. import operands, strides
+from .. import _ops, operands, strides
 from .._ops import add_op_namespace_prefix, ops
 from . import BUILT_FOR, plans
 
@@ -29,6 +29,9 @@ training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 experts_mlp = ops.experts_mlp.default
+
+# The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
+plain_modules = getattr(_ops, ops.name)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:

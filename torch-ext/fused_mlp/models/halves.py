@@ -53,10 +53,8 @@ tails: Dict[Callable[..., Any], Half] = {}
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
-    if shortcut.is_small(x):
-        return tail(head(x), *rest, **named)
     first, last = running(head, heads), running(tail, tails)
-    if type(first) is str or type(last) is str or _are_watched():
+    if type(first) is str or type(last) is str or (not shortcut.is_undisturbed() and _are_watched()):
         return tail(head(x), *rest, **named)
     pending = first.function(head, x)
     if memory != pending.pattern.memory:
@@ -81,14 +79,7 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
         original = getattr(part, FUSED, None)
         if original is None or original.forward is not half.forward:
             return f"a patched {kind.__name__}"
-    state = part.__dict__
-    if (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-    ):
+    if not shortcut.is_bare(part):
         return obstacles.of_call(part) or "a forward of its own"
     return half
 
