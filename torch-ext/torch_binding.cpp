@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "plain_modules.h"
 #include "registration.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
@@ -75,4 +76,22 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
 }
 
-REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+#define FUSED_MLP_JOINED(a, b) a##b
+#define FUSED_MLP_INIT(name) FUSED_MLP_JOINED(PyInit_, name)
+#define FUSED_MLP_QUOTED(name) #name
+#define FUSED_MLP_TEXT(name) FUSED_MLP_QUOTED(name)
+
+// Importing the module loads the library, whose static initialisers register the ops. kernel-builder's own macro for it
+// makes a module without functions.
+PyMODINIT_FUNC FUSED_MLP_INIT(TORCH_EXTENSION_NAME)() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   FUSED_MLP_TEXT(TORCH_EXTENSION_NAME),
+                                   nullptr,
+                                   0,
+                                   fused_mlp::plain_module_methods,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
+  return PyModule_Create(&definition);
+}
