@@ -280,19 +280,17 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
         return sites.HEAD if halves.heads.get(made) is not None else sites.LAYER
-    tree = copy.deepcopy(effects.readable(forward))
-    start = sites.start_of(tree, _role_by_text(roles))
+    tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
+    start = sites.start_of(tree, role)
     if start is None:
         return sites.LAYER
     finished = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
-    functions = []
-    for instead in (finished, start.argument):
-        changed = copy.deepcopy((tree, start.node))
-        sites.replace(*changed, copy.deepcopy(instead))
-        functions.append(function_of(changed[0], forward, _NAMES))
-    parts = [_children(nodes, forward) for nodes in ((start.projection,), start.between)]
+    whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
+    function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
+    rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
+    parts = [_children(nodes, forward) for nodes in ((start.projection,), (*start.between, *behind))]
     names = None if None in parts else tuple(parts)
-    halves.tails[forward] = halves.Half(forward, names, start, *functions)
+    halves.tails[forward] = halves.Half(forward, names, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
 

@@ -6,6 +6,7 @@ import __future__
 import ast
 import builtins
 import functools
+import inspect
 import linecache
 import warnings
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -154,6 +155,8 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
     """A function that differs from the original in its code and its closure alone, and wraps it."""
     made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    # transformers asks for the signature of a layer's method at every call: this one is ready.
+    made.__signature__ = inspect.signature(original)
     return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
