@@ -240,8 +240,8 @@ class Backward {
 
   static bool has_gaps(const Tensor& weight) { return weight.stride(1) != 1 || weight.stride(0) != weight.size(1); }
 
-  // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at the
-  // same time, which must not be more memory than hidden_gradients has needed.
+  // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
+  // the same time, which must not be more memory than hidden_gradients has needed.
   bool batches(const Tensor& weight, const Tensor& up_weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
     return x_.size(0) * (out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
