@@ -62,6 +62,14 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed);
 
+// The router of a mixture, for tokens x [T, in] and a weight [experts, in]: the logits [T, experts], the softmax of the
+// top_k largest [T, top_k], in float32 or where `narrow` in the dtype of x, and the experts that they are of, in int64.
+// Of equal ones the first is chosen. Where `normalized`, the weights of a token are divided by their sum.
+//
+// On a CPU, raises an error for x of 16 bits.
+std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& weight, int64_t top_k, bool normalized,
+                                                bool narrow);
+
 // What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
 // layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,
