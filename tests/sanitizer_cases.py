@@ -100,7 +100,7 @@ def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torc
         yield from gemms()
         return
     for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
-        if not fits(architecture, entry):
+        if entry[1] in gemm_kernels.TRAINING or not fits(architecture, entry):
             continue
         with gemm_kernels.forced(fused_mlp, architecture, kernel):
             for count, (function, (rows, n_in, n_out)) in enumerate(forced_shapes(entry)):
@@ -113,8 +113,21 @@ def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torc
                     )
 
 
+def training_kernels() -> Iterator[tuple[str, int, str]]:
+    """What is forced, and the kind of call that shows it: all of sm90's at once, those of sm80 one by one."""
+    for architecture in gemm_kernels.ARCHITECTURES:
+        if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+            continue
+        if architecture == "sm90":
+            yield architecture, -1, ""
+            continue
+        for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
+            if entry[1] in gemm_kernels.TRAINING and fits(architecture, entry):
+                yield architecture, kernel, "plain" if entry[1].startswith("Plain") else "gated"
+
+
 def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The products of training by the kernels of sm90: what a call is, and the call.
+    """The products of training by the kernels that are forced: what a call is, and the call.
 
     With `by_cublas` the gradient of the second weight is among them, for which the hidden values are stored.
     """
@@ -161,10 +174,16 @@ def forced_shapes(entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int
 
 def fits(architecture: str, entry: tuple[str, ...]) -> bool:
     """Whether the GPU has the shared memory that a kernel needs: all of sm90's do."""
-    if architecture == "sm90" or entry[0] == "streamed":
+    if architecture == "sm90":
         return True
-    rows, width, block_k, *_, stages = (int(number) for number in entry if number.isdigit())
-    needed = (rows + width) * block_k * 2 * stages + width * 2  # as in cuda/sm80/shape.h
+    rows, width, block_k, warps_m, warps, stages = (int(number) for number in entry if number.isdigit())
+    if entry[0] == "streamed":  # as in cuda/sm80/shape.h
+        weights = width * (2 if entry[1] == "Gated" else 1)
+        behind = warps * min(rows, 16) * (weights + 4) * 4
+    else:
+        weights = width
+        behind = width * 2 * (2 if warps_m * warps > 4 else 1)
+    needed = (rows + weights) * block_k * 2 * stages + behind
     return needed <= torch.cuda.get_device_properties(0).shared_memory_per_block_optin
 
 
@@ -236,10 +255,12 @@ def run(tool: str) -> None:
                     fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
-        if gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability()):
-            with gemm_kernels.forced(fused_mlp, "sm90"):
+        for architecture, kernel, kind in training_kernels():
+            with gemm_kernels.forced(fused_mlp, architecture, kernel):
                 for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):
-                    print(what, flush=True)
+                    if not what.startswith(kind):
+                        continue
+                    print(f"{architecture}, kernel {kernel}: {what}", flush=True)
                     call()
                     torch.cuda.synchronize()
                     calls += 1

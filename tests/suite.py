@@ -1,7 +1,6 @@
 """Loads the kernel as a user does, from the local build, and says on which device the tests run."""
 
 import contextlib
-import importlib
 import os
 import random
 import zlib
@@ -54,8 +53,6 @@ def fused_mlp():
     from kernels import get_kernel  # reads the environment that `machine` sets when it is imported
 
     kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
-    # A model's inputs are so small here that on a GPU nothing without a gate would be fused.
-    importlib.import_module(f"{kernel.__name__}.models.shortcut").LEAST_ON_GPU = 0
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
         yield kernel

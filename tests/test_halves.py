@@ -40,13 +40,13 @@ TYPES = {
 def whole(fused_mlp, monkeypatch):
     """The shapes of what goes into whole MLPs that run as one op."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    taken, op = [], shortcut._mlp
+    taken, op = [], shortcut._ops["mlp"]
 
     def spy(x, *args):
         taken.append(tuple(x.shape))
         return op(x, *args)
 
-    monkeypatch.setattr(shortcut, "_mlp", spy)
+    monkeypatch.setitem(shortcut._ops, "mlp", spy)
     return taken
 
 

@@ -6,9 +6,8 @@ import importlib
 import pytest
 import torch
 from torch import nn
-from transformers.activations import NewGELUActivation
 
-from modules import Decoder, Gated, Halves, Intermediate, PackedGated, Plain
+from modules import Decoder, Gated, Intermediate, PackedGated, Plain
 from safety import assert_close, x_of
 
 
@@ -98,41 +97,3 @@ def test_one_layer_under_autograd_goes_the_long_way(fused_mlp, device, long_way)
     x = x_of(device)
     assert_close(fused(x), module(x))
     assert long_way[0] == "linear"
-
-
-@pytest.mark.parametrize("kind", [Decoder, Gated, Halves, Intermediate, PackedGated, Plain])
-def test_small_inputs(fused_mlp, device, monkeypatch, kind):
-    """Where the host takes longer than the GPU, what has no gate, and one kernel of activation, runs unfused."""
-    module, fused = fused_pair(fused_mlp, kind(), device)
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    monkeypatch.setattr(shortcut, "is_small", lambda x: True)
-    x = x_of(device)
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        found = fused(x)
-    taken = any("fused_mlp" in event.name for event in profile.events())
-    assert taken == (kind in (Gated, PackedGated))
-    with torch.no_grad():
-        assert_close(found, module(x)) if taken else torch.testing.assert_close(found, module(x), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", [Halves, Plain])
-def test_small_inputs_of_an_activation_of_many_kernels(fused_mlp, device, monkeypatch, kind):
-    module, fused = fused_pair(fused_mlp, kind(NewGELUActivation), device)
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    monkeypatch.setattr(shortcut, "is_small", lambda x: True)
-    x = x_of(device)
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        assert_close(fused(x), module(x))
-    assert any("fused_mlp" in event.name for event in profile.events())
-
-
-def test_what_is_small(fused_mlp, device, monkeypatch):
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    monkeypatch.setattr(shortcut, "LEAST_ON_GPU", 2 * x_of(device).numel())
-    x = x_of(device)
-    with torch.no_grad():
-        assert shortcut.is_small(x) == (device.type == "cuda")
-        assert not shortcut.is_small(torch.cat([x, x]))
-        with fused_mlp.backend(device.type):
-            assert not shortcut.is_small(x)
-    assert not shortcut.is_small(x)  # autograd may follow

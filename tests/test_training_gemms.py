@@ -1,4 +1,4 @@
-"""The kernels of training of sm90, forced: against float64, no worse than eager, the same bits, and really run."""
+"""The kernels of training, forced: against float64, no worse than eager, the same bits every time, and really run."""
 
 import itertools
 import random
@@ -9,13 +9,14 @@ import torch
 import gemm_kernels
 import machine
 import reference
+import sanitizer_cases
 from reference import ACTIVATIONS, assert_no_worse_than_eager, operands, poisoned_memory
 from test_gemm import kernels_of
 from test_training import leaves, step
 
-ON_HOPPER = machine.device_type() == "cuda" and gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability())
-pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU and a torch with CUDA")
+pytestmark = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a GPU and a torch with CUDA")
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+forced = pytest.mark.usefixtures("architecture")
 functions = pytest.mark.parametrize("function", ["gated_mlp", "mlp", "gated_linear"])
 
 PRODUCTS = {
@@ -23,13 +24,26 @@ PRODUCTS = {
     "mlp": {"PlainKept", "PlainGradient"},
     "gated_linear": {"GatedKept", "Pair"},
 }
-KERNELS = [entry for entry in gemm_kernels.entries("sm90") if entry[1] in gemm_kernels.TRAINING]
+KERNELS = [
+    (architecture, number)
+    for architecture in gemm_kernels.ARCHITECTURES
+    for number, entry in enumerate(gemm_kernels.entries(architecture))
+    if entry[1] in gemm_kernels.TRAINING
+]
 
 
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with gemm_kernels.forced(fused_mlp, "sm90"):
-        yield
+def needs(architecture):
+    capability = torch.cuda.get_device_capability()
+    if not gemm_kernels.runs_on(architecture, capability):
+        pytest.skip(f"the kernels of {architecture} do not run on a GPU of {capability}")
+
+
+@pytest.fixture(params=gemm_kernels.ARCHITECTURES)
+def architecture(request, fused_mlp) -> str:
+    """Whose kernels compute what they can."""
+    needs(request.param)
+    with gemm_kernels.forced(fused_mlp, request.param):
+        yield request.param
 
 
 def caller(fused_mlp, function, activation, memory="activations"):
@@ -38,6 +52,7 @@ def caller(fused_mlp, function, activation, memory="activations"):
 
 @half_dtypes
 @functions
+@forced
 def test_gradients(fused_mlp, device, function, dtype):
     """Random shapes with tails in memory that holds NaNs: all activations, biases, what is kept or made again."""
     rng = random.Random(torch.initial_seed())
@@ -60,16 +75,20 @@ def test_gradients(fused_mlp, device, function, dtype):
                 assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(kernel[1:]))
-def test_each_kernel(fused_mlp, device, kernel):
+@pytest.mark.parametrize(("architecture", "number"), KERNELS)
+def test_each_kernel(fused_mlp, device, architecture, number):
     """Forced alone of its product: run, and right where its last tiles are almost empty."""
+    needs(architecture)
+    kernel = gemm_kernels.entries(architecture)[number]
+    if not sanitizer_cases.fits(architecture, kernel):
+        pytest.skip("the GPU has not the shared memory for it")
     function = "mlp" if kernel[1].startswith("Plain") else "gated_mlp"
     made = leaves(operands(function, (1033,), (264, 1032, 264), dtype=torch.bfloat16, device=device))
-    with gemm_kernels.forced(fused_mlp, "sm90", gemm_kernels.entries("sm90").index(kernel)):
+    with gemm_kernels.forced(fused_mlp, architecture, number):
         with poisoned_memory(device):
             found = step(caller(fused_mlp, function, "silu"), made)
         names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))
-    assert kernel[1:] in {name[2:] for name in gemm_kernels.named(names)}
+    assert kernel[1:] in {name[2:] for name in gemm_kernels.named(names, architecture)}
     eager = step(lambda made: reference.eager(function, made, "silu"), made)
     wide = leaves({name: tensor.double() for name, tensor in made.items()})
     exact = step(lambda made: reference.exact(function, made, "silu"), wide)
@@ -78,7 +97,8 @@ def test_each_kernel(fused_mlp, device, kernel):
 
 
 def test_those_that_are_chosen(fused_mlp, device):
-    """Many rows go through the kernels, few through torch's GEMMs, and explain tells the truth."""
+    """On a Hopper GPU many rows go through the kernels, few through torch's GEMMs, and explain tells the truth."""
+    needs("sm90")
     products = ("GatedKept", "GatedGradient", "Pair")
     for rows, fused in ((8192, set(products)), (1024, set(products[:2])), (16, set())):
         made = leaves(operands("gated_mlp", (rows,), (1024, 4096, 1024), dtype=torch.bfloat16, device=device))
@@ -90,18 +110,19 @@ def test_those_that_are_chosen(fused_mlp, device):
 
 
 @functions
-def test_the_kernels_run(fused_mlp, device, function):
+def test_the_kernels_run(fused_mlp, device, architecture, function):
     """And where the second weight is frozen, the hidden values are not stored."""
     for frozen in (False, True):
         made = leaves(operands(function, (300,), (264, 520, 136), dtype=torch.bfloat16, device=device))
         for name in made:
             made[name].requires_grad_(not (frozen and name in ("down_weight", "fc2_weight")))
         names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))  # noqa: B023
-        reached = {kernel[2] for kernel in gemm_kernels.named(names)}
+        reached = {kernel[2] for kernel in gemm_kernels.named(names, architecture)}
         assert reached >= PRODUCTS[function], reached
 
 
 @half_dtypes
+@forced
 @pytest.mark.parametrize("shape", [(8192, 768, 3072), (1024, 1024, 4096), (4100, 1032, 2056)], ids=str)
 def test_same_bits_every_time(fused_mlp, device, shape, dtype):
     rows, width, hidden = shape
@@ -114,6 +135,7 @@ def test_same_bits_every_time(fused_mlp, device, shape, dtype):
 
 @pytest.mark.parametrize("of", ["x", "weight", "bias"])
 @functions
+@forced
 def test_only_what_is_asked_for(fused_mlp, device, function, of):
     """The gradients of some operands are those of all."""
     made = operands(function, (200,), (72, 136, 40), dtype=torch.bfloat16, device=device)
@@ -124,6 +146,7 @@ def test_only_what_is_asked_for(fused_mlp, device, function, of):
         assert torch.equal(found, everything[name]), name
 
 
+@forced
 def test_operands_that_no_kernel_takes(fused_mlp, device):
     """Features that are no multiple of eight, an expanded gradient, rows off their alignment: composed, and right."""
     for sizes, relay in [

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "plain_modules.h"
 #include "registration.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
@@ -27,6 +28,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def(
       "top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
+      "Tensor down_weight, int activation) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "experts_training_backward(Tensor grad, Tensor sorted, Tensor gate_up, Tensor top_k_index, Tensor top_k_weights, "
+      "Tensor gate_up_weight, Tensor down_weight, int activation, int needs) -> Tensor[]");
   ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
@@ -65,9 +72,29 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
 #if defined(CUDA_KERNEL)
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
+  ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
+  ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
 #endif
   ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
 }
 
-REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+#define FUSED_MLP_JOINED(a, b) a##b
+#define FUSED_MLP_INIT(name) FUSED_MLP_JOINED(PyInit_, name)
+#define FUSED_MLP_QUOTED(name) #name
+#define FUSED_MLP_TEXT(name) FUSED_MLP_QUOTED(name)
+
+// Importing the module loads the library, whose static initialisers register the ops. kernel-builder's own macro for it
+// makes a module without functions.
+PyMODINIT_FUNC FUSED_MLP_INIT(TORCH_EXTENSION_NAME)() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   FUSED_MLP_TEXT(TORCH_EXTENSION_NAME),
+                                   nullptr,
+                                   0,
+                                   fused_mlp::plain_module_methods,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
+  return PyModule_Create(&definition);
+}

@@ -15,7 +15,7 @@ constexpr struct {
   bool training;  // likewise its kernels of training
 } kArchitectures[] = {
     {&sm90::kArchitecture, true, true},
-    {&sm80::kArchitecture, true, false},  // behind sm90: a Hopper GPU, which could run them, does not get them
+    {&sm80::kArchitecture, true, true},  // behind sm90: a Hopper GPU, which could run them, does not get them
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -56,21 +56,6 @@ double floor_microseconds(const GemmProblem& p, const TorchComparison& torch) {
   return std::max(bytes / torch.bytes_per_microsecond, flops / torch.flops_per_microsecond);
 }
 
-// The matrices [m, n] that are moved behind torch's GEMM to the same end: by a pointwise kernel; behind the gradient of
-// the hidden values by another one, which makes these again; of a pair, by the second of two GEMMs.
-int composed_matrices(Product product) {
-  switch (product) {
-    case Product::kPlainGradient:
-      return moved_matrices(product) + moved_matrices(Product::kPlainKept);
-    case Product::kGatedGradient:
-      return moved_matrices(product) + moved_matrices(Product::kGatedKept);
-    case Product::kPair:
-      return 2;
-    default:
-      return moved_matrices(product);
-  }
-}
-
 // The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
 // where it is estimated to take less than that.
 double composed_microseconds(const GemmProblem& p, const TorchComparison& torch) {
@@ -97,12 +82,12 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
     *plan = forced_plan(architecture, p, gpu);
     return Refusal::kNone;
   }
+  if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
   if (training) {
     *plan = architecture.choose(p, gpu);
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
     return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
-  if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
 
   const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);

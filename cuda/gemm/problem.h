@@ -45,6 +45,21 @@ constexpr int moved_matrices(Product product) {
   }
 }
 
+// The matrices [m, n] that are moved behind torch's GEMM to the same end: by a pointwise kernel; behind the gradient of
+// the hidden values by another one, which makes these again; of a pair, by the second of two GEMMs.
+constexpr int composed_matrices(Product product) {
+  switch (product) {
+    case Product::kPlainGradient:
+      return moved_matrices(product) + moved_matrices(Product::kPlainKept);
+    case Product::kGatedGradient:
+      return moved_matrices(product) + moved_matrices(Product::kGatedKept);
+    case Product::kPair:
+      return 2;
+    default:
+      return moved_matrices(product);
+  }
+}
+
 // What a GEMM does with its sums before it rounds and stores them: epilogue.cuh.
 struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null

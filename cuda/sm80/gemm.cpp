@@ -12,9 +12,16 @@ namespace fused_mlp::sm80 {
 // Defined in gemm_bf16.cu: whether there is machine code for the GPUs of a compute capability.
 bool compiled_for(int major, int minor);
 
-// Defined in gemm_bf16.cu and gemm_fp16.cu, by launch.cuh.
+// Defined by launch.cuh: in gemm_bf16.cu and gemm_fp16.cu, and those of training in training_bf16.cu and
+// training_fp16.cu.
+template <typename Element, bool kTraining>
+cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream);
+
 template <typename Element>
-cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, cudaStream_t stream);
+cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
+  return is_training(kernel.product) ? launch<Element, true>(p, kernel, multiprocessors, stream)
+                                     : launch<Element, false>(p, kernel, multiprocessors, stream);
+}
 
 constinit const Architecture kArchitecture = {
     .name = "sm80",
@@ -27,9 +34,9 @@ constinit const Architecture kArchitecture = {
     .refusal = refusal_of_operands,
     .choose = choose,
     .launch =
-        [](const GemmProblem& p, const GemmPlan& plan, const Gpu&, cudaStream_t stream) {
-          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, stream)
-                                            : launch<__nv_bfloat16>(p, plan.kernel, stream);
+        [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu.multiprocessors, stream)
+                                            : launch<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
         },
     .torch = nullptr,
     .decide = decide,

@@ -2,9 +2,11 @@
 // of k ahead, from which the warps take fragments by ldmatrix and multiply them by mma.sync, one step ahead as well.
 //
 // Rows of a stage lie behind each other, block_k elements each. Their pieces of 16 bytes are swizzled, so that eight
-// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks.
+// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. The N side may also be
+// read as it lies, [k, n]: then a stage has a row for each of block_k, and ldmatrix transposes.
 #pragma once
 
+#include "../../torch-ext/matrix.h"
 #include "ptx.cuh"
 #include "shape.h"
 
@@ -25,7 +27,7 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 }
 
 template <typename Element_, int kRowsM_, int kRowsN_, int kBlockK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
-          int kStages_>
+          int kStages_, bool kLies_ = false>
 struct CtaTile {
   using Element = Element_;
   static constexpr Shape kShape{kRowsM_, kRowsN_, kBlockK_, kWarpsM_, kWarpsN_, kWarpsK_, kStages_};
@@ -36,8 +38,10 @@ struct CtaTile {
   static constexpr int kWarpsN = kWarpsN_;
   static constexpr int kWarpsK = kWarpsK_;
   static constexpr int kStages = kStages_;
+  static constexpr bool kLies = kLies_;  // whether the N side is [k, n]
   static constexpr int kThreads = kShape.threads();
   static constexpr int kRowBytes = kBlockK * 2;
+  static constexpr int kLyingRowBytes = kRowsN * 2;
   static constexpr int kStageBytes = kShape.stage_bytes();
 
   static constexpr int kWarpRowsM = kRowsM / kWarpsM;
@@ -56,7 +60,8 @@ template <typename Tile>
 using Accumulator = float[Tile::kTilesM][Tile::kTilesN][4];
 
 // This thread's part of the copies of one side: pieces of the same column of pieces, from rows that are a pass apart.
-template <typename Tile, int kRows>
+// With kSkips, rows past those that there are become zeros, and are not read.
+template <typename Tile, int kRows, bool kSkips = false>
 struct SideLoader {
   using Element = typename Tile::Element;
   static constexpr int kPieces = Tile::kBlockK / kPiece;  // of a row
@@ -65,13 +70,14 @@ struct SideLoader {
   static_assert(kRowsOfPass % 8 == 0, "the swizzle is the same in each pass");
 
   const Element* source[kPasses];
+  int rows;  // that there are
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
   __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
 
   // row_of(i) is where the elements of row i begin: some row of the matrix also for a row past its end.
   template <typename RowOf>
-  __device__ __forceinline__ explicit SideLoader(RowOf&& row_of) {
+  __device__ __forceinline__ explicit SideLoader(RowOf&& row_of, int rows = kRows) : rows(rows) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int tile_row = pass * kRowsOfPass + row();
@@ -89,8 +95,44 @@ struct SideLoader {
     for (int pass = 0; pass < kPasses; ++pass) {
       if (pass % kOf != first) continue;
       if (kRows % kRowsOfPass == 0 || pass * kRowsOfPass + row() < kRows) {
-        cp_async_16(shared + pass * kRowsOfPass * Tile::kRowBytes, source[pass] + offset, present);
+        const bool skipped = kSkips && pass * kRowsOfPass + row() >= rows;
+        cp_async_16(shared + pass * kRowsOfPass * Tile::kRowBytes, source[pass] + offset, present && !skipped);
       }
+    }
+  }
+};
+
+// The same of an N side that lies as [k, n]: its rows are elements of k.
+template <typename Tile>
+struct LyingLoader {
+  using Element = typename Tile::Element;
+  static constexpr int kPieces = Tile::kRowsN / kPiece;  // of a row
+  static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
+  static constexpr int kPasses = Tile::kBlockK / kRowsOfPass;
+  static_assert(kRowsOfPass % 8 == 0 && Tile::kBlockK % kRowsOfPass == 0);
+
+  const Element* source;  // of this thread's first copy
+  int64_t row_stride;
+
+  __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
+  __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
+
+  // The last columns stand for those past the end of the matrix, of which there are n.
+  __device__ __forceinline__ LyingLoader(const Matrix& matrix, int first_column, int n)
+      : source(static_cast<const Element*>(matrix.data) + row() * matrix.row_stride +
+               min(first_column + piece() * kPiece, n - kPiece)),
+        row_stride(matrix.row_stride) {}
+
+  template <int kOf>
+  __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) const {
+    const uint32_t shared = side + swizzled<Tile::kLyingRowBytes>(row(), piece());
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass % kOf != first) continue;
+      const int before = begin + pass * kRowsOfPass;
+      const bool present = before + row() < k;
+      cp_async_16(shared + pass * kRowsOfPass * Tile::kLyingRowBytes, source + (present ? before : 0) * row_stride,
+                  present);
     }
   }
 };
@@ -118,7 +160,9 @@ struct FragmentReader {
     const int lane = threadIdx.x % 32;
     const uint32_t first_step = step_bits(warp.k * Tile::kSteps);
     m = swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpRowsM + lane % 16, lane / 16) ^ first_step;
-    n = swizzled<Tile::kRowBytes>(warp.n * Tile::kWarpRowsN + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ first_step;
+    n = Tile::kLies ? swizzled<Tile::kLyingRowBytes>(lane % 16, warp.n * Tile::kWarpRowsN / kPiece + lane / 16)
+                    : swizzled<Tile::kRowBytes>(warp.n * Tile::kWarpRowsN + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
+                          first_step;
   }
 
   // A step is two pieces. It changes bits of the offset within a row, which the swizzle changes by XOR as well.
@@ -131,6 +175,10 @@ struct FragmentReader {
       uint32_t (&tile)[4] = fragments.m[i];
       load_matrix_x4(side_m + i * kMmaM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
     }
+    if constexpr (Tile::kLies) {
+      read_lying(fragments, stage + Tile::kRowsM * Tile::kRowBytes + step * kMmaK * Tile::kLyingRowBytes);
+      return;
+    }
     const uint32_t side_n = stage + Tile::kRowsM * Tile::kRowBytes + (n ^ step_bits(step));
 #pragma unroll
     for (int j = 0; j + 1 < Tile::kTilesN; j += 2) {
@@ -141,6 +189,17 @@ struct FragmentReader {
     if constexpr (Tile::kTilesN % 2 == 1) {
       uint32_t (&last)[2] = fragments.n[Tile::kTilesN - 1];
       load_matrix_x2(side_n + (Tile::kTilesN - 1) * kMmaN * Tile::kRowBytes, last[0], last[1]);
+    }
+  }
+
+  // Columns are bits of the offset within a row, which the swizzle changes by XOR as well.
+  __device__ __forceinline__ void read_lying(Fragments<Tile>& fragments, uint32_t side) const {
+    static_assert(!Tile::kLies || (Tile::kTilesN <= 8 && Tile::kTilesN % 2 == 0 && Tile::kWarpsK == 1));
+#pragma unroll
+    for (int j = 0; j < Tile::kTilesN; j += 2) {
+      uint32_t (&even)[2] = fragments.n[j];
+      uint32_t (&odd)[2] = fragments.n[j + 1];
+      load_matrix_x4_transposed(side + (n ^ j * kPieceBytes), even[0], even[1], odd[0], odd[1]);
     }
   }
 };
@@ -156,34 +215,49 @@ __device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fra
   }
 }
 
-// sums = M N^T over k elements, of the rows that the loaders bring. What the thread copied before arrives with the
-// first block. On return the ring is free, and no copy is on its way.
 template <typename Tile>
-__device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                         const SideLoader<Tile, Tile::kRowsN>& loader_n, const WarpPlace<Tile>& warp,
-                                         int k, Accumulator<Tile>& sums) {
-  constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
-  const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;
-  const auto after = [&](uint32_t stage) {
-    return stage + Tile::kStageBytes == ring + kRingBytes ? ring : stage + Tile::kStageBytes;
-  };
-  const auto load = [&]<int kOf>(uint32_t stage, int block, int first) {
-    loader_m.template load<kOf>(stage, block * Tile::kBlockK, k, first);
-    loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
-  };
-
+__device__ __forceinline__ void clear(Accumulator<Tile>& sums) {
 #pragma unroll
   for (int i = 0; i < Tile::kTilesM; ++i) {
 #pragma unroll
     for (int j = 0; j < Tile::kTilesN; ++j) sums[i][j][0] = sums[i][j][1] = sums[i][j][2] = sums[i][j][3] = 0.0f;
   }
-  // Every block is a group of copies, and there is a group for every stage also where there is no block for it: so that
-  // the number of groups behind a block's is always the same.
+}
+
+// Copies every kOf-th pass of a block, from pass `first` on, into a stage.
+template <int kOf, typename Tile, typename LoaderN>
+__device__ __forceinline__ void load_block(uint32_t stage, const SideLoader<Tile, Tile::kRowsM>& loader_m,
+                                           const LoaderN& loader_n, int block, int k, int first) {
+  loader_m.template load<kOf>(stage, block * Tile::kBlockK, k, first);
+  loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
+}
+
+// Fills all stages but the last, in which nothing is copied before multiply(). What the thread copied before arrives
+// with the first block. Every block is a group of copies, and there is a group for every stage also where there is no
+// block for it: so that the number of groups behind a block's is always the same.
+template <typename Tile, typename LoaderN>
+__device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
+                                     const LoaderN& loader_n, int k) {
 #pragma unroll
   for (int block = 0; block < Tile::kStages - 1; ++block) {
-    if (block < blocks) load.template operator()<1>(ring + block * Tile::kStageBytes, block, 0);
+    if (block * Tile::kBlockK < k) {
+      load_block<1, Tile>(ring + block * Tile::kStageBytes, loader_m, loader_n, block, k, 0);
+    }
     cp_async_commit();
   }
+}
+
+// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled. On return the ring
+// is free, and no copy is on its way.
+template <typename Tile, typename LoaderN>
+__device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
+                                         const LoaderN& loader_n, const WarpPlace<Tile>& warp, int k,
+                                         Accumulator<Tile>& sums) {
+  constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
+  const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;
+  const auto after = [&](uint32_t stage) {
+    return stage + Tile::kStageBytes == ring + kRingBytes ? ring : stage + Tile::kStageBytes;
+  };
   const FragmentReader<Tile> reader(warp);
   Fragments<Tile> fragments[2];
   uint32_t reading = ring;
@@ -198,7 +272,7 @@ __device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, T
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
       if (step < Tile::kLoadSteps) {  // into the stage that all warps are done with since the last barrier
-        if (next < blocks) load.template operator()<Tile::kLoadSteps>(writing, next, step);
+        if (next < blocks) load_block<Tile::kLoadSteps, Tile>(writing, loader_m, loader_n, next, k, step);
         if (step == Tile::kLoadSteps - 1) {
           cp_async_commit();
           writing = after(writing);

@@ -11,7 +11,7 @@
 
 namespace fused_mlp::sm80 {
 
-constexpr int parts(Product product) { return product == Product::kGated ? 2 : 1; }
+constexpr int parts(Product product) { return is_gated(product) ? 2 : 1; }
 
 struct ListedKernel {
   GemmKernel kernel;
@@ -19,9 +19,10 @@ struct ListedKernel {
   int shared_bytes;
 };
 
-constexpr ListedKernel streamed(Product product, int tokens, int columns, int block_k, int stages) {
-  const Shape shape = streamed_shape(parts(product), tokens, columns, block_k, stages);
-  return {{MainLoop::kStreamed, product, tokens, parts(product) * columns, Schedule::kSwapped, 1},
+constexpr ListedKernel streamed(Product product, int tokens, int columns, int block_k, int warps_m, int warps_k,
+                                int stages) {
+  const Shape shape = streamed_shape(parts(product), tokens, columns, block_k, warps_m, warps_k, stages);
+  return {{MainLoop::kStreamed, product, tokens, parts(product) * columns, Schedule::kSwapped, 1, stages * block_k},
           shape,
           streamed_shared_bytes(shape)};
 }

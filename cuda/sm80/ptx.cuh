@@ -75,6 +75,10 @@ __device__ __forceinline__ void store_shared_float(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_float2(uint32_t address, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
 // ---- Tensor cores ---------------------------------------------------------------------------------------------------
 
 // Four 8 x 8 matrices of 16-bit elements. Lane 8 i + r names the address of row r of matrix i; afterwards each lane has
@@ -82,6 +86,15 @@ __device__ __forceinline__ void store_shared_float(uint32_t address, float v) {
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2,
                                                uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
+               : "memory");
+}
+
+// The same of transposed matrices.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                                          uint32_t& r3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(address)
                : "memory");

@@ -25,15 +25,26 @@ struct Shape {
 constexpr Shape tiled_shape(int block_m, int block_n, int block_k, int warps_m, int warps_n, int stages) {
   return {block_m, block_n, block_k, warps_m, warps_n, 1, stages};
 }
-// The biases of a tile's columns lie behind the ring.
-constexpr int tiled_shared_bytes(const Shape& shape) { return shape.ring_bytes() + shape.rows_n * 2; }
-
-// The warps of a streamed kernel share k alone.
-constexpr int kStreamedWarps = 4;
-constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int stages) {
-  return {parts * columns, tokens, block_k, 1, 1, kStreamedWarps, stages};
+// CTAs of eight warps are alone on a multiprocessor, and compute one tile after the other. Of smaller ones there are
+// two.
+constexpr bool is_persistent(const Shape& shape) { return shape.threads() > 128; }
+// The biases of a tile's columns lie behind the ring, and those of the next tile behind them.
+constexpr int tiled_shared_bytes(const Shape& shape) {
+  return shape.ring_bytes() + shape.rows_n * 2 * (is_persistent(shape) ? 2 : 1);
 }
-constexpr int streamed_shared_bytes(const Shape& shape) { return shape.ring_bytes(); }
+
+// The warps of a streamed kernel share k, and some of them the weight rows. Their sums meet behind the ring, those of
+// some tokens at a time.
+constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int stages) {
+  return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages};
+}
+constexpr int streamed_round(int tokens) { return tokens < 16 ? tokens : 16; }
+constexpr int streamed_sum_stride(const Shape& shape) {
+  return shape.rows_m + 4;
+}  // floats; keeps lanes on distinct banks
+constexpr int streamed_shared_bytes(const Shape& shape) {
+  return shape.ring_bytes() + shape.warps_k * streamed_round(shape.rows_n) * streamed_sum_stride(shape) * 4;
+}
 
 // The CTAs of which a multiprocessor's shared memory has room for.
 constexpr int resident_ctas(int shared_bytes, int shared_of_multiprocessor) {

@@ -5,14 +5,17 @@
 // are gate rows and the second half the up rows of the same output columns. Sums j and j + kTilesN / 2 of a thread then
 // belong to gate and up of one output element.
 //
-// CTAs are not persistent. Most kernels are small enough that a multiprocessor holds two, and one runs its epilogue
-// while the other has the tensor cores.
+// Most kernels are small enough that a multiprocessor holds two CTAs, and one runs its epilogue while the other has the
+// tensor cores. The larger ones are persistent: the next tile's first blocks are on their way meanwhile.
+//
+// The gradients of training, and the gradient of x, are products with weights as they lie, [k, n].
 #pragma once
 
-#include "../gemm/epilogue.cuh"
 #include "../gemm/tile_order.cuh"
+#include "gradient_store.cuh"
 #include "main_loop.cuh"
 #include "rows.cuh"
+#include "tiled_store.cuh"
 
 namespace fused_mlp::sm80 {
 
@@ -22,6 +25,7 @@ struct TiledGemmArgs {
   Matrix up_weight;
   Matrix out;
   EpilogueArgs epilogue;
+  TrainingMatrices training;
   int m;
   int n;
   int k;
@@ -31,21 +35,30 @@ struct TiledGemmArgs {
 
 template <typename Element_, Product kProduct_, int kBlockM_, int kBlockN_, int kBlockK_, int kWarpsM_, int kWarpsN_,
           int kStages_>
-struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWarpsN_, 1, kStages_> {
-  using Tile = CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWarpsN_, 1, kStages_>;
+struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWarpsN_, 1, kStages_,
+                           reads_weights_as_they_lie(kProduct_)> {
+  using Element = Element_;
+  using Args = TiledGemmArgs;
+  using Tile = CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWarpsN_, 1, kStages_,
+                       reads_weights_as_they_lie(kProduct_)>;
   static constexpr Product kProduct = kProduct_;
-  static constexpr bool kGated = kProduct == Product::kGated;
+  static constexpr bool kGated = is_gated(kProduct);
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
+  static constexpr bool kPersistent = is_persistent(Tile::kShape);
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kColumns = kBlockN_ / kParts;              // of the output, in a tile
   static constexpr int kWarpColumns = Tile::kWarpRowsN / kParts;  // of a warp
   static constexpr int kTilesOfPart = Tile::kTilesN / kParts;     // of a warp, 8 columns each
   static constexpr int kStoreRowBytes = kWarpColumns * 2;         // of a warp's results on their way out
-  static constexpr int kStoreBytes = kMmaM * kStoreRowBytes;      // they lie where the ring was
+  static constexpr int kStoreBytes = kMmaM * kStoreRowBytes;      // they lie where the ring's last stage was
+  static constexpr int kGradientStride = kWarpColumns + 8;        // floats; keeps a warp's lanes on distinct banks
+  static constexpr int kGradientBytes = kMmaM * kGradientStride * 4;
   static constexpr int kSharedBytes = tiled_shared_bytes(Tile::kShape);
   static constexpr int kCtasPerMultiprocessor = kSharedBytes + kSystemBytes > kLeastSharedOfMultiprocessor / 2 ? 1 : 2;
   static_assert(Tile::kTilesN % kParts == 0);
-  static_assert(Tile::kThreads / 32 * kStoreBytes <= Tile::kShape.ring_bytes());
+  static_assert(Tile::kThreads / 32 * kStoreBytes <= Tile::kStageBytes);
+  static_assert(!is_gradient(kProduct) ||
+                (!kPersistent && Tile::kThreads / 32 * kGradientBytes <= Tile::kShape.ring_bytes()));
 
   // Which weight, and which of the tile's output columns, a weight row of the tile belongs to.
   __device__ __forceinline__ static Operand operand(int row) {
@@ -53,6 +66,18 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   }
   __device__ __forceinline__ static int column(int row) {
     return row / Tile::kWarpRowsN * kWarpColumns + row % kWarpColumns;
+  }
+
+  // The copies of the tile's weights: of `weight`, and where a product is gated also of up's.
+  __device__ __forceinline__ static auto weights(const Args& args, const Matrix& weight, int first_column) {
+    if constexpr (Tile::kLies) {
+      return LyingLoader<Tile>(weight, first_column, args.n);
+    } else {
+      return SideLoader<Tile, Tile::kRowsN>([&](int row) {
+        return row_of<Element>(operand(row) == Operand::kGate ? weight : args.up_weight, first_column + column(row),
+                               args.n);
+      });
+    }
   }
 };
 
@@ -72,88 +97,61 @@ __device__ __forceinline__ void load_biases(const TiledGemmArgs& args, uint32_t 
   }
 }
 
-// Stores the warp's tile, 16 rows at a time: in registers they are scattered over the lanes, and in shared memory they
-// come together in pieces of 16 bytes. Leaves the sums undefined.
-template <typename Gemm>
-__device__ __forceinline__ void store_tile(const TiledGemmArgs& args, Accumulator<typename Gemm::Tile>& sums,
-                                           uint32_t biases, uint32_t store, int first_row, int first_column) {
-  using Element = typename Gemm::Element;
-  using Pair = typename ElementTraits<Element>::Pair;
-  constexpr int kTiles = Gemm::kTilesOfPart;
-  constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // of a row
-  static_assert(kMmaM * kPieces % 32 == 0, "every lane stores as many pieces");
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = 0; i < Gemm::kTilesM; ++i) {
-    float value[kTiles * 4];
-    const auto sums_of = [&](Operand operand, auto&& take) {
-      const int first = operand == Operand::kGate ? 0 : kTiles;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const uint32_t bits = load_shared(biases + ((first + j) * kMmaN + lane % 4 * 2) * 2);
-        const float2 bias = to_float2(*reinterpret_cast<const Pair*>(&bits));
-#pragma unroll
-        for (int c = 0; c < 4; ++c) take(j * 4 + c, sums[0][first + j][c] + (c % 2 == 0 ? bias.x : bias.y));
-      }
-    };
-    GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums_of);
-
-    warp_sync();  // all lanes have read the rows before
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const uint32_t place = store + swizzled<Gemm::kStoreRowBytes>(lane / 4, j) + lane % 4 * 4;
-      store_shared(place, round_pair<Element>(value[j * 4], value[j * 4 + 1]));
-      store_shared(place + 8 * Gemm::kStoreRowBytes, round_pair<Element>(value[j * 4 + 2], value[j * 4 + 3]));
-    }
-    warp_sync();
-#pragma unroll
-    for (int each = 0; each < kMmaM * kPieces / 32; ++each) {
-      const int store_row = (each * 32 + lane) / kPieces;
-      const int piece = lane % kPieces;
-      const uint4 bits = load_shared_uint4(store + swizzled<Gemm::kStoreRowBytes>(store_row, piece));
-      const int row = first_row + i * kMmaM + store_row;
-      const int column = first_column + piece * kPiece;
-      if (row < args.m && column < args.n) {
-        *reinterpret_cast<uint4*>(static_cast<Element*>(args.out.data) + row * args.out.row_stride + column) = bits;
-      }
-    }
-#pragma unroll
-    for (int next = 1; next < Gemm::kTilesM; ++next) {  // the next rows' sums, where the loop's body wants them
-#pragma unroll
-      for (int j = 0; j < Gemm::kTilesN; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[next - 1][j][c] = sums[next][j][c];
-      }
-    }
-  }
-}
-
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     tiled_gemm_kernel(const __grid_constant__ TiledGemmArgs args) {
   if constexpr (Gemm::kSharedBytes <= kSharedLimit) {
     using Element = typename Gemm::Element;
     using Tile = typename Gemm::Tile;
+    constexpr int kBiasBytes = Gemm::kRowsN * 2;
     extern __shared__ __align__(128) uint8_t raw_shared[];
     const uint32_t ring = shared_address(raw_shared);
-    const uint32_t biases = ring + Tile::kShape.ring_bytes();
-    const int2 tile = grouped_tile<8>(blockIdx.x, args.tiles_m, args.tiles_n);
-    const int first_row = tile.x * Gemm::kBlockM;
-    const int first_column = tile.y * Gemm::kColumns;
+    uint32_t biases = ring + Tile::kShape.ring_bytes();
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // the compiler knows that all lanes have the same
     const WarpPlace<Tile> place(warp);
+    int index = blockIdx.x;
+    int2 tile = grouped_tile<8>(index, args.tiles_m, args.tiles_n);
+    const auto rows_of = [&](const Matrix& a) {
+      return SideLoader<Tile, Tile::kRowsM>(
+          [&](int row) { return row_of<Element>(a, tile.x * Gemm::kBlockM + row, args.m); });
+    };
 
-    load_biases<Gemm>(args, biases, first_column);
-    const SideLoader<Tile, Tile::kRowsM> rows(
-        [&](int row) { return row_of<Element>(args.a, first_row + row, args.m); });
-    const SideLoader<Tile, Tile::kRowsN> weights([&](int row) {
-      const Matrix& weight = Gemm::operand(row) == Operand::kGate ? args.weight : args.up_weight;
-      return row_of<Element>(weight, first_column + Gemm::column(row), args.n);
-    });
-    Accumulator<Tile> sums;
-    multiply<Tile>(ring, rows, weights, place, args.k, sums);
-    store_tile<Gemm>(args, sums, biases + place.n * Tile::kWarpRowsN * 2, ring + warp * Gemm::kStoreBytes,
-                     first_row + place.m * Tile::kWarpRowsM, first_column + place.n * Gemm::kWarpColumns);
+    load_biases<Gemm>(args, biases, tile.y * Gemm::kColumns);
+    auto rows = rows_of(args.a);
+    auto weights = Gemm::weights(args, args.weight, tile.y * Gemm::kColumns);
+    fill<Tile>(ring, rows, weights, args.k);
+#pragma unroll 1
+    while (true) {
+      Accumulator<Tile> sums;
+      clear<Tile>(sums);
+      multiply<Tile>(ring, rows, weights, place, args.k, sums);
+      if constexpr (Gemm::kProduct == Product::kPair) {
+        rows = rows_of(args.training.second_a);
+        weights = Gemm::weights(args, args.training.second_weight, tile.y * Gemm::kColumns);
+        fill<Tile>(ring, rows, weights, args.k);
+        multiply<Tile>(ring, rows, weights, place, args.k, sums);
+      }
+      const int first_row = tile.x * Gemm::kBlockM + place.m * Tile::kWarpRowsM;
+      const int first_column = tile.y * Gemm::kColumns + place.n * Gemm::kWarpColumns;
+      const uint32_t warp_biases = biases + place.n * Tile::kWarpRowsN * 2;
+      index += gridDim.x;
+      const bool more = Gemm::kPersistent && index < args.tiles_m * args.tiles_n;
+      if (more) {  // its first blocks come while this tile is stored, where the ring's last stage was
+        tile = grouped_tile<8>(index, args.tiles_m, args.tiles_n);
+        biases = biases == ring + Tile::kShape.ring_bytes() ? biases + kBiasBytes : biases - kBiasBytes;
+        load_biases<Gemm>(args, biases, tile.y * Gemm::kColumns);
+        rows = rows_of(args.a);
+        weights = Gemm::weights(args, args.weight, tile.y * Gemm::kColumns);
+        fill<Tile>(ring, rows, weights, args.k);
+      }
+      if constexpr (is_gradient(Gemm::kProduct)) {
+        store_gradients<Gemm>(args, sums, ring + warp * Gemm::kGradientBytes, first_row, first_column);
+      } else {
+        const uint32_t store = ring + (Tile::kStages - 1) * Tile::kStageBytes + warp * Gemm::kStoreBytes;
+        store_tile<Gemm>(args, sums, warp_biases, store, first_row, first_column);
+      }
+      if (!more) break;
+    }
   } else {
     __trap();  // rather than leave the output as it is
   }

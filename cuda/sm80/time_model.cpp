@@ -6,9 +6,14 @@
 namespace fused_mlp::sm80 {
 namespace {
 
-double products(const GemmProblem& p) { return p.gated() ? 2.0 : 1.0; }
+double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
 
-double bytes(const GemmProblem& p) { return 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k); }
+// Of operands, and of what the epilogue reads and writes.
+double bytes(const GemmProblem& p, int matrices) {
+  const double left = p.pair() ? 2.0 : 1.0;
+  return 2.0 * (p.m * (left * p.k + static_cast<double>(matrices) * p.n) + products(p) * p.n * p.k);
+}
+double bytes(const GemmProblem& p) { return bytes(p, moved_matrices(p.product())); }
 
 // Operations per cycle of a multiprocessor's tensor cores, on 16-bit elements with sums in float32.
 double flops_per_cycle(const Gpu& gpu) {
@@ -33,7 +38,8 @@ double share_of_peak(const GemmKernel& kernel, const Tuning& tuning) {
 double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {
   const GemmKernel& kernel = listed.kernel;
   const Tuning& tuning = tuning_of(gpu);
-  const double depth = static_cast<double>(ceil_div(p.k, listed.shape.block_k)) * listed.shape.block_k;
+  const double depth =
+      static_cast<double>(ceil_div(p.k, listed.shape.block_k)) * listed.shape.block_k * (p.pair() ? 2.0 : 1.0);
   const double tile =
       2.0 * kernel.block_m * kernel.block_n * depth / flops_per_microsecond(gpu) / share_of_peak(kernel, tuning);
   // Tiles side by side on a multiprocessor share its tensor cores. In the last round there may be fewer of them.
@@ -84,14 +90,17 @@ double torch_microseconds(const GemmProblem& p, const Gpu& gpu) {
   const double bytes_per_microsecond = tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond;
   const double elements = static_cast<double>(p.m) * p.n;
   const double arithmetic = 2.0 * products(p) * elements * p.k / (flops_per_microsecond(gpu) * gpu.multiprocessors);
-  const double moved = bytes(p) + (p.gated() ? 2.0 * elements : 0.0);  // two results are written
+  // The results of two products: the second of a pair reads the first's, and writes it anew.
+  const double moved = bytes(p, p.pair() ? 3 : p.gated() ? 2 : 1);
   const double gemms = std::max(arithmetic / tuning.torch_of_peak, moved / bytes_per_microsecond);
   const double starts = products(p) * tuning.torch_start;
-  if (!p.gated() && torch_has_epilogue(p)) return gemms + starts;
-  const double pointwise = 2.0 * elements * (products(p) + 1.0);
+  if (p.pair() || (!is_training(p.product()) && torch_has_epilogue(p))) return gemms + starts;
+  const double matrices = is_training(p.product()) ? composed_matrices(p.product()) : products(p) + 1.0;
+  const double pointwise = 2.0 * elements * matrices;
   const double in_l2 = std::min(pointwise, gpu.l2_bytes / 2.0);
   const double slow = pointwise - in_l2 + in_l2 / kL2Speedup;
-  return gemms + starts + tuning.torch_start + slow / bytes_per_microsecond;
+  const double kernels = is_gradient(p.product()) ? 2.0 : 1.0;  // behind the products
+  return gemms + starts + kernels * tuning.torch_start + slow / bytes_per_microsecond;
 }
 
 }  // namespace fused_mlp::sm80

@@ -8,15 +8,43 @@
 #define STABLE_TORCH_LIBRARY_EXPAND(name, ops) STABLE_TORCH_LIBRARY(name, ops)
 #define STABLE_TORCH_LIBRARY_IMPL_EXPAND(name, key, ops) STABLE_TORCH_LIBRARY_IMPL(name, key, ops)
 
-// Python is not linked against: the interpreter that imports the extension defines this. Being weak, it may stay
+// Python is not linked against: the interpreter that imports the extension defines these. Being weak, they may stay
 // undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
+#pragma weak PyArg_ParseTuple
+#pragma weak PyBool_FromLong
+#pragma weak PyDict_GetItemString
+#pragma weak PyDict_GetItemWithError
+#pragma weak PyDict_Type
+#pragma weak PyErr_Clear
+#pragma weak PyErr_ExceptionMatches
+#pragma weak PyErr_Format
+#pragma weak PyErr_Occurred
+#pragma weak PyErr_SetString
+#pragma weak PyExc_AttributeError
+#pragma weak PyExc_KeyError
+#pragma weak PyExc_RuntimeError
+#pragma weak PyExc_TypeError
+#pragma weak PyFloat_AsDouble
+#pragma weak PyFloat_Type
 #pragma weak PyModule_Create2
-
-// An empty Python module: importing it loads the library, whose static initialisers register the ops.
-#define REGISTER_EXTENSION(name) FUSED_MLP_DEFINE_MODULE(name)
-#define FUSED_MLP_DEFINE_MODULE(name)                                                           \
-  PyMODINIT_FUNC PyInit_##name() {                                                              \
-    static PyModuleDef definition = {                                                           \
-        PyModuleDef_HEAD_INIT, #name, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr}; \
-    return PyModule_Create(&definition);                                                        \
-  }
+#pragma weak PyObject_CallFunctionObjArgs
+#pragma weak PyObject_CallMethodObjArgs
+#pragma weak PyObject_CallObject
+#pragma weak PyObject_GetAttr
+#pragma weak PyObject_HasAttrString
+#pragma weak PyObject_IsTrue
+#pragma weak PyObject_Size
+#pragma weak PySequence_Concat
+#pragma weak PySequence_Contains
+#pragma weak PyTuple_GetItem
+#pragma weak PyTuple_New
+#pragma weak PyTuple_Pack
+#pragma weak PyTuple_SetItem
+#pragma weak PyTuple_Size
+#pragma weak PyTuple_Type
+#pragma weak PyType_GetFlags
+#pragma weak PyType_IsSubtype
+#pragma weak PyUnicode_InternFromString
+#pragma weak _Py_Dealloc
+#pragma weak _Py_FalseStruct
+#pragma weak _Py_NoneStruct

@@ -57,7 +57,7 @@ def describe() -> Gpu:
 def candidates(predictor: Predictor, gpu: Gpu, product: Product) -> Iterator[int]:
     """The numbers of the kernels that are timed for a product: tiled ones for large ones, streamed ones for others."""
     for number, kernel in enumerate(predictor.kernels()):
-        if kernel.gated != product.gated or not predictor.offered(gpu, number):
+        if kernel.product != int(product.gated) or not predictor.offered(gpu, number):
             continue
         if kernel.tiled == (product in LARGE) and (kernel.tiled or kernel.block_m >= product.m):
             yield number

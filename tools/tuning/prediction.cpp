@@ -71,8 +71,8 @@ int described(int kernel, int* values) {
   if (kernel >= static_cast<int>(sm80::kKernels.size())) return -1;
   const sm80::ListedKernel& listed = sm80::kListed[kernel];
   const GemmKernel& k = listed.kernel;
-  for (int each : {static_cast<int>(k.loop), static_cast<int>(is_gated(k.product)), k.block_m, k.block_n,
-                   listed.shape.threads(), listed.shared_bytes}) {
+  for (int each : {static_cast<int>(k.loop), static_cast<int>(k.product), k.block_m, k.block_n, listed.shape.threads(),
+                   listed.shared_bytes}) {
     *values++ = each;
   }
   return 0;

@@ -72,7 +72,7 @@ class Listed(NamedTuple):
     """A kernel of the list: GemmKernel of cuda/gemm/problem.h by the numbers of its enums, and what it takes."""
 
     loop: int
-    gated: bool
+    product: int  # 0 plain, 1 gated, then those of training
     block_m: int
     block_n: int
     threads: int

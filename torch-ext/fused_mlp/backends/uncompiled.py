@@ -11,6 +11,8 @@ DEVICE_TYPE: Optional[str] = None
 
 _DTYPES: Tuple[torch.dtype, ...] = ()
 
+plain_modules = None
+
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
     """Always refuses."""

@@ -1,0 +1,380 @@
+#include "plain_modules.h"
+
+namespace fused_mlp {
+namespace {
+
+// A reference that is given back.
+class Owned {
+ public:
+  explicit Owned(PyObject* object) : object_(object) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+  PyObject* release() {
+    PyObject* object = object_;
+    object_ = nullptr;
+    return object;
+  }
+
+ private:
+  PyObject* object_;
+};
+
+// Set once, by configure(), and never given back: they live as long as the process.
+struct Settings {
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout and nn.GELU
+  PyObject* parameter;
+  PyObject* linear;
+  PyObject* dropout;
+  PyObject* gelu;
+  PyObject* call;             // nn.Module.__call__ as torch wrote it
+  PyObject* original;         // the attribute by which a fused module has the class that it was made from
+  PyObject* known;            // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* ops;              // by name
+  PyObject* dtypes;           // those that the ops take
+  PyObject* on_device;        // the attribute of a tensor that is true on their device
+  PyObject* refusal;          // of an index of a GPU: None where the ops run on it; None for a CPU
+  PyObject* blocks;           // a list of one element while no backend is forced
+  PyObject* is_grad_enabled;  // the functions of torch
+  PyObject* is_inference;
+  PyObject* quiet;      // functions that return something true where every call is disturbed
+  PyObject* empty;      // dictionaries that hold something there
+  PyObject* unchanged;  // triples (owner, name, value): attributes that are another object there
+};
+Settings settings{};
+
+// In the order of Settings.
+constexpr const char* kSettings[] = {
+    "tensor",   "parameter",       "linear",       "dropout", "gelu",      "call",
+    "original", "known",           "ops",          "dtypes",  "on_device", "refusal",
+    "blocks",   "is_grad_enabled", "is_inference", "quiet",   "empty",     "unchanged"};
+static_assert(sizeof(Settings) == sizeof(kSettings));
+
+// The names that are asked for, made once.
+struct Names {
+  PyObject* state = PyUnicode_InternFromString("__dict__");
+  PyObject* call = PyUnicode_InternFromString("__call__");
+  PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* weight = PyUnicode_InternFromString("weight");
+  PyObject* bias = PyUnicode_InternFromString("bias");
+  PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* approximate = PyUnicode_InternFromString("approximate");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* op = PyUnicode_InternFromString("op");
+  PyObject* packed = PyUnicode_InternFromString("packed");
+  PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+                        PyUnicode_InternFromString("_backward_hooks"),
+                        PyUnicode_InternFromString("_backward_pre_hooks")};
+};
+const Names& names() {
+  static const Names made;
+  return made;
+}
+
+PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+
+// The answers: an error of Python's is a third one, and stays set.
+enum Answer { kError = -1, kNo = 0, kYes = 1 };
+
+Answer answer(bool yes) { return yes ? kYes : kNo; }
+
+// Both the values of a dictionary that holds `key`, borrowed, and nullptr without an error where it does not.
+PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
+
+Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
+  const Owned found(PyObject_GetAttr(owner, name));
+  return found ? answer(found.get() == value) : kError;
+}
+
+Answer are_unchanged(PyObject* triples) {
+  const Py_ssize_t count = PyTuple_Size(triples);
+  if (count < 0) return kError;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* triple = PyTuple_GetItem(triples, i);
+    if (PyTuple_Size(triple) != 3) return kError;
+    const Answer same =
+        has_attribute(PyTuple_GetItem(triple, 0), PyTuple_GetItem(triple, 1), PyTuple_GetItem(triple, 2));
+    if (same != kYes) return same;
+  }
+  return kYes;
+}
+
+// Whether calling a module with this __dict__ runs the forward of its class and nothing else.
+Answer is_bare(PyObject* state) {
+  for (PyObject* name : names().hooks) {
+    PyObject* hooks = item(state, name);
+    if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
+    const Py_ssize_t count = PyObject_Size(hooks);
+    if (count != 0) return count < 0 ? kError : kNo;
+  }
+  if (item(state, names().forward) != nullptr) return kNo;
+  return PyErr_Occurred() ? kError : kYes;
+}
+
+PyObject* state_of(PyObject* module) {
+  PyObject* state = PyObject_GetAttr(module, names().state);
+  if (state != nullptr && !PyDict_Check(state)) {
+    Py_DECREF(state);
+    PyErr_SetString(PyExc_TypeError, "module must be a torch.nn.Module");
+    return nullptr;
+  }
+  return state;
+}
+
+// Puts the weight and the bias of a plain linear layer into a tuple.
+Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+  if (class_of(layer) != settings.linear) return kNo;
+  const Owned state(state_of(layer));
+  if (!state) return kError;
+  const Answer bare = is_bare(state.get());
+  if (bare != kYes) return bare;
+  PyObject* parameters = item(state.get(), names().parameters);
+  if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
+  PyObject* weight = item(parameters, names().weight);
+  if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
+  PyObject* bias = item(parameters, names().bias);
+  if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
+  if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
+  Py_INCREF(weight);
+  if (PyTuple_SetItem(operands, weight_place, weight) != 0) return kError;
+  Py_INCREF(bias);
+  return PyTuple_SetItem(operands, bias_place, bias) == 0 ? kYes : kError;
+}
+
+// Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
+Answer passes(PyObject* part) {
+  if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
+  if (class_of(part) != settings.dropout) return kNo;
+  const Owned state(state_of(part));
+  if (!state) return kError;
+  PyObject* training = item(state.get(), names().training);
+  if (training != Py_False) return PyErr_Occurred() ? kError : kNo;
+  return is_bare(state.get());
+}
+
+Answer is_undisturbed() {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.empty); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(settings.empty, i));
+    if (size != 0) return size < 0 ? kError : kNo;
+  }
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
+    const Owned said(PyObject_CallObject(PyTuple_GetItem(settings.quiet, i), nullptr));
+    const int loud = said ? PyObject_IsTrue(said.get()) : -1;
+    if (loud != 0) return loud < 0 ? kError : kNo;
+  }
+  return are_unchanged(settings.unchanged);
+}
+
+Answer truth(PyObject* object) {
+  const int value = object == nullptr ? -1 : PyObject_IsTrue(object);
+  return value < 0 ? kError : answer(value != 0);
+}
+
+Answer attribute_is_true(PyObject* owner, PyObject* name) { return truth(Owned(PyObject_GetAttr(owner, name)).get()); }
+
+// Whether the compiled ops take a tensor, and are free to.
+Answer are_for(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return kNo;
+  const Answer there = attribute_is_true(x, settings.on_device);
+  if (there != kYes) return there;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  if (!dtype) return kError;
+  const int known = PySequence_Contains(settings.dtypes, dtype.get());
+  if (known != 1) return known < 0 ? kError : kNo;
+  if (settings.refusal == Py_None) return kYes;
+  const Owned index(PyObject_CallMethodObjArgs(x, names().get_device, nullptr));
+  if (!index) return kError;
+  const Owned refused(PyObject_CallFunctionObjArgs(settings.refusal, index.get(), nullptr));
+  return refused ? answer(refused.get() == Py_None) : kError;
+}
+
+// Whether autograd records a call on x and these operands.
+Answer is_recorded(PyObject* x, PyObject* operands, Py_ssize_t count) {
+  const Answer enabled = truth(Owned(PyObject_CallObject(settings.is_grad_enabled, nullptr)).get());
+  if (enabled != kYes) return enabled;
+  const Answer inference = truth(Owned(PyObject_CallObject(settings.is_inference, nullptr)).get());
+  if (inference != kNo) return inference == kYes ? kNo : kError;
+  Answer needs = attribute_is_true(x, names().requires_grad);
+  for (Py_ssize_t i = 0; i < count && needs == kNo; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    if (operand != Py_None) needs = attribute_is_true(operand, names().requires_grad);
+  }
+  return needs;
+}
+
+// What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
+// is not.
+PyObject* known_activation(PyObject* act) {
+  PyObject* key = class_of(act);
+  const Owned state(PyObject_HasAttrString(act, "__dict__") ? PyObject_GetAttr(act, names().state) : nullptr);
+  if (!state || !PyDict_Check(state.get())) return nullptr;
+  if (key == settings.gelu) key = item(state.get(), names().approximate);
+  PyObject* known = key == nullptr ? nullptr : item(settings.known, key);
+  if (known == nullptr) return nullptr;
+  const Answer plain[] = {has_attribute(class_of(act), names().forward, PyTuple_GetItem(known, 0)),
+                          has_attribute(class_of(act), names().call, settings.call), is_bare(state.get()),
+                          are_unchanged(PyTuple_GetItem(known, 2))};
+  for (Answer said : plain) {
+    if (said != kYes) return nullptr;
+  }
+  return known;
+}
+
+// nullptr is an error where one is set, else an answer: it is not known.
+PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject* act, PyObject* between) {
+  const Answer taken = are_for(x);
+  if (taken != kYes || is_undisturbed() != kYes) return nullptr;
+  PyObject* known = known_activation(act);
+  if (known == nullptr) return nullptr;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(between); i < count; ++i) {
+    if (passes(PyTuple_GetItem(between, i)) != kYes) return nullptr;
+  }
+  // The op's arguments: x, weights, biases, code.
+  const Py_ssize_t layers = PyTuple_Size(projections);
+  Owned operands(PyTuple_New(2 * layers + 2));
+  if (!operands) return nullptr;
+  for (Py_ssize_t i = 0; i < layers; ++i) {
+    if (read_linear(PyTuple_GetItem(projections, i), operands.get(), 1 + i, 1 + layers + i) != kYes) return nullptr;
+  }
+  PyObject* code = PyTuple_GetItem(known, 1);
+  Py_INCREF(x);
+  Py_INCREF(code);
+  if (PyTuple_SetItem(operands.get(), 0, x) != 0 || PyTuple_SetItem(operands.get(), 2 * layers + 1, code) != 0) {
+    return nullptr;
+  }
+  const Answer packed = attribute_is_true(pattern, names().packed);
+  const Answer recorded = packed == kNo ? is_recorded(x, operands.get(), 2 * layers + 1) : packed;
+  if (recorded == kError) return nullptr;
+  if (recorded == kYes) return operands.release();
+  const Owned name(PyObject_GetAttr(pattern, names().op));
+  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  if (op == nullptr) return nullptr;
+  return PyObject_CallObject(op, operands.get());
+}
+
+// The child of a module under a name, as its attribute is found: borrowed; nullptr where it is something else.
+PyObject* child(PyObject* module, PyObject* state, PyObject* modules, PyObject* name) {
+  PyObject* found = item(modules, name);
+  if (found == nullptr || item(state, name) != nullptr || PyErr_Occurred()) return nullptr;
+  const Owned hidden(PyObject_GetAttr(class_of(module), name));
+  if (hidden) return nullptr;
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return nullptr;
+  PyErr_Clear();
+  return found;
+}
+
+// The children of a module under these names, a new tuple.
+PyObject* children(PyObject* module, PyObject* state, PyObject* wanted) {
+  PyObject* modules = item(state, names().modules);
+  if (modules == nullptr || !PyDict_Check(modules)) return nullptr;
+  const Py_ssize_t count = PyTuple_Size(wanted);
+  Owned found(PyTuple_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* part = child(module, state, modules, PyTuple_GetItem(wanted, i));
+    if (part == nullptr) return nullptr;
+    Py_INCREF(part);
+    if (PyTuple_SetItem(found.get(), i, part) != 0) return nullptr;
+  }
+  return found.release();
+}
+
+// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
+PyObject* running(PyObject* module, PyObject* state, PyObject* halves) {
+  const Owned forward(PyObject_GetAttr(class_of(module), names().forward));
+  PyObject* half = forward ? item(halves, forward.get()) : nullptr;
+  if (half == nullptr || PyTuple_GetItem(half, 1) == Py_None) return nullptr;
+  if (has_attribute(class_of(module), names().call, settings.call) != kYes || is_bare(state) != kYes) return nullptr;
+  PyObject* written = PyTuple_GetItem(half, 0);
+  if (forward.get() == written) return half;
+  // Fused: is the forward of its class still the one that it was made from?
+  const Owned original(PyObject_GetAttr(module, settings.original));
+  return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
+}
+
+PyObject* joined(PyObject* heads, PyObject* tails, PyObject* tail, PyObject* head, PyObject* x) {
+  const Owned head_state(state_of(head));
+  const Owned tail_state(head_state ? state_of(tail) : nullptr);
+  if (!tail_state) return nullptr;
+  PyObject* first = running(head, head_state.get(), heads);
+  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state.get(), tails);
+  if (last == nullptr) return nullptr;
+  PyObject* of_head = PyTuple_GetItem(first, 1);
+  PyObject* of_tail = PyTuple_GetItem(last, 1);
+  const Owned acts(children(head, head_state.get(), PyTuple_GetItem(of_head, 2)));
+  const Owned starts(acts ? children(head, head_state.get(), PyTuple_GetItem(of_head, 1)) : nullptr);
+  const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 0)) : nullptr);
+  const Owned between(ends ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 1)) : nullptr);
+  if (!between) return nullptr;
+  const Owned projections(PySequence_Concat(starts.get(), ends.get()));
+  if (!projections) return nullptr;
+  PyObject* act = PyTuple_GetItem(acts.get(), 0);
+  const Owned result(fused(PyTuple_GetItem(of_head, 0), x, projections.get(), act, between.get()));
+  // Operands mean that the op is not called from here.
+  return result && class_of(result.get()) == settings.tensor ? PyTuple_Pack(2, result.get(), last) : nullptr;
+}
+
+PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
+
+// None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
+PyObject* answered(PyObject* found) {
+  if (found != nullptr) return found;
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_RuntimeError, PyExc_TypeError};
+  for (PyObject* error : meant) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
+  }
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_configure(PyObject*, PyObject* given) {
+  if (!PyDict_Check(given)) return PyErr_Format(PyExc_TypeError, "settings must be a dict, got %R", class_of(given));
+  Settings read{};
+  PyObject** place = &read.tensor;
+  for (const char* name : kSettings) {
+    *place = PyDict_GetItemString(given, name);
+    if (*place == nullptr) return PyErr_Format(PyExc_KeyError, "settings lack %s", name);
+    Py_INCREF(*place++);
+  }
+  settings = read;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_is_bare(PyObject*, PyObject* module) {
+  const Owned state(state_of(module));
+  return state ? boolean(is_bare(state.get())) : nullptr;
+}
+
+PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
+
+PyObject* py_fused(PyObject*, PyObject* given) {
+  PyObject *pattern, *x, *projections, *act, *between;
+  if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
+    return nullptr;
+  }
+  return answered(fused(pattern, x, projections, act, between));
+}
+
+PyObject* py_joined(PyObject*, PyObject* given) {
+  PyObject *heads, *tails, *tail, *head, *x;
+  if (!PyArg_ParseTuple(given, "O!O!OOO", &PyDict_Type, &heads, &PyDict_Type, &tails, &tail, &head, &x)) return nullptr;
+  return answered(joined(heads, tails, tail, head, x));
+}
+
+}  // namespace
+
+PyMethodDef plain_module_methods[] = {
+    {"configure", py_configure, METH_O, nullptr},
+    {"is_bare", py_is_bare, METH_O, nullptr},
+    {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
+    {"fused", py_fused, METH_VARARGS, nullptr},
+    {"joined", py_joined, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace fused_mlp

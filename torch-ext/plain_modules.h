@@ -1,0 +1,28 @@
+#pragma once
+
+#include "registration.h"  // and with it Python.h
+
+namespace fused_mlp {
+
+// The functions of the extension as a Python module: what a fused call asks of the modules that it stands for, each
+// time anew. In Python the same questions take most of a small call: inside of a model the processor's caches are full
+// of the rest of the model, and an interpreter touches far more code and data than this does.
+//
+//   configure(settings)
+//     What the others need, once: `Settings` in plain_modules.cpp says what there is.
+//   is_bare(module) -> bool
+//     Whether calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
+//   is_undisturbed() -> bool
+//     Whether nothing that the settings name watches or changes every call.
+//   fused(pattern, x, projections, act, between) -> Tensor | tuple | None
+//     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
+//     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
+//     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
+//     activation's code. None where it cannot be known, or the op raised RuntimeError.
+//   joined(heads, tails, tail, head, x) -> (Tensor, half of the tail) | None
+//     The same for an MLP whose halves are two modules, up to what its last projection gives. The dictionaries hold
+//     halves by forwards, a half being a tuple that begins with (forward, names): of a head (pattern, names of
+//     projections, name of the activation), of a tail (name of the projection, names of what comes before it), or None.
+extern PyMethodDef plain_module_methods[];
+
+}  // namespace fused_mlp
