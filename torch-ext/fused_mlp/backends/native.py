@@ -29,15 +29,12 @@ training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 experts_mlp = ops.experts_mlp.default
-<<<<<<< HEAD
 top_k_router = ops.top_k_router.default
-=======
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 
 # The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
->>>>>>> cdae02c29c9a13eea962735602808a80aaea3d17
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
