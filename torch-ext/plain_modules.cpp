@@ -22,9 +22,35 @@ class Owned {
   PyObject* object_;
 };
 
-// Set once, by configure(), and never given back: they are torch's own, which live as long as the process.
-PyObject *linear_class, *parameter_class, *dropout_class, *module_call, *quiet_functions, *empty_dictionaries,
-    *unchanged_attributes;
+// Set once, by configure(), and never given back: they live as long as the process.
+struct Settings {
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout and nn.GELU
+  PyObject* parameter;
+  PyObject* linear;
+  PyObject* dropout;
+  PyObject* gelu;
+  PyObject* call;             // nn.Module.__call__ as torch wrote it
+  PyObject* original;         // the attribute by which a fused module has the class that it was made from
+  PyObject* known;            // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* ops;              // by name
+  PyObject* dtypes;           // those that the ops take
+  PyObject* on_device;        // the attribute of a tensor that is true on their device
+  PyObject* refusal;          // of an index of a GPU: None where the ops run on it; None for a CPU
+  PyObject* blocks;           // a list of one element while no backend is forced
+  PyObject* is_grad_enabled;  // the functions of torch
+  PyObject* is_inference;
+  PyObject* quiet;      // functions that return something true where every call is disturbed
+  PyObject* empty;      // dictionaries that hold something there
+  PyObject* unchanged;  // triples (owner, name, value): attributes that are another object there
+};
+Settings settings{};
+
+// In the order of Settings.
+constexpr const char* kSettings[] = {
+    "tensor",   "parameter",       "linear",       "dropout", "gelu",      "call",
+    "original", "known",           "ops",          "dtypes",  "on_device", "refusal",
+    "blocks",   "is_grad_enabled", "is_inference", "quiet",   "empty",     "unchanged"};
+static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made once.
 struct Names {
@@ -32,9 +58,16 @@ struct Names {
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* modules = PyUnicode_InternFromString("_modules");
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");
   PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* approximate = PyUnicode_InternFromString("approximate");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* op = PyUnicode_InternFromString("op");
+  PyObject* packed = PyUnicode_InternFromString("packed");
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
@@ -94,9 +127,9 @@ PyObject* state_of(PyObject* module) {
   return state;
 }
 
-// Puts the weight and the bias of a plain linear layer into a tuple; its places are filled with new references.
-Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t place, Py_ssize_t layers) {
-  if (class_of(layer) != linear_class) return kNo;
+// Puts the weight and the bias of a plain linear layer into a tuple.
+Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+  if (class_of(layer) != settings.linear) return kNo;
   const Owned state(state_of(layer));
   if (!state) return kError;
   const Answer bare = is_bare(state.get());
@@ -107,18 +140,17 @@ Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t place, Py_ssi
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = item(parameters, names().bias);
   if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
-  if (class_of(weight) != parameter_class || (bias != Py_None && class_of(bias) != parameter_class)) return kNo;
+  if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
   Py_INCREF(weight);
+  if (PyTuple_SetItem(operands, weight_place, weight) != 0) return kError;
   Py_INCREF(bias);
-  const bool stored =
-      PyTuple_SetItem(operands, place, weight) == 0 && PyTuple_SetItem(operands, layers + place, bias) == 0;
-  return stored ? kYes : kError;
+  return PyTuple_SetItem(operands, bias_place, bias) == 0 ? kYes : kError;
 }
 
 // Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
 Answer passes(PyObject* part) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
-  if (class_of(part) != dropout_class) return kNo;
+  if (class_of(part) != settings.dropout) return kNo;
   const Owned state(state_of(part));
   if (!state) return kError;
   PyObject* training = item(state.get(), names().training);
@@ -126,61 +158,190 @@ Answer passes(PyObject* part) {
   return is_bare(state.get());
 }
 
-Answer is_plain_activation(PyObject* act, PyObject* forward) {
-  const Answer own = has_attribute(class_of(act), names().forward, forward);
-  if (own != kYes) return own;
-  const Answer called = has_attribute(class_of(act), names().call, module_call);
-  if (called != kYes) return called;
-  const Owned state(state_of(act));
-  return state ? is_bare(state.get()) : kError;
-}
-
 Answer is_undisturbed() {
-  if (quiet_functions == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "configure() was not called");
-    return kError;
-  }
-  for (Py_ssize_t i = 0, count = PyTuple_Size(empty_dictionaries); i < count; ++i) {
-    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(empty_dictionaries, i));
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.empty); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(settings.empty, i));
     if (size != 0) return size < 0 ? kError : kNo;
   }
-  for (Py_ssize_t i = 0, count = PyTuple_Size(quiet_functions); i < count; ++i) {
-    const Owned said(PyObject_CallObject(PyTuple_GetItem(quiet_functions, i), nullptr));
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
+    const Owned said(PyObject_CallObject(PyTuple_GetItem(settings.quiet, i), nullptr));
     const int loud = said ? PyObject_IsTrue(said.get()) : -1;
     if (loud != 0) return loud < 0 ? kError : kNo;
   }
-  return are_unchanged(unchanged_attributes);
+  return are_unchanged(settings.unchanged);
 }
 
-// All of operands() but the surroundings, into a tuple of two places for each layer.
-Answer read(PyObject* projections, PyObject* act, PyObject* forward, PyObject* unchanged, PyObject* between,
-            PyObject* operands) {
-  const Py_ssize_t layers = PyTuple_Size(projections);
-  for (Py_ssize_t i = 0; i < layers; ++i) {
-    const Answer plain = read_linear(PyTuple_GetItem(projections, i), operands, i, layers);
-    if (plain != kYes) return plain;
+Answer truth(PyObject* object) {
+  const int value = object == nullptr ? -1 : PyObject_IsTrue(object);
+  return value < 0 ? kError : answer(value != 0);
+}
+
+Answer attribute_is_true(PyObject* owner, PyObject* name) { return truth(Owned(PyObject_GetAttr(owner, name)).get()); }
+
+// Whether the compiled ops take a tensor, and are free to.
+Answer are_for(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return kNo;
+  const Answer there = attribute_is_true(x, settings.on_device);
+  if (there != kYes) return there;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  if (!dtype) return kError;
+  const int known = PySequence_Contains(settings.dtypes, dtype.get());
+  if (known != 1) return known < 0 ? kError : kNo;
+  if (settings.refusal == Py_None) return kYes;
+  const Owned index(PyObject_CallMethodObjArgs(x, names().get_device, nullptr));
+  if (!index) return kError;
+  const Owned refused(PyObject_CallFunctionObjArgs(settings.refusal, index.get(), nullptr));
+  return refused ? answer(refused.get() == Py_None) : kError;
+}
+
+// Whether autograd records a call on x and these operands.
+Answer is_recorded(PyObject* x, PyObject* operands, Py_ssize_t count) {
+  const Answer enabled = truth(Owned(PyObject_CallObject(settings.is_grad_enabled, nullptr)).get());
+  if (enabled != kYes) return enabled;
+  const Answer inference = truth(Owned(PyObject_CallObject(settings.is_inference, nullptr)).get());
+  if (inference != kNo) return inference == kYes ? kNo : kError;
+  Answer needs = attribute_is_true(x, names().requires_grad);
+  for (Py_ssize_t i = 0; i < count && needs == kNo; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    if (operand != Py_None) needs = attribute_is_true(operand, names().requires_grad);
   }
-  const Answer known = is_plain_activation(act, forward);
-  if (known != kYes) return known;
+  return needs;
+}
+
+// What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
+// is not.
+PyObject* known_activation(PyObject* act) {
+  PyObject* key = class_of(act);
+  const Owned state(PyObject_HasAttrString(act, "__dict__") ? PyObject_GetAttr(act, names().state) : nullptr);
+  if (!state || !PyDict_Check(state.get())) return nullptr;
+  if (key == settings.gelu) key = item(state.get(), names().approximate);
+  PyObject* known = key == nullptr ? nullptr : item(settings.known, key);
+  if (known == nullptr) return nullptr;
+  const Answer plain[] = {has_attribute(class_of(act), names().forward, PyTuple_GetItem(known, 0)),
+                          has_attribute(class_of(act), names().call, settings.call), is_bare(state.get()),
+                          are_unchanged(PyTuple_GetItem(known, 2))};
+  for (Answer said : plain) {
+    if (said != kYes) return nullptr;
+  }
+  return known;
+}
+
+// nullptr is an error where one is set, else an answer: it is not known.
+PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject* act, PyObject* between) {
+  const Answer taken = are_for(x);
+  if (taken != kYes || is_undisturbed() != kYes) return nullptr;
+  PyObject* known = known_activation(act);
+  if (known == nullptr) return nullptr;
   for (Py_ssize_t i = 0, count = PyTuple_Size(between); i < count; ++i) {
-    const Answer same = passes(PyTuple_GetItem(between, i));
-    if (same != kYes) return same;
+    if (passes(PyTuple_GetItem(between, i)) != kYes) return nullptr;
   }
-  return are_unchanged(unchanged);
+  // The op's arguments: x, weights, biases, code.
+  const Py_ssize_t layers = PyTuple_Size(projections);
+  Owned operands(PyTuple_New(2 * layers + 2));
+  if (!operands) return nullptr;
+  for (Py_ssize_t i = 0; i < layers; ++i) {
+    if (read_linear(PyTuple_GetItem(projections, i), operands.get(), 1 + i, 1 + layers + i) != kYes) return nullptr;
+  }
+  PyObject* code = PyTuple_GetItem(known, 1);
+  Py_INCREF(x);
+  Py_INCREF(code);
+  if (PyTuple_SetItem(operands.get(), 0, x) != 0 || PyTuple_SetItem(operands.get(), 2 * layers + 1, code) != 0) {
+    return nullptr;
+  }
+  const Answer packed = attribute_is_true(pattern, names().packed);
+  const Answer recorded = packed == kNo ? is_recorded(x, operands.get(), 2 * layers + 1) : packed;
+  if (recorded == kError) return nullptr;
+  if (recorded == kYes) return operands.release();
+  const Owned name(PyObject_GetAttr(pattern, names().op));
+  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  if (op == nullptr) return nullptr;
+  return PyObject_CallObject(op, operands.get());
+}
+
+// The child of a module under a name, as its attribute is found: borrowed; nullptr where it is something else.
+PyObject* child(PyObject* module, PyObject* state, PyObject* modules, PyObject* name) {
+  PyObject* found = item(modules, name);
+  if (found == nullptr || item(state, name) != nullptr || PyErr_Occurred()) return nullptr;
+  const Owned hidden(PyObject_GetAttr(class_of(module), name));
+  if (hidden) return nullptr;
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return nullptr;
+  PyErr_Clear();
+  return found;
+}
+
+// The children of a module under these names, a new tuple.
+PyObject* children(PyObject* module, PyObject* state, PyObject* wanted) {
+  PyObject* modules = item(state, names().modules);
+  if (modules == nullptr || !PyDict_Check(modules)) return nullptr;
+  const Py_ssize_t count = PyTuple_Size(wanted);
+  Owned found(PyTuple_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* part = child(module, state, modules, PyTuple_GetItem(wanted, i));
+    if (part == nullptr) return nullptr;
+    Py_INCREF(part);
+    if (PyTuple_SetItem(found.get(), i, part) != 0) return nullptr;
+  }
+  return found.release();
+}
+
+// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
+PyObject* running(PyObject* module, PyObject* state, PyObject* halves) {
+  const Owned forward(PyObject_GetAttr(class_of(module), names().forward));
+  PyObject* half = forward ? item(halves, forward.get()) : nullptr;
+  if (half == nullptr || PyTuple_GetItem(half, 1) == Py_None) return nullptr;
+  if (has_attribute(class_of(module), names().call, settings.call) != kYes || is_bare(state) != kYes) return nullptr;
+  PyObject* written = PyTuple_GetItem(half, 0);
+  if (forward.get() == written) return half;
+  // Fused: is the forward of its class still the one that it was made from?
+  const Owned original(PyObject_GetAttr(module, settings.original));
+  return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
+}
+
+PyObject* joined(PyObject* heads, PyObject* tails, PyObject* tail, PyObject* head, PyObject* x) {
+  const Owned head_state(state_of(head));
+  const Owned tail_state(head_state ? state_of(tail) : nullptr);
+  if (!tail_state) return nullptr;
+  PyObject* first = running(head, head_state.get(), heads);
+  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state.get(), tails);
+  if (last == nullptr) return nullptr;
+  PyObject* of_head = PyTuple_GetItem(first, 1);
+  PyObject* of_tail = PyTuple_GetItem(last, 1);
+  const Owned acts(children(head, head_state.get(), PyTuple_GetItem(of_head, 2)));
+  const Owned starts(acts ? children(head, head_state.get(), PyTuple_GetItem(of_head, 1)) : nullptr);
+  const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 0)) : nullptr);
+  const Owned between(ends ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 1)) : nullptr);
+  if (!between) return nullptr;
+  const Owned projections(PySequence_Concat(starts.get(), ends.get()));
+  if (!projections) return nullptr;
+  PyObject* act = PyTuple_GetItem(acts.get(), 0);
+  const Owned result(fused(PyTuple_GetItem(of_head, 0), x, projections.get(), act, between.get()));
+  // Operands mean that the op is not called from here.
+  return result && class_of(result.get()) == settings.tensor ? PyTuple_Pack(2, result.get(), last) : nullptr;
 }
 
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
 
-PyObject* py_configure(PyObject*, PyObject* given) {
-  PyObject *linear, *parameter, *dropout, *call, *quiet, *empty, *unchanged;
-  if (!PyArg_ParseTuple(given, "OOOOO!O!O!", &linear, &parameter, &dropout, &call, &PyTuple_Type, &quiet,
-                        &PyTuple_Type, &empty, &PyTuple_Type, &unchanged)) {
-    return nullptr;
+// None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
+PyObject* answered(PyObject* found) {
+  if (found != nullptr) return found;
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_RuntimeError, PyExc_TypeError};
+  for (PyObject* error : meant) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
   }
-  PyObject* const kept[] = {linear, parameter, dropout, call, quiet, empty, unchanged};
-  for (PyObject* object : kept) Py_INCREF(object);
-  linear_class = linear, parameter_class = parameter, dropout_class = dropout, module_call = call;
-  quiet_functions = quiet, empty_dictionaries = empty, unchanged_attributes = unchanged;
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_configure(PyObject*, PyObject* given) {
+  if (!PyDict_Check(given)) return PyErr_Format(PyExc_TypeError, "settings must be a dict, got %R", class_of(given));
+  Settings read{};
+  PyObject** place = &read.tensor;
+  for (const char* name : kSettings) {
+    *place = PyDict_GetItemString(given, name);
+    if (*place == nullptr) return PyErr_Format(PyExc_KeyError, "settings lack %s", name);
+    Py_INCREF(*place++);
+  }
+  settings = read;
   Py_RETURN_NONE;
 }
 
@@ -191,30 +352,28 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
 
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
 
-PyObject* py_operands(PyObject*, PyObject* given) {
-  PyObject *projections, *act, *forward, *unchanged, *between;
-  if (!PyArg_ParseTuple(given, "O!OOO!O!", &PyTuple_Type, &projections, &act, &forward, &PyTuple_Type, &unchanged,
-                        &PyTuple_Type, &between)) {
+PyObject* py_fused(PyObject*, PyObject* given) {
+  PyObject *pattern, *x, *projections, *act, *between;
+  if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
     return nullptr;
   }
-  Answer said = is_undisturbed();
-  if (said == kError) return nullptr;
-  if (said == kNo) Py_RETURN_NONE;
-  Owned operands(PyTuple_New(2 * PyTuple_Size(projections)));
-  if (!operands) return nullptr;
-  said = read(projections, act, forward, unchanged, between, operands.get());
-  if (said == kError) return nullptr;
-  if (said == kNo) Py_RETURN_NONE;
-  return operands.release();
+  return answered(fused(pattern, x, projections, act, between));
+}
+
+PyObject* py_joined(PyObject*, PyObject* given) {
+  PyObject *heads, *tails, *tail, *head, *x;
+  if (!PyArg_ParseTuple(given, "O!O!OOO", &PyDict_Type, &heads, &PyDict_Type, &tails, &tail, &head, &x)) return nullptr;
+  return answered(joined(heads, tails, tail, head, x));
 }
 
 }  // namespace
 
 PyMethodDef plain_module_methods[] = {
-    {"configure", py_configure, METH_VARARGS, nullptr},
+    {"configure", py_configure, METH_O, nullptr},
     {"is_bare", py_is_bare, METH_O, nullptr},
     {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
-    {"operands", py_operands, METH_VARARGS, nullptr},
+    {"fused", py_fused, METH_VARARGS, nullptr},
+    {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -8,18 +8,21 @@ namespace fused_mlp {
 // time anew. In Python the same questions take most of a small call: inside of a model the processor's caches are full
 // of the rest of the model, and an interpreter touches far more code and data than this does.
 //
-//   configure(linear, parameter, dropout, call, quiet, empty, unchanged)
-//     The classes nn.Linear, nn.Parameter and nn.Dropout; nn.Module.__call__ as torch wrote it; and what disturbs every
-//     call: functions that return something true then, dictionaries that hold something, and triples (owner, name,
-//     value) of attributes that have become another object.
+//   configure(settings)
+//     What the others need, once: `Settings` in plain_modules.cpp says what there is.
 //   is_bare(module) -> bool
 //     Whether calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
 //   is_undisturbed() -> bool
-//     Whether nothing that configure() named disturbs.
-//   operands(projections, act, forward, unchanged, between) -> tuple | None
-//     The weights of linear layers, then their biases (None where there is none), if calling the layers, the activation
-//     and what is between would compute nothing else: the layers plain, `forward` that of the activation's class,
-//     `unchanged` as above, and between nothing but inactive dropout.
+//     Whether nothing that the settings name watches or changes every call.
+//   fused(pattern, x, projections, act, between) -> Tensor | tuple | None
+//     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
+//     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
+//     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
+//     activation's code. None where it cannot be known, or the op raised RuntimeError.
+//   joined(heads, tails, tail, head, x) -> (Tensor, half of the tail) | None
+//     The same for an MLP whose halves are two modules, up to what its last projection gives. The dictionaries hold
+//     halves by forwards, a half being a tuple that begins with (forward, names): of a head (pattern, names of
+//     projections, name of the activation), of a tail (name of the projection, names of what comes before it), or None.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

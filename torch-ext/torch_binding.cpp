@@ -27,6 +27,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float? limit, float up_offset) -> Tensor");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def(
+      "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
+      "Tensor down_weight, int activation) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "experts_training_backward(Tensor grad, Tensor sorted, Tensor gate_up, Tensor top_k_index, Tensor top_k_weights, "
+      "Tensor gate_up_weight, Tensor down_weight, int activation, int needs) -> Tensor[]");
+  ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
   ops.def(
@@ -63,6 +69,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
 #if defined(CUDA_KERNEL)
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
+  ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
+  ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
 #endif
   ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));

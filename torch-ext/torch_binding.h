@@ -62,6 +62,19 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed);
 
+// On a GPU, experts_mlp as autograd follows it, of gated experts without biases, whose inputs and hidden features are
+// multiples of 64: returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups
+// before the activation. No weights are transposed, no gates and ups alternate.
+std::tuple<Tensor, Tensor, Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index,
+                                                            const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                                                            const Tensor& down_weight, int64_t activation);
+
+// The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order.
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                              const Tensor& top_k_index, const Tensor& top_k_weights,
+                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              int64_t activation, int64_t needs);
+
 // What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
 // layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,

@@ -25,6 +25,21 @@ struct RowBlocks {
   const int* count;  // how many blocks there are
 };
 
+struct RowRange {
+  int first, count;
+};
+
+// What products of training have besides.
+struct GroupedTraining {
+  const RowRange* rows;      // of every expert, of outer products
+  int experts;               // likewise
+  const float* row_weights;  // of gradients, which are multiplied by these
+  // Written by gradients: for every row, the parts of the gradient of its weight, one for each kRowSumColumns columns.
+  float* row_sums;
+};
+
+constexpr int kRowSumColumns = 192;
+
 // A block's expert, and how many of its rows are filled: 128 at most.
 struct BlockCode {
   int code;
@@ -48,10 +63,24 @@ struct GroupedProblem {
   int64_t bias_step;    // from column to column
   GateLimits limits;
   RowBlocks blocks;
+  bool outer = false;  // in place of all of this: every expert's a^T weight, [rows, m] and [rows, n], as [experts m, n]
+  GroupedTraining training{};
 };
 
+enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+// What is made for training besides, where rows is not null.
+struct SortedTraining {
+  RowRange* rows;       // of every expert. Zeros follow in `sorted`, up to a multiple of kZeroRows
+  const void* weights;  // [slots], or null
+  WeightType type;
+  float* row_weights;  // of the filled rows
+};
+
+constexpr int kZeroRows = 64;
+
 // Rows of tokens to rows of slots, sorted by expert. Each expert's rows fill blocks of block_rows, the last of them in
-// part: what stands in its other rows is left.
+// part: what stands in its other rows is left, but for training.
 struct RowSort {
   Routes routes;
   Matrix x;          // [tokens, k], 16-bit elements
@@ -61,21 +90,30 @@ struct RowSort {
   int* row_of_slot;  // [slots], -1 where skipped
   int* codes;        // [blocks], of RowBlocks
   int* count;        // of blocks: codes and sorted have room for as many as there can be
-  int part;          // slots whose rows a CTA copies at a time; launch_row_sort() sets it
+  SortedTraining training{};
+  int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };
-
-enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 // out [tokens, n] = the rows of a token's slots, each times its weight, added in the order of the slots.
 struct WeightedSum {
   Routes routes;
   const void* rows;  // [slots, n]; or where they were sorted, those that row_of_slot says
   const int* row_of_slot;
-  const void* weights;  // [slots]
+  const void* weights;  // [slots], or null where each counts as it is
   WeightType type;
   void* out;
   int n;  // a multiple of 8
   DType dtype;
+};
+
+// The gradients [slots] of the weights of a WeightedSum, from what the product of gradients has written.
+struct WeightGradient {
+  Routes routes;
+  const float* row_sums;  // [rows, parts]
+  int parts;
+  const int* row_of_slot;
+  void* out;
+  WeightType type;
 };
 
 // How a grouped product is cut into tiles, from what the host knows.

@@ -11,10 +11,10 @@ template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, int multiprocessors,
                            cudaStream_t stream);
 template <typename Element>
+cudaError_t launch_grouped_training(const GroupedProblem& problem, const GroupedPlan& plan, int multiprocessors,
+                                    cudaStream_t stream);
+template <typename Element>
 cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream);
-
-// Defined in sorted_rows.cu.
-cudaError_t launch_row_sort(const RowSort& sort, int multiprocessors, cudaStream_t stream);
 
 namespace {
 
@@ -39,6 +39,22 @@ cudaError_t launch_experts(const RowSort* sort, const GroupedProblem& first, con
   if (error != cudaSuccess) return error;
   return sum.dtype == DType::kFloat16 ? launch<__half>(first, second, sum, multiprocessors, stream)
                                       : launch<__nv_bfloat16>(first, second, sum, multiprocessors, stream);
+}
+
+cudaError_t launch_product(const GroupedProblem& problem, int multiprocessors, cudaStream_t stream) {
+  const GroupedPlan plan = plan_tiles(problem.routes);
+  const bool trains = problem.outer || is_training(problem.gemm.kind);
+  if (problem.gemm.dtype == DType::kFloat16) {
+    return trains ? launch_grouped_training<__half>(problem, plan, multiprocessors, stream)
+                  : launch_grouped<__half>(problem, plan, multiprocessors, stream);
+  }
+  return trains ? launch_grouped_training<__nv_bfloat16>(problem, plan, multiprocessors, stream)
+                : launch_grouped<__nv_bfloat16>(problem, plan, multiprocessors, stream);
+}
+
+cudaError_t launch_sum(const WeightedSum& sum, cudaStream_t stream) {
+  return sum.dtype == DType::kFloat16 ? launch_weighted_sum<__half>(sum, stream)
+                                      : launch_weighted_sum<__nv_bfloat16>(sum, stream);
 }
 
 }  // namespace fused_mlp::sm90

@@ -58,29 +58,48 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
                        stream);
 }
 
+// At which the last tile may begin.
+inline int last_tile(int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); }
+
+template <typename Gemm>
+cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, int multiprocessors,
+                              cudaStream_t stream) {
+  const auto kernel = tiled_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel, args, static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), Gemm::kThreads,
+                       Gemm::kSharedBytes, 1, false, stream);
+}
+
 // The same for many tokens.
 template <typename Gemm>
 cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
-  GroupedTilesArgs args{};
+  typename Gemm::Args args{};
   const int64_t rows = int64_t{plan.row_tiles} * Gemm::kBlockM;
-  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + (Gemm::kTransposed ? g.k : g.n);
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
-    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kBoxRowsB, Gemm::kBlockK);
+    const int64_t columns = Gemm::kTransposed ? g.n : g.k;
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, columns, Gemm::kBoxRowsB, Gemm::kBlockK);
   };
   const auto map_rows = [&](CUtensorMap* map, int box_rows) {
     return encode_tensor_map(map, g.dtype, g.a, rows, g.k, box_rows, Gemm::kBlockK);
   };
-  const bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
-                      map_weight(&args.weight, g.weight) &&
-                      (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
-                      encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
+                map_weight(&args.weight, g.weight) && (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
+                encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if constexpr (Gemm::kKept || Gemm::kGradient) {
+    GemmProblem of_rows = g;
+    of_rows.m = rows;
+    mapped = mapped && encode_training_maps<Gemm>(of_rows, Gemm::kBoxRowsA, &args);
+  }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;
   args.n = static_cast<int>(g.n);
   args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
   args.last_row = std::numeric_limits<int>::max();
-  args.last_column = static_cast<int>(std::max<int64_t>(g.n - Gemm::kTileN, 0));
+  args.last_column = Gemm::kGradient ? std::numeric_limits<int>::max() : last_tile(g.n, Gemm::kTileN);
   args.tiles_m = plan.row_tiles;
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.blocks = p.blocks;
@@ -88,14 +107,29 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.bias_stride = p.bias_stride;
   args.bias_step = p.bias_step;
   args.limits = p.limits;
+  args.training = p.training;
+  return launch_persistent<Gemm>(args, int64_t{args.tiles_m} * args.tiles_n, multiprocessors, stream);
+}
 
-  const auto kernel = tiled_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
-  if (error != cudaSuccess) return error;
-  const int64_t tiles = int64_t{args.tiles_m} * args.tiles_n;
-  return launch_kernel(kernel, args, static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), Gemm::kThreads,
-                       Gemm::kSharedBytes, 1, false, stream);
+// Every expert's outer product of the rows of a, [rows, m], and of `weight`, [rows, n]: out is [experts * m, n].
+template <typename Gemm>
+cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocessors, cudaStream_t stream) {
+  const GemmProblem& g = p.gemm;
+  typename Gemm::Args args{};
+  const int64_t out_rows = p.training.experts * g.m;
+  const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.m, Gemm::kBlockK, 64) &&
+                      encode_tensor_map(&args.weight, g.dtype, g.weight, rows, g.n, Gemm::kBoxRowsB, 64) &&
+                      encode_tensor_map(&args.out, g.dtype, g.out, out_rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if (!mapped) return cudaErrorInvalidValue;
+  args.n = static_cast<int>(g.n);
+  args.last_row = last_tile(g.m, Gemm::kBlockM);
+  args.last_column = last_tile(g.n, Gemm::kTileN);
+  args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
+  args.tiles_n = ceil_div(g.n, Gemm::kTileN);
+  args.weight_rows = static_cast<int>(g.m);
+  args.training = p.training;
+  return launch_persistent<Gemm>(args, int64_t{args.training.experts} * args.tiles_m * args.tiles_n, multiprocessors,
+                                 stream);
 }
 
 template <typename Element>
@@ -118,6 +152,26 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
 #undef FUSED_MLP_LAUNCH
 #undef FUSED_MLP_LAUNCH_GROUPED
   return cudaErrorInvalidValue;
+}
+
+// The products of training, in the tiles of a plan for many tokens.
+template <typename Element>
+cudaError_t launch_grouped_training(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors,
+                                    cudaStream_t stream) {
+  if (p.outer) {
+    return launch_outer<OuterTiles<Element>>(p, int64_t{plan.row_tiles} * plan.rows, multiprocessors, stream);
+  }
+  switch (p.gemm.kind) {
+    case Product::kGatedKept:
+      return launch_blocks<GroupedTiles<Element, Product::kGatedKept, 192>>(p, plan, multiprocessors, stream);
+    case Product::kGatedGradient:
+      return launch_blocks<GroupedTiles<Element, Product::kGatedGradient, kRowSumColumns>>(p, plan, multiprocessors,
+                                                                                           stream);
+    case Product::kPair:
+      return launch_blocks<GroupedTiles<Element, Product::kPair, 192>>(p, plan, multiprocessors, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 template <typename Element>

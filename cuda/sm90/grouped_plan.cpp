@@ -41,10 +41,14 @@ int row_tiles(const Routes& routes, int tile) {
 
 }  // namespace
 
+GroupedPlan plan_tiles(const Routes& routes) {
+  return {MainLoop::kTiled, true, kTiledBlock, row_tiles(routes, kTiledBlock), 1};
+}
+
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
   if (rows > kMostStreamedRows && !p.transposed) {
-    return {MainLoop::kTiled, true, kTiledBlock, row_tiles(p.routes, kTiledBlock), 1};
+    return plan_tiles(p.routes);
   }
   const int most = std::end(kRows)[-1];
   const int* found =

@@ -3,6 +3,10 @@
 // and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of
 // them are loaded, and where they are half of the block, their wgmma is left out. A block whose rows are all loaded
 // comes as one box.
+//
+// Of the products of training, a pair's operands lie side by side: its k runs through both. A gradient's rows that are
+// not filled are zeros, and so are the rows of what it is multiplied by in an outer product, up to a whole step of k
+// there: its k runs through an expert's rows.
 #pragma once
 
 #include "../gemm/grouped.h"
@@ -10,20 +14,34 @@
 
 namespace fused_mlp::sm90 {
 
-struct GroupedTilesArgs : TiledGemmArgs {
+struct GroupedOperands {
   CUtensorMap whole_a;  // in boxes of a block
   RowBlocks blocks;
   int weight_rows;
   int64_t bias_stride;
   int64_t bias_step;
   GateLimits limits;
+  GroupedTraining training;
 };
+
+template <Product kProduct>
+struct GroupedTilesArgs : std::conditional_t<is_training(kProduct), TrainingGemmArgs, TiledGemmArgs>,
+                          GroupedOperands {};
 
 template <typename Element, Product kProduct, int kBlockN>
 struct GroupedTiles : TiledGemm<Element, kProduct, kTiledBlock, kBlockN, Schedule::kPingPong, 1> {
-  using Args = GroupedTilesArgs;
+  using Args = GroupedTilesArgs<kProduct>;
   static constexpr bool kGrouped = true;
   static constexpr int kBoxRowsA = 32;
+};
+
+// Every expert's product of rows of a, transposed, with those of weights: the gradient of an expert's weights.
+struct OuterTilesArgs : GroupedTilesArgs<Product::kPair> {};
+
+template <typename Element>
+struct OuterTiles : GroupedTiles<Element, Product::kPair, 192> {
+  using Args = OuterTilesArgs;
+  static constexpr bool kOuter = true;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -51,8 +69,20 @@ struct GroupedTile {
   }
 };
 
+// A tile of the outer product of an expert's rows.
+struct OuterTile {
+  int row;  // of the output of all experts
+  int a_column;
+  int column;
+  int first_k;
+  int k_blocks;
+
+  __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
+};
+
 struct GroupedTileOrder {
-  const GroupedTilesArgs& args;
+  const TiledGemmArgs& args;
+  const GroupedOperands& grouped;
   TileOrder tiles;
 
   __device__ __forceinline__ int count() const { return tiles.count(); }
@@ -60,15 +90,83 @@ struct GroupedTileOrder {
   template <typename Gemm>
   __device__ __forceinline__ GroupedTile tile(int index) const {
     const Tile tile = tiles.template tile<Gemm>(index);
-    const BlockCode code{__ldg(args.blocks.codes + tile.row / Gemm::kBlockM)};
+    const BlockCode code{__ldg(grouped.blocks.codes + tile.row / Gemm::kBlockM)};
     const int expert = code.expert();
-    return {tile.row, tile.column, expert * args.weight_rows, expert * args.bias_stride, args.bias_step, code.rows()};
+    return {tile.row,          tile.column, expert * grouped.weight_rows, expert * grouped.bias_stride,
+            grouped.bias_step, code.rows()};
   }
 };
 
-__device__ __forceinline__ GroupedTileOrder tile_order(const GroupedTilesArgs& args) {
-  return {args, {args, __ldg(args.blocks.count), args.tiles_n}};
+// Expert by expert. A tile that would pass an edge is moved inward: what lies behind it is another expert's.
+struct OuterTileOrder {
+  const TiledGemmArgs& args;
+  const GroupedOperands& grouped;
+  TileOrder tiles;  // of an expert
+
+  __device__ __forceinline__ int count() const { return grouped.training.experts * tiles.count(); }
+
+  template <typename Gemm>
+  __device__ __forceinline__ OuterTile tile(int index) const {
+    const int expert = index / tiles.count();
+    const Tile tile = tiles.template tile<Gemm>(index % tiles.count());
+    const RowRange* rows = grouped.training.rows + expert;
+    return {expert * grouped.weight_rows + tile.row, tile.row, tile.column, __ldg(&rows->first),
+            (__ldg(&rows->count) + Gemm::kBlockK - 1) / Gemm::kBlockK};
+  }
+};
+
+template <Product kProduct>
+__device__ __forceinline__ GroupedTileOrder tile_order(const GroupedTilesArgs<kProduct>& args) {
+  return {args, args, {args, __ldg(args.blocks.count), args.tiles_n}};
 }
+__device__ __forceinline__ OuterTileOrder tile_order(const OuterTilesArgs& args) { return {args, args, {args}}; }
+
+// Every gradient and hidden value is multiplied by its row's weight, and a row's sum of their products before that is
+// the part of these columns in the gradient of the weight. In rows that are not filled all is zero.
+template <typename Gemm>
+struct GradientRows<Gemm, true> {
+  const typename Gemm::Args& args;
+  const GroupedTile& tile;
+  float weight[2], sum[2];
+  bool filled[2];
+
+  __device__ __forceinline__ GradientRows(const typename Gemm::Args& args, const GroupedTile& tile)
+      : args(args), tile(tile) {}
+
+  // Row i of those that begin at `row`, of the thread.
+  __device__ __forceinline__ static int at(int row, int i) { return row + i * 8 + threadIdx.x % 32 / 4; }
+
+  __device__ __forceinline__ void begin(int row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      filled[i] = at(row, i) < tile.row + tile.filled_rows;
+      weight[i] = filled[i] ? __ldg(args.training.row_weights + at(row, i)) : 0.0f;
+      sum[i] = 0.0f;
+    }
+  }
+
+  template <typename Gradient>
+  __device__ __forceinline__ void take(int i, float gradient, Gradient& of) {
+    sum[i] = fmaf(gradient, of.value, sum[i]);
+    of.gate *= weight[i];
+    of.up *= weight[i];
+    of.value *= weight[i];
+  }
+
+  __device__ __forceinline__ uint32_t kept(int i, uint32_t bits) const { return filled[i] ? bits : 0; }
+
+  __device__ __forceinline__ void end(int row) {
+    const int part = tile.column / Gemm::kTileN;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], 1);
+      sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], 2);
+      if (threadIdx.x % 4 == 0 && filled[i]) {
+        args.training.row_sums[int64_t{at(row, i)} * args.tiles_n + part] = sum[i];
+      }
+    }
+  }
+};
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

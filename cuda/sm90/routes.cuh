@@ -1,6 +1,9 @@
 // How the kernels read who chose which expert.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "../gemm/grouped.h"
 
 namespace fused_mlp::sm90 {
@@ -30,6 +33,20 @@ __device__ __forceinline__ int expert_of(const Routes& routes, int slot) {
   int64_t number = -1;
   visit_index(routes, [&](const auto* index) { number = __ldg(index + slot); });
   return expert_named(routes, number);
+}
+
+// The weight of a slot.
+__device__ __forceinline__ float weight_of(const void* weights, WeightType type, int slot) {
+  switch (type) {
+    case WeightType::kFloat32:
+      return __ldg(static_cast<const float*>(weights) + slot);
+    case WeightType::kFloat64:
+      return static_cast<float>(__ldg(static_cast<const double*>(weights) + slot));
+    case WeightType::kFloat16:
+      return static_cast<float>(__ldg(static_cast<const __half*>(weights) + slot));
+    default:
+      return static_cast<float>(__ldg(static_cast<const __nv_bfloat16*>(weights) + slot));
+  }
 }
 
 // The sum of a warp's values up to this lane's.

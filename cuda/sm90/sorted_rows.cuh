@@ -12,8 +12,9 @@ constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
 constexpr int kSortLoads = 8;    // of slots that a thread counts, at once
 
 struct SortedRows {
-  int next[kMaxGroupedExperts];  // at first an expert's slots before the CTA's part, then the row of its next slot
-  int rest[kMaxGroupedExperts];  // its other slots
+  int next[kMaxGroupedExperts];   // at first an expert's slots before the CTA's part, then the row of its next slot
+  int rest[kMaxGroupedExperts];   // its other slots
+  int first[kMaxGroupedExperts];  // row, of training alone
   int rows[kSortSlots];
 };
 
@@ -50,7 +51,8 @@ __device__ __forceinline__ int take_rows(int* next, int expert) {
   return first + before;
 }
 
-// By one warp: turns counts before the CTA's part into rows, and has one CTA write down the blocks.
+// By one warp: turns counts before the CTA's part into rows, the others into all, and has one CTA write down the
+// blocks.
 __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& sorted) {
   const int block_rows = args.block_rows;
   int blocks = 0;
@@ -60,7 +62,11 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
     const int mine = (slots + block_rows - 1) / block_rows;
     const int last = sum_of_lanes(mine);
     const int first = blocks + last - mine;
-    if (expert < args.routes.experts) sorted.next[expert] += first * block_rows;
+    if (expert < args.routes.experts) {
+      sorted.next[expert] += first * block_rows;
+      sorted.rest[expert] = slots;
+      sorted.first[expert] = first * block_rows;
+    }
     if (blockIdx.x == 0) {
       for (int block = 0; block < mine; ++block) {
         const int rows = min(slots - block * block_rows, block_rows);
@@ -70,6 +76,18 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
     blocks += __shfl_sync(0xFFFFFFFF, last, 31);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.count = blocks;
+}
+
+// Every CTA does a few experts: writes down their rows, and sets to zero what follows these.
+__device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRows& sorted) {
+  for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
+    const int first = sorted.first[expert], count = sorted.rest[expert];
+    if (threadIdx.x == 0) args.training.rows[expert] = {first, count};
+    const int end = first + (count + kZeroRows - 1) / kZeroRows * kZeroRows;
+    auto* rows = static_cast<uint4*>(args.sorted);
+    const int64_t chunks = args.k / 8;
+    for (int64_t i = (first + count) * chunks + threadIdx.x; i < end * chunks; i += kSortThreads) rows[i] = uint4{};
+  }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -89,6 +107,11 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
   __syncthreads();
   if (threadIdx.x < 32) place_experts(args, sorted);
 
+  if (args.training.rows != nullptr) {
+    __syncthreads();
+    pad_experts(args, sorted);
+  }
+
   const int chunks = static_cast<int>(args.k / 8);
   for (int part = begin; part < end; part += args.part) {
     const int count = min(args.part, end - part);
@@ -99,6 +122,9 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
         const int row = take_rows(sorted.next, expert);
         sorted.rows[i] = expert < 0 ? -1 : row;
         if (i < count) args.row_of_slot[part + i] = sorted.rows[i];
+        if (args.training.weights != nullptr && expert >= 0) {
+          args.training.row_weights[row] = weight_of(args.training.weights, args.training.type, part + i);
+        }
       }
     }
     __syncthreads();

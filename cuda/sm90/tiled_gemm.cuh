@@ -36,6 +36,18 @@ __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weig
   }
 }
 
+// Loads a stage of an outer product: 64 rows of k, of the columns of a and of weights that the tile has.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void load_columns(const typename Gemm::Args& args, uint32_t full, uint32_t a, uint32_t b,
+                                             int k, const Tile& tile) {
+  constexpr int kBoxes = Gemm::kBlockM / 64;
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    tma_load(&args.a, full, a + box * (Gemm::kBytesA / kBoxes), tile.a_column + box * 64, k);
+  }
+  load_weights_as_they_lie<Gemm>(&args.weight, full, b, k, tile.column);
+}
+
 // Loads a stage's weight rows. Where a cluster splits k, a CTA puts the rows of the columns that it finishes first, and
 // those of the following ranks behind them.
 template <typename Gemm>
@@ -67,19 +79,29 @@ template <typename Gemm>
 __device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
                                         int rank) {
   const auto tiles = tile_order(args);
-  const int2 k = k_range<Gemm>(rank, args.k_blocks);
+  int2 k = k_range<Gemm>(rank, args.k_blocks);
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
     const auto tile = tiles.template tile<Gemm>(index);
+    if constexpr (Gemm::kOuter) k = {0, tile.k_blocks};
     for (int block = k.x; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      if constexpr (Gemm::kGrouped) {
+      if constexpr (Gemm::kOuter) {
+        mbarrier_arrive_expect(full, Gemm::kStageBytes);
+      } else if constexpr (Gemm::kGrouped) {
         mbarrier_arrive_expect(full, tile.template loaded_bytes<Gemm>());
       } else {
         mbarrier_arrive_expect(full, args.stage_bytes);
       }
-      if constexpr (Gemm::kTransposed) {
+      if constexpr (Gemm::kOuter) {
+        load_columns<Gemm>(args, full, shared.a(at.stage), shared.b(at.stage), tile.first_k + block * Gemm::kBlockK,
+                           tile);
+      } else if constexpr (Gemm::kTransposed && Gemm::kGrouped) {
+        load_filled_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile);
+        load_weights_as_they_lie<Gemm>(&args.weight, full, shared.b(at.stage),
+                                       tile.first_weight_row + block * Gemm::kBlockK, tile.column);
+      } else if constexpr (Gemm::kTransposed) {
         const bool second = Gemm::kPair && block >= args.k_blocks / 2;
         const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
         tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
@@ -98,6 +120,12 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
 }
 
 template <typename Gemm>
+__device__ __forceinline__ uint64_t m_side_descriptor(uint32_t m_side, int step) {
+  if constexpr (Gemm::kOuter) return transposed_wgmma_descriptor(m_side + step * kTransposedStepBytes);
+  return wgmma_descriptor(m_side + step * kWgmmaStepBytes);
+}
+
+template <typename Gemm>
 __device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step) {
   if constexpr (Gemm::kTransposed) return transposed_wgmma_descriptor(n_side + step * kTransposedStepBytes);
   return wgmma_descriptor(n_side + step * kWgmmaStepBytes);
@@ -109,7 +137,7 @@ template <typename Gemm, int kMmas, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
                                          OnLastBlock&& on_last_block) {
-  using Mma = Wgmma<typename Gemm::Element, Gemm::kMmaN, Gemm::kTransposed>;
+  using Mma = Wgmma<typename Gemm::Element, Gemm::kMmaN, Gemm::kTransposed, Gemm::kOuter>;
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto release = [&](int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.empty(stage));
@@ -130,6 +158,7 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #pragma unroll
     for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
   }
+  if (Gemm::kOuter && k_blocks == 0) return on_last_block();
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
@@ -143,8 +172,8 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #pragma unroll
       for (int mma = 0; mma < kMmas; ++mma) {
         const uint32_t rows = m_side + mma * Gemm::kMmaStride * kRowBytes;
-        Mma::multiply(accumulator[mma], wgmma_descriptor(rows + step * kWgmmaStepBytes),
-                      n_side_descriptor<Gemm>(n_side, step), block > 0 || step > 0);
+        Mma::multiply(accumulator[mma], m_side_descriptor<Gemm>(rows, step), n_side_descriptor<Gemm>(n_side, step),
+                      block > 0 || step > 0);
       }
     }
     wgmma_commit();
@@ -212,16 +241,22 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
   const auto tiles = tile_order(args);
-  const int2 k = k_range<Gemm>(rank, args.k_blocks);
-  const int k_blocks = k.y - k.x;
   const int clusters = gridDim.x / Gemm::kSplitK;
+  const auto k_blocks_of = [&](int index) {
+    if constexpr (Gemm::kOuter) {
+      return index < tiles.count() ? tiles.template tile<Gemm>(index).k_blocks : 0;
+    } else {
+      const int2 k = k_range<Gemm>(rank, args.k_blocks);
+      return k.y - k.x;
+    }
+  };
   const bool biased =
       !Gemm::kSwapped && !Gemm::kTransposed && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
   int buffer = 0;  // for the next store
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kSplitK;
   if (Gemm::kPingPong && consumer == 1) {
-    at.skip(k_blocks);
+    at.skip(k_blocks_of(index));
     index += clusters;
   }
   // In ping-pong, a warpgroup waits until the other one's whole tile has arrived. An mbarrier tells rounds apart by
@@ -234,6 +269,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);
+    const int k_blocks = k_blocks_of(index);
     const int column = tile.column + rank * Gemm::kShareN;
     TileBias<Gemm> bias;
     if (biased) bias.load(args, tile, column);
@@ -247,23 +283,25 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
     };
-    if (Gemm::kGrouped && warp_uniform(tile.half_empty())) {
+    bool half_empty = false;
+    if constexpr (Gemm::kGrouped && !Gemm::kOuter) half_empty = warp_uniform(tile.half_empty());
+    if (half_empty) {
       multiply<Gemm, (Gemm::kMmas + 1) / 2>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
     } else {
       multiply<Gemm, Gemm::kMmas>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
     }
-    if (Gemm::kPingPong) at.skip(k_blocks);
+    if (Gemm::kPingPong) at.skip(k_blocks_of(index + clusters));
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
-    if constexpr (Gemm::kPair) {
+    if constexpr (Gemm::kPair || Gemm::kOuter) {
       store_tile<Gemm, Activation::kLinear>(args, accumulator, shared.bias(group), shared.store(warp), buffer,
                                             tile.row + warp_m, column);
       continue;
     }
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
       if constexpr (Gemm::kGradient) {
-        store_gradients<Gemm, A>(args, shared, accumulator, slot, warp, buffer, tile.row + warp_m, column);
+        store_gradients<Gemm, A>(args, shared, accumulator, slot, warp, buffer, tile, warp_m);
       } else if constexpr (Gemm::kSwapped) {
         store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
                                     tile.column + warp_m);

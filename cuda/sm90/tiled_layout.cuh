@@ -48,8 +48,10 @@ struct TiledGemm {
   static constexpr bool kGradient = is_gradient(kProduct);
   static constexpr bool kOfUp = kProduct == Product::kGatedGradient;  // a gradient of gate and of up
   static constexpr bool kPair = kProduct == Product::kPair;
-  // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
+  // Rows are grouped by weights: gate and up have limits, there may be fewer tiles than CTAs, and tiles are not moved.
   static constexpr bool kGrouped = false;
+  // The product is a^T weight, both [k, ...]: of grouped rows, whose groups are those of k.
+  static constexpr bool kOuter = false;
   // The weights are [k, n]: a stage holds 64 rows of k of them, 64 columns of n side by side.
   static constexpr bool kTransposed = reads_weights_as_they_lie(kProduct);
   using Args = std::conditional_t<is_training(kProduct), TrainingGemmArgs, TiledGemmArgs>;

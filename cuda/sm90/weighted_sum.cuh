@@ -11,19 +11,6 @@ constexpr int kSumThreads = 128;
 constexpr int kSumColumns = 8;  // of a thread, 16 bytes
 constexpr int kSumTerms = 8;    // that a thread reads at once
 
-__device__ __forceinline__ float weight_of(const WeightedSum& sum, int slot) {
-  switch (sum.type) {
-    case WeightType::kFloat32:
-      return __ldg(static_cast<const float*>(sum.weights) + slot);
-    case WeightType::kFloat64:
-      return static_cast<float>(__ldg(static_cast<const double*>(sum.weights) + slot));
-    case WeightType::kFloat16:
-      return static_cast<float>(__ldg(static_cast<const __half*>(sum.weights) + slot));
-    default:
-      return static_cast<float>(__ldg(static_cast<const __nv_bfloat16*>(sum.weights) + slot));
-  }
-}
-
 // A term of a token's sum: a row, and its weight.
 struct SumTerm {
   int row;  // -1 where it is skipped
@@ -34,7 +21,7 @@ struct SumTerm {
     const int slot = token * sum.routes.top_k + choice;
     if (choice >= sum.routes.top_k || expert_of(sum.routes, slot) < 0) return;
     row = sum.row_of_slot == nullptr ? slot : load_fresh(sum.row_of_slot + slot);
-    weight = weight_of(sum, slot);
+    weight = sum.weights == nullptr ? 1.0f : weight_of(sum.weights, sum.type, slot);
   }
 };
 

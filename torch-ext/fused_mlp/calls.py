@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from . import dispatch, experts, operands, training
+from . import dispatch, experts, experts_training, operands, training
 from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
@@ -136,6 +136,9 @@ def experts_mlp(
     if result is not None:
         return result
     operands.check_experts_mlp(*given, *form[1:])
+    result = _recorded_experts(given, form)
+    if result is not None:
+        return result
     chosen = _experts_backend(given, form)
     compute = _composed_experts if chosen is None else chosen.experts_mlp
     flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
@@ -147,10 +150,20 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
     """``experts_mlp`` where a backend takes the call as one, else None."""
     *given, form = arguments
     result = _short_way("experts_mlp", given, *form)
+    if result is None:
+        result = _recorded_experts(given, form)
     if result is not None:
         return result
     chosen = _experts_backend(given, form)
     return None if chosen is None or chosen is reference else experts_mlp(*arguments)
+
+
+def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
+    """The result of a call of ``experts_mlp`` that autograd follows, by one op each way; None where it has parts."""
+    x = given[0]
+    if not autograd_follows(x, *given[2:]) or pointwise_reason(*given) is not None or autocasts(x):
+        return None
+    return None if experts_training.refusal(given, form) is not None else experts_training.run(given, form)
 
 
 def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[ModuleType]:

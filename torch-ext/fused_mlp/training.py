@@ -7,9 +7,11 @@ backward computes those gradients that are asked for. A gradient that is differe
 from __future__ import annotations
 
 import functools
+import itertools
+from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,7 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         return (None,) * 10
     *given, second_bias, gate, up = ctx.saved_tensors
     needs = ctx.needs_input_grad[:7]
+    bits, in_places = _asked(needs)
     # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
     if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
         found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation, ctx.up_first)
@@ -162,14 +165,18 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         alone = alone and getrefcount(gate) <= _references() and _uses(gate) <= 2
         alone = alone and (up is None or (getrefcount(up) <= _references() and _uses(up) <= 2))
         backward = _backward_in_place if alone else _backward
-        found = backward(grad, *given, gate, up, ctx.activation, _bits(needs), ctx.up_first)
-    found = iter(found)
-    return (*[next(found) if need else None for need in needs], None, None, None)
+        found = backward(grad, *given, gate, up, ctx.activation, bits, ctx.up_first)
+    return in_places((*found, None))
 
 
 @functools.cache
-def _bits(needs: Tuple[bool, ...]) -> int:
-    return sum(need << index for index, need in enumerate(needs))
+def _asked(
+    needs: Tuple[bool, ...],
+) -> Tuple[int, Callable[[Tuple[Optional[Tensor], ...]], Tuple[Optional[Tensor], ...]]]:
+    """The gradients that are asked for: as bits, and what puts them, with None behind them, where the operands are."""
+    places = itertools.accumulate(needs)
+    bits = sum(need << index for index, need in enumerate(needs))
+    return bits, itemgetter(*(place - 1 if need else -1 for need, place in zip(needs, places)), -1, -1, -1)
 
 
 if native.DEVICE_TYPE is not None:

@@ -29,6 +29,8 @@ training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 experts_mlp = ops.experts_mlp.default
+experts_training_forward = ops.experts_training_forward.default
+experts_training_backward = ops.experts_training_backward.default
 
 # The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
@@ -69,7 +71,7 @@ def experts_refusal(
         return "empty"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
         return "many_experts"
-    if transposed and top_k_index.numel() > _MOST_TRANSPOSED_ROWS * gate_up_weight.shape[0]:
+    if transposed and has_many_rows(top_k_index, gate_up_weight):
         return "many_rows"
     for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
         experts, features, width = weight.shape
@@ -96,6 +98,11 @@ _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
 # Rows of an expert, on average: a tile. For more, no kernel takes transposed weights as fast as torch's products do.
 _MOST_TRANSPOSED_ROWS = 32
+
+
+def has_many_rows(top_k_index: Tensor, gate_up_weight: Tensor) -> bool:
+    """Whether transposed weights on a GPU are left to torch's products."""
+    return DEVICE_TYPE == "cuda" and top_k_index.numel() > _MOST_TRANSPOSED_ROWS * gate_up_weight.shape[0]
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:

@@ -164,7 +164,7 @@ def _key(module: nn.Module, method: FunctionType) -> Tuple[Any, ...]:
     kind, state = switching.class_of(module), module.__dict__
     gate, parts = getattr(kind, "_apply_gate", None), state["_modules"]
     key = [method, gate, "_apply_gate" in state]
-    for name in _names_read(method, gate):
+    for name in names_read(method, gate):
         value = parts.get(name)
         if value is not None:
             key.append((type(value), activation_of(value)))
@@ -176,7 +176,7 @@ def _key(module: nn.Module, method: FunctionType) -> Tuple[Any, ...]:
 
 
 @functools.cache
-def _names_read(method: FunctionType, gate: Any) -> Tuple[str, ...]:
+def names_read(method: FunctionType, gate: Any) -> Tuple[str, ...]:
     """The attributes of a module that its methods read."""
     names = set(_FLAGS)
     for function in (interface.original_of(method) or method, gate):

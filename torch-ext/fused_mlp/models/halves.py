@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
@@ -21,6 +22,8 @@ from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
+_is_compiling = torch.compiler.is_compiling
+_call = shortcut._originals[nn.Linear, "__call__"]
 _forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
 _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
 
@@ -39,11 +42,17 @@ class Half(NamedTuple):
     """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
 
     A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
+
+    ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, projections,
+    activation), of a tail (last projection, what comes before it). ``rest`` is a tail's forward, given what comes out
+    of its projection.
     """
 
     forward: FunctionType
+    names: Optional[Tuple[Any, ...]]
     found: Any
     function: Callable[..., Any]
+    rest: Optional[Callable[..., Any]] = None
 
 
 # By forwards, those of fused modules too.
@@ -53,8 +62,12 @@ tails: Dict[Callable[..., Any], Half] = {}
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
+    if shortcut.plain is not None and not _is_compiling():
+        found = shortcut.plain.joined(heads, tails, tail, head, x)
+        if found is not None:
+            return found[1].rest(tail, found[0], *rest, **named)
     first, last = running(head, heads), running(tail, tails)
-    if type(first) is str or type(last) is str or (not shortcut.is_undisturbed() and _are_watched()):
+    if type(first) is str or type(last) is str or _are_watched():
         return tail(head(x), *rest, **named)
     pending = first.function(head, x)
     if memory != pending.pattern.memory:
@@ -73,13 +86,13 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     kind = type(part)
     forward = getattr(kind, "forward", None)
     half = halves.get(forward) if type(forward) is FunctionType else None
-    if half is None or kind.__call__ is not shortcut._call:
+    if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
     if forward is not half.forward:  # fused: is the forward of its class still the one that it was made from?
         original = getattr(part, FUSED, None)
         if original is None or original.forward is not half.forward:
             return f"a patched {kind.__name__}"
-    if not shortcut.is_bare(part):
+    if "forward" in part.__dict__ or obstacles.of_call(part) is not None:
         return obstacles.of_call(part) or "a forward of its own"
     return half
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from types import CodeType, FunctionType
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch import nn
 from .source import inside
 
 NAME = "fused_mlp"
+
+SET_TO = "_experts_implementation_internal"  # where a configuration holds the name of the implementation
 
 _MODULE = "transformers.integrations.moe"
 PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own, of which one runs unless asked for another
@@ -81,6 +83,19 @@ def is_own(name: str, method: FunctionType) -> bool:
     if name == NAME:
         return getattr(function, "__module__", "").startswith(f"{__package__}.")
     return name in PRODUCTS and function is getattr(sys.modules.get(_MODULE), f"{name}_experts_forward", None)
+
+
+def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
+    """What :func:`is_own` of a way is decided by: dictionaries and names in them; None where that cannot be told."""
+    if way == "eager":
+        return []
+    table, module = _table_of(method), sys.modules.get(_MODULE)
+    if way not in (*PRODUCTS, NAME) or not is_own(way, method):
+        return None
+    tables = (getattr(table, "_local_mapping", None), getattr(table, "_global_mapping", None))
+    if not all(type(mapping) is dict for mapping in tables):
+        return None
+    return [*((mapping, way) for mapping in tables), (vars(module), f"{way}_experts_forward")]
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:

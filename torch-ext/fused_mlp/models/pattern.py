@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class Pattern:
     ``up_first``: up is the first half where they are packed, else the first to be called. ``act_last``: where the
     activation must be called, that is after up. ``up_left``: whether up is the left factor of the product,
     which decides how the product lies in memory where the two lie differently. ``memory``: what training keeps.
+
+    ``op`` is the name of the op that computes it, if one does.
     """
 
     gated: bool = False
@@ -25,6 +27,11 @@ class Pattern:
     act_last: bool = False
     up_left: bool = False
     memory: str = "activations"
+    op: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        op = ("gated_mlp" if self.whole else "gated_linear") if self.gated else "mlp" if self.whole else "linear"
+        object.__setattr__(self, "op", op)
 
     def __str__(self) -> str:
         if self.pointwise:

@@ -12,7 +12,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from . import effects, forms, forwards, halves, obstacles, shortcut, sites, swit
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
-from .source import function_of, value_of, values_of
+from .source import Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -219,7 +219,8 @@ def _rewritten(
         patterns = [site.pattern for site in found if isinstance(site, sites.Site)]
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names) if name == "forward" else None
-        made = function_of(tree, function, names, switching.instead_of(name, function, function))
+        instead = Instead(switching.FUSED, name, function, switching.instead_of(name, function, function))
+        made = function_of(tree, function, names, instead)
         setattr(made, _SITES, tuple(found))
         setattr(made, _MEMORY, memory)
         made.__name__ = name  # by which a bound method is pickled
@@ -283,9 +284,15 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     start = sites.start_of(tree, _role_by_text(roles))
     if start is None:
         return sites.LAYER
-    node = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
-    sites.replace(tree, start.node, node)
-    halves.tails[forward] = halves.Half(forward, start, function_of(tree, forward, _NAMES))
+    finished = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
+    functions = []
+    for instead in (finished, start.argument):
+        changed = copy.deepcopy((tree, start.node))
+        sites.replace(*changed, copy.deepcopy(instead))
+        functions.append(function_of(changed[0], forward, _NAMES))
+    parts = [_children(nodes, forward) for nodes in ((start.projection,), start.between)]
+    names = None if None in parts else tuple(parts)
+    halves.tails[forward] = halves.Half(forward, names, start, *functions)
     return sites.TAIL
 
 
@@ -303,7 +310,17 @@ def _head(
     tree = copy.deepcopy(tree)
     tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
     whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
-    return halves.Half(forward, site, function_of(tree, forward, {**names, **whole}))
+    called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
+    parts = [_children(nodes, forward) for nodes in (site.projections, called)]
+    own = (whole[_name_of_pattern(site.pattern)], *parts) if all(parts) else None
+    return halves.Half(forward, own, site, function_of(tree, forward, {**names, **whole}))
+
+
+def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
+    """The names of what nodes stand for, where all are attributes of the first argument."""
+    first = function.__code__.co_varnames[0]
+    plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
+    return tuple(node.attr for node in nodes) if plain else None
 
 
 def _mlps_across(joint: sites.Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:

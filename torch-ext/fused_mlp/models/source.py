@@ -9,17 +9,31 @@ import functools
 import linecache
 import warnings
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
-_INSTEAD = "@instead"  # by which a changed method asks whether another is to run in its place: no source spells it
+# By which a changed method asks whether another is to run in its place: no source spells them.
+_INSTEAD, _METHOD, _GETATTR = "@instead", "@method", "@getattr"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
 
 _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
+
+
+class Instead(NamedTuple):
+    """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
+
+    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call.
+    """
+
+    owner: str
+    name: str
+    method: FunctionType
+    function: Callable[[Any], Optional[Callable[..., Any]]]
+
 
 _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
 
@@ -39,16 +53,16 @@ def function_of(
     definition: ast.FunctionDef,
     original: FunctionType,
     names: Dict[str, Any],
-    instead: Optional[Callable[[Any], Optional[Callable[..., Any]]]] = None,
+    instead: Optional[Instead] = None,
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
-    It sees ``names`` beside what the original sees. Where ``instead(self)`` is a function, it calls that, and does
-    nothing else.
+    It sees ``names`` beside what the original sees. Where another is to run instead, it calls that, and does nothing
+    else.
     """
     if instead is not None:
-        names = {**names, _INSTEAD: instead}
-        definition.body.insert(0, _call_of_another(definition))
+        names = {**names, _INSTEAD: instead.function, _METHOD: instead.method, _GETATTR: getattr}
+        definition.body.insert(0, _call_of_another(definition, instead))
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     cells.update({name: CellType(value) for name, value in names.items()})
@@ -143,7 +157,7 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
     return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
 
 
-def _call_of_another(definition: ast.FunctionDef) -> ast.stmt:
+def _call_of_another(definition: ast.FunctionDef, instead: Instead) -> ast.stmt:
     def name(text: str) -> ast.Name:
         return ast.Name(text, ast.Load())
 
@@ -153,7 +167,11 @@ def _call_of_another(definition: ast.FunctionDef) -> ast.stmt:
     given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
     named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
     named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
-    statement = ast.If(another, [ast.Return(ast.Call(another, given, named))], [])
+    found = given[0]
+    for attribute in (instead.owner, instead.name):
+        found = ast.Call(name(_GETATTR), [found, ast.Constant(attribute), ast.Constant(None)], [])
+    is_changed = ast.BoolOp(ast.And(), [ast.Compare(found, [ast.IsNot()], [name(_METHOD)]), another])
+    statement = ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], [])
     for node in ast.walk(statement):
         ast.copy_location(node, definition)
     return statement

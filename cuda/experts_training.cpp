@@ -1,0 +1,208 @@
+// Training of a mixture's experts on a GPU. The forward is that of inference, and keeps the sorted rows of x and the
+// values before the activation. The backward sorts the rows of the result's gradient, and multiplies none of them by
+// its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
+// hidden values anew. Nothing waits for the host, and every sum has a fixed order.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "../torch-ext/activation.h"
+#include "../torch-ext/operands.h"
+#include "expert_operands.h"
+
+namespace fused_mlp {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// Which gradients are asked for.
+enum Needs { kOfX = 1, kOfWeights = 2, kOfGateUp = 4, kOfDown = 8 };
+
+constexpr int64_t kFeatureStep = 64;
+
+void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& gate_up_weight,
+                   const Tensor& down_weight) {
+  STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
+  check_size(top_k_index.numel(), gate_up_weight.size(0));
+  const int64_t features = gate_up_weight.size(2), hidden = down_weight.size(2);
+  STD_TORCH_CHECK(features % kFeatureStep == 0 && hidden % kFeatureStep == 0 && features > kFeatureStep && hidden > 0 &&
+                      down_weight.size(1) == features && top_k_index.numel() > 0,
+                  "features must be multiples of ", kFeatureStep);
+}
+
+Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
+  return {static_cast<char*>(const_cast<void*>(rows.const_data_ptr())) + first_column * 2, rows.stride(0)};
+}
+
+Tensor aligned_weight(const Tensor& weight) { return aligned(weight) ? weight : torch::stable::clone(weight); }
+
+// A call's operands, the lists of its sorted rows, and the steps that it is made of.
+class TrainedExperts {
+ public:
+  TrainedExperts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                 const Tensor& down_weight, int64_t activation)
+      : like_(x),
+        index_(torch::stable::contiguous(top_k_index)),
+        weights_(torch::stable::contiguous(top_k_weights)),
+        gate_up_(aligned_weight(gate_up_weight)),
+        down_(aligned_weight(down_weight)),
+        experts_(gate_up_weight.size(0)),
+        features_(gate_up_weight.size(2)),
+        hidden_(down_weight.size(2)),
+        activation_(activation),
+        dtype_(dtype_of(x, "x")),
+        routes_(routes_of(index_, experts_)),
+        blocks_(sm90::plan_tiles(routes_).row_tiles),
+        multiprocessors_(gpu_of(x).multiprocessors),
+        stream_(current_stream(x)),
+        // Of int and of float, in 16-bit elements.
+        lists_(new_dense(x, {2 * (routes_.slots() + blocks_ + 1 + 2 * experts_)})),
+        row_weights_(new_dense(x, {2 * rows()})) {
+    row_of_slot_ = static_cast<int*>(lists_.mutable_data_ptr());
+    codes_ = row_of_slot_ + routes_.slots();
+    count_ = codes_ + blocks_;
+    ranges_ = reinterpret_cast<RowRange*>(count_ + 1);
+  }
+
+  // Those of tokens as rows sorted by expert.
+  Tensor sorted(const Tensor& x) const {
+    const TensorRows from = addressable_rows(x);
+    const Tensor to = new_rows(features_);
+    RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
+                 count_};
+    sort.training = {ranges_, weights_.const_data_ptr(), weight_type(weights_),
+                     static_cast<float*>(row_weights_.mutable_data_ptr())};
+    check(sm90::launch_row_sort(sort, multiprocessors_, stream_));
+    return to;
+  }
+
+  // Fills `gate_up` with the values before the activation.
+  Tensor hidden(const Tensor& sorted, const Tensor& gate_up) const {
+    GroupedProblem p = problem(gate_up_, 2, false, Product::kGatedKept, sorted);
+    p.gemm.training.gate = matrix(gate_up);
+    p.gemm.training.up = matrix(gate_up, hidden_);
+    return launched(p, new_rows(hidden_));
+  }
+
+  Tensor result(const Tensor& hidden) const {
+    const Tensor rows = launched(problem(down_, 1, false, Product::kPlain, hidden), new_rows(features_));
+    return summed(rows, weights_.const_data_ptr());
+  }
+
+  // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
+  // of these.
+  Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
+                        const Tensor& row_sums) const {
+    GroupedProblem p = problem(down_, 1, true, Product::kGatedGradient, grad);
+    p.gemm.training.gate = matrix(gate_up);
+    p.gemm.training.up = matrix(gate_up, hidden_);
+    p.gemm.training.gate_gradient = matrix(gate_up_gradient);
+    p.gemm.training.up_gradient = matrix(gate_up_gradient, hidden_);
+    p.training.row_weights = static_cast<const float*>(row_weights_.const_data_ptr());
+    p.training.row_sums = static_cast<float*>(row_sums.mutable_data_ptr());
+    return launched(p, new_rows(hidden_));
+  }
+
+  Tensor input_gradient(const Tensor& gate_up_gradient) const {
+    return summed(launched(problem(gate_up_, 1, true, Product::kPair, gate_up_gradient), new_rows(features_)), nullptr);
+  }
+
+  Tensor weight_gradient(const Tensor& row_sums) const {
+    const Tensor out = new_dense(weights_, weights_.sizes());
+    check(sm90::launch_weight_gradient({routes_, static_cast<const float*>(row_sums.const_data_ptr()), row_sum_parts(),
+                                        row_of_slot_, out.mutable_data_ptr(), weight_type(weights_)},
+                                       stream_));
+    return out;
+  }
+
+  // Every expert's a^T b.
+  Tensor outer(const Tensor& a, const Tensor& b) const {
+    const Tensor out = new_dense(like_, {experts_, a.size(1), b.size(1)});
+    GroupedProblem p{};
+    p.gemm = {.a = matrix(a), .weight = matrix(b), .m = a.size(1), .n = b.size(1), .dtype = dtype_};
+    p.gemm.out = {out.mutable_data_ptr(), b.size(1)};
+    p.outer = true;
+    p.routes = routes_;
+    p.training.rows = ranges_;
+    p.training.experts = static_cast<int>(experts_);
+    check(sm90::launch_product(p, multiprocessors_, stream_));
+    return out;
+  }
+
+  Tensor new_gate_up() const { return new_rows(2 * hidden_); }
+  Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // of float
+
+ private:
+  int64_t rows() const { return int64_t{blocks_} * kTiledBlock; }
+  int row_sum_parts() const { return static_cast<int>((hidden_ + kRowSumColumns - 1) / kRowSumColumns); }
+  Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
+
+  GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a) const {
+    GroupedProblem p = ExpertLayer{weight, {}, parts, false, as_it_lies}.problem(routes_, dtype_, 1);
+    p.gemm.kind = kind;
+    p.gemm.a = matrix(a);
+    p.gemm.epilogue.activation = is_training(kind) ? activation_ : static_cast<int64_t>(Activation::kLinear);
+    p.blocks = {codes_, count_};
+    return p;
+  }
+
+  Tensor launched(GroupedProblem p, Tensor out) const {
+    p.gemm.out = matrix(out);
+    check(sm90::launch_product(p, multiprocessors_, stream_));
+    return out;
+  }
+
+  Tensor summed(const Tensor& rows, const void* weights) const {
+    const Tensor out = new_dense(like_, {routes_.tokens, features_});
+    check(sm90::launch_sum({routes_, rows.const_data_ptr(), row_of_slot_, weights, weight_type(weights_),
+                            out.mutable_data_ptr(), static_cast<int>(features_), dtype_},
+                           stream_));
+    return out;
+  }
+
+  const Tensor like_, index_, weights_, gate_up_, down_;
+  const int64_t experts_, features_, hidden_, activation_;
+  const DType dtype_;
+  const Routes routes_;
+  const int blocks_, multiprocessors_;
+  const cudaStream_t stream_;
+  const Tensor lists_, row_weights_;
+  int *row_of_slot_, *codes_, *count_;
+  RowRange* ranges_;
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index,
+                                                            const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                                                            const Tensor& down_weight, int64_t activation) {
+  check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
+                0.0);
+  check_trained(x, top_k_index, gate_up_weight, down_weight);
+  const DeviceGuard device_guard(x.get_device_index());
+  const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
+  return {experts.result(experts.hidden(sorted, gate_up)), sorted, gate_up};
+}
+
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                              const Tensor& top_k_index, const Tensor& top_k_weights,
+                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              int64_t activation, int64_t needs) {
+  check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
+                {}, 0.0);
+  check_trained(grad, top_k_index, gate_up_weight, down_weight);
+  const DeviceGuard device_guard(grad.get_device_index());
+  const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const Tensor rows = experts.sorted(grad), gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
+  const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums);
+  std::vector<Tensor> found;
+  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient));
+  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
+  if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
+  if (needs & kOfDown) found.push_back(experts.outer(rows, hidden));
+  return found;
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,38 @@
+// The gradients of the weights by which a mixture's experts are added up.
+#pragma once
+
+#include "ptx.cuh"
+#include "routes.cuh"
+
+namespace fused_mlp::sm90 {
+
+constexpr int kWeightGradientThreads = 256;
+
+// A thread a slot, whose row's parts it adds in their order.
+__global__ void __launch_bounds__(kWeightGradientThreads)
+    weight_gradient_kernel(const __grid_constant__ WeightGradient args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const int slot = static_cast<int>(blockIdx.x * kWeightGradientThreads + threadIdx.x);
+  if (slot >= args.routes.slots()) return;
+  const int row = expert_of(args.routes, slot) < 0 ? -1 : __ldg(args.row_of_slot + slot);
+  float sum = 0.0f;
+  for (int part = 0; row >= 0 && part < args.parts; ++part)
+    sum += __ldg(args.row_sums + int64_t{row} * args.parts + part);
+  switch (args.type) {
+    case WeightType::kFloat32:
+      static_cast<float*>(args.out)[slot] = sum;
+      break;
+    case WeightType::kFloat64:
+      static_cast<double*>(args.out)[slot] = sum;
+      break;
+    case WeightType::kFloat16:
+      static_cast<__half*>(args.out)[slot] = __float2half_rn(sum);
+      break;
+    case WeightType::kBFloat16:
+      static_cast<__nv_bfloat16*>(args.out)[slot] = __float2bfloat16_rn(sum);
+      break;
+  }
+#endif
+}
+
+}  // namespace fused_mlp::sm90
