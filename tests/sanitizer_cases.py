@@ -176,7 +176,7 @@ def fits(architecture: str, entry: tuple[str, ...]) -> bool:
     """Whether the GPU has the shared memory that a kernel needs: all of sm90's do."""
     if architecture == "sm90":
         return True
-    rows, width, block_k, warps_m, warps, stages = (int(number) for number in entry if number.isdigit())
+    rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
     if entry[0] == "streamed":  # as in cuda/sm80/shape.h
         weights = width * (2 if entry[1] == "Gated" else 1)
         behind = warps * min(rows, 16) * (weights + 4) * 4

@@ -15,12 +15,12 @@ bool compiled_for(int major, int minor);
 // Defined by launch.cuh: in gemm_bf16.cu and gemm_fp16.cu, and those of training in training_bf16.cu and
 // training_fp16.cu.
 template <typename Element, bool kTraining>
-cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream);
+cudaError_t launch(const GemmProblem& problem, const GemmKernel& kernel, const Gpu& gpu, cudaStream_t stream);
 
 template <typename Element>
-cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
-  return is_training(kernel.product) ? launch<Element, true>(p, kernel, multiprocessors, stream)
-                                     : launch<Element, false>(p, kernel, multiprocessors, stream);
+cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, const Gpu& gpu, cudaStream_t stream) {
+  return is_training(kernel.product) ? launch<Element, true>(p, kernel, gpu, stream)
+                                     : launch<Element, false>(p, kernel, gpu, stream);
 }
 
 constinit const Architecture kArchitecture = {
@@ -35,8 +35,8 @@ constinit const Architecture kArchitecture = {
     .choose = choose,
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu.multiprocessors, stream)
-                                            : launch<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
+          return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu, stream)
+                                            : launch<__nv_bfloat16>(p, plan.kernel, gpu, stream);
         },
     .torch = nullptr,
     .decide = decide,

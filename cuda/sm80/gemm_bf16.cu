@@ -13,6 +13,6 @@ bool compiled_for(int major, int minor) {
                      [&](int each) { return each / 100 == major && each / 10 % 10 <= minor; });
 }
 
-template cudaError_t launch<__nv_bfloat16, false>(const GemmProblem&, const GemmKernel&, int, cudaStream_t);
+template cudaError_t launch<__nv_bfloat16, false>(const GemmProblem&, const GemmKernel&, const Gpu&, cudaStream_t);
 
 }  // namespace fused_mlp::sm80

@@ -20,8 +20,8 @@ struct ListedKernel {
 };
 
 constexpr ListedKernel streamed(Product product, int tokens, int columns, int block_k, int warps_m, int warps_k,
-                                int stages) {
-  const Shape shape = streamed_shape(parts(product), tokens, columns, block_k, warps_m, warps_k, stages);
+                                int ctas, int stages) {
+  const Shape shape = streamed_shape(parts(product), tokens, columns, block_k, warps_m, warps_k, ctas, stages);
   return {{MainLoop::kStreamed, product, tokens, parts(product) * columns, Schedule::kSwapped, 1, stages * block_k},
           shape,
           streamed_shared_bytes(shape)};

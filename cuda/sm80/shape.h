@@ -15,6 +15,7 @@ constexpr int kLeastSharedOfCta = kLeastSharedOfMultiprocessor - kSystemBytes;
 // The warps of a CTA share the rows of both sides, and warps_k of them the elements of each block.
 struct Shape {
   int rows_m, rows_n, block_k, warps_m, warps_n, warps_k, stages;
+  int ctas = 1;  // at most on a multiprocessor, of a streamed kernel
 
   constexpr int threads() const { return warps_m * warps_n * warps_k * 32; }
   constexpr int stage_bytes() const { return (rows_m + rows_n) * block_k * 2; }
@@ -35,8 +36,9 @@ constexpr int tiled_shared_bytes(const Shape& shape) {
 
 // The warps of a streamed kernel share k, and some of them the weight rows. Their sums meet behind the ring, those of
 // some tokens at a time.
-constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int stages) {
-  return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages};
+constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int ctas,
+                               int stages) {
+  return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages, ctas};
 }
 constexpr int streamed_round(int tokens) { return tokens < 16 ? tokens : 16; }
 constexpr int streamed_sum_stride(const Shape& shape) {
@@ -49,6 +51,10 @@ constexpr int streamed_shared_bytes(const Shape& shape) {
 // The CTAs of which a multiprocessor's shared memory has room for.
 constexpr int resident_ctas(int shared_bytes, int shared_of_multiprocessor) {
   return shared_of_multiprocessor / (shared_bytes + kSystemBytes);
+}
+constexpr int streamed_ctas(const Shape& shape, int shared_of_multiprocessor) {
+  const int resident = resident_ctas(streamed_shared_bytes(shape), shared_of_multiprocessor);
+  return resident < shape.ctas ? resident : shape.ctas;
 }
 
 }  // namespace fused_mlp::sm80

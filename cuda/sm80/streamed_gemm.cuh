@@ -2,8 +2,8 @@
 // tile of rows. Weight rows are the M side of the products, and the rows of a (tokens) are the N side, 8 at least: so
 // no part of the weights' 16 rows is wasted.
 //
-// There is one CTA on a multiprocessor, and its copies run ahead of its products by the whole ring, also from one tile
-// to the next: they go on while the sums of a tile are added and stored. The warps share k: each multiplies its part of
+// CTAs are persistent, and their copies run ahead of their products by the whole ring, also from one tile to the next:
+// they go on while the sums of a tile are added and stored. The warps share k: each multiplies its part of
 // every block, and their sums are added in the order of the warps. So tiles may be narrow enough for their number to
 // fill a chip evenly, and no CTA waits for another.
 #pragma once
@@ -28,7 +28,7 @@ struct StreamedGemmArgs {
 };
 
 template <typename Element_, Product kProduct_, int kTokens_, int kColumns_, int kBlockK_, int kWarpsM_, int kWarpsK_,
-          int kStages_>
+          int kCtas_, int kStages_>
 struct StreamedGemm {
   using Element = Element_;
   static constexpr Product kProduct = kProduct_;
@@ -38,9 +38,11 @@ struct StreamedGemm {
   static constexpr int kColumns = kColumns_;  // of the output, which are rows of each weight
   using Tile = CtaTile<Element, kParts * kColumns, kTokens, kBlockK_, kWarpsM_, 1, kWarpsK_, kStages_>;
 
+  static constexpr Shape kShape =
+      streamed_shape(kParts, kTokens, kColumns, kBlockK_, kWarpsM_, kWarpsK_, kCtas_, kStages_);
   static constexpr int kTokensOfRound = streamed_round(kTokens);
-  static constexpr int kSumStride = streamed_sum_stride(Tile::kShape);
-  static constexpr int kSharedBytes = streamed_shared_bytes(Tile::kShape);
+  static constexpr int kSumStride = streamed_sum_stride(kShape);
+  static constexpr int kSharedBytes = streamed_shared_bytes(kShape);
   static_assert(kTokens % kTokensOfRound == 0);
 };
 
@@ -178,7 +180,7 @@ __device__ __forceinline__ void store_tokens(uint32_t shared, const StreamedGemm
 }
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::Tile::kThreads, 1)
+__global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
   if constexpr (Gemm::kSharedBytes <= kSharedLimit) {
     using Tile = typename Gemm::Tile;

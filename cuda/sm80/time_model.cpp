@@ -54,13 +54,17 @@ double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, cons
 
 double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {
   const Tuning& tuning = tuning_of(gpu);
-  const int64_t tiles_m = ceil_div(p.m, listed.kernel.block_m);
-  const int64_t ctas = tiles_m * ceil_div(p.n, listed.kernel.columns());
+  const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
   // Every tile reads its weight rows and its tokens through L2.
-  const double through_l2 = 2.0 * static_cast<double>(ctas) * p.k * (listed.shape.rows_m + listed.shape.rows_n);
-  const double busy = static_cast<double>(std::min<int64_t>(ctas, gpu.multiprocessors));
-  const double from_l2 = through_l2 / (busy * kL2BytesPerCycle * gpu.cycles_per_microsecond);
-  const double from_memory = bytes(p) / bandwidth(tuning.share_of_bandwidth, ctas, gpu);
+  const double through_l2 = 2.0 * static_cast<double>(tiles) * p.k * (listed.shape.rows_m + listed.shape.rows_n);
+  const double busy = static_cast<double>(std::min<int64_t>(tiles, gpu.multiprocessors)) / gpu.multiprocessors;
+  const double from_l2 = through_l2 / (busy * gpu.multiprocessors * kL2BytesPerCycle * gpu.cycles_per_microsecond);
+  // In the last round some multiprocessors have no tile, and the others read no more than so much faster.
+  const int64_t ctas = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);
+  const double idle = std::max(1.0, static_cast<double>(ceil_div(tiles, ctas) * ctas) / tiles);
+  const double rounds = tiles > ctas ? (1.0 + idle) / 2.0 : 1.0;
+  const double reach = std::min(1.0, kSoloReach * busy);
+  const double from_memory = rounds * bytes(p) / (tuning.share_of_bandwidth * reach * gpu.bytes_per_microsecond);
   return tuning.start + std::max(from_l2, from_memory) + 0.1 * std::min(from_l2, from_memory);
 }
 

@@ -2,6 +2,6 @@
 
 namespace fused_mlp::sm80 {
 
-template cudaError_t launch<__half, true>(const GemmProblem&, const GemmKernel&, int, cudaStream_t);
+template cudaError_t launch<__half, true>(const GemmProblem&, const GemmKernel&, const Gpu&, cudaStream_t);
 
 }  // namespace fused_mlp::sm80

@@ -36,6 +36,7 @@ constexpr double kTiledShareOfBandwidth = 0.70;  // by tiled kernels: few of the
 constexpr double kL2BytesPerCycle = 40.0;        // that reach one multiprocessor
 constexpr double kBusyCtas = 2.0;                // of a multiprocessor that reads as fast as it can
 constexpr double kLeastReach = 0.4;              // of the bandwidth, by few CTAs
-constexpr double kL2Speedup = 3.0;               // of what the pointwise kernel finds in L2, up to half of its size
+constexpr double kSoloReach = 1.5;  // of its share of the bandwidth, by a streamed CTA while other multiprocessors idle
+constexpr double kL2Speedup = 3.0;  // of what the pointwise kernel finds in L2, up to half of its size
 
 }  // namespace fused_mlp::sm80

@@ -15,7 +15,13 @@ cudaError_t launch(const tuning::Shape& shape, const GemmKernel& kernel, void* a
   p.weight.data = weight;
   p.up_weight.data = up_weight;
   p.out.data = out;
-  return TUNED::kArchitecture.launch(p, {kernel, 0}, {9, 0, static_cast<int>(shape.multiprocessors)}, stream);
+  Gpu gpu{9, 0, static_cast<int>(shape.multiprocessors)};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&gpu.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  return error == cudaSuccess ? TUNED::kArchitecture.launch(p, {kernel, 0}, gpu, stream) : error;
 }
 
 }  // namespace

@@ -39,6 +39,21 @@ void predict(const Gpu* gpu, const tuning::Shape* shape, int biased, Prediction*
   std::strncpy(prediction->record, record.text().c_str(), sizeof(prediction->record) - 1);
 }
 
+// The same of a product of training, by its number in Product: whether ours is taken, and what both are estimated to
+// take.
+int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* microseconds) {
+  GemmProblem p{};
+  p.m = sizes[0], p.n = sizes[1], p.k = sizes[2];
+  p.dtype = DType::kBFloat16;
+  p.kind = static_cast<Product>(product);
+  p.epilogue.activation = static_cast<int64_t>(p.pair() ? Activation::kLinear : Activation::kSilu);
+  GemmPlan plan{};
+  const bool ours = sm80::decide(p, *gpu, &plan) == Refusal::kNone;
+  microseconds[0] = plan.microseconds;
+  microseconds[1] = sm80::torch_microseconds(p, *gpu);
+  return ours ? 1 : 0;
+}
+
 // What a listed kernel is estimated to take, whether or not the GPU has code of it.
 double estimated(const Gpu* gpu, const tuning::Shape* shape, int kernel) {
   return sm80::estimated_microseconds(tuning::problem_of(*shape), sm80::kListed[kernel], *gpu);

@@ -102,6 +102,12 @@ class Predictor:
         record = found.record.decode()
         return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
+    def predict_training(self, gpu: Gpu, product: int, m: int, n: int, k: int) -> tuple[bool, float, float]:
+        """Of a product of training, by its number in Product: whether ours is taken, its microseconds and torch's."""
+        found = (ctypes.c_double * 2)()
+        ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
+        return bool(ours), *found
+
     def estimated(self, gpu: Gpu, product: tuple[int, int, int, bool], kernel: int) -> float:
         """Microseconds of a product (m, n, k, whether gated) by a kernel of the list."""
         shape = (ctypes.c_int64 * 6)(*product, ACTIVATIONS["linear"], gpu.multiprocessors)
