@@ -479,7 +479,9 @@ def hub(tmp_path):
 
 
 def published(released: Path, hub: Hub, *command: str, identity: str = "our workflow") -> subprocess.CompletedProcess:
-    return checkout.run(released, "tools/release.py", *command, env=os.environ | checkout.publisher(hub.url, identity))
+    environment = os.environ | checkout.publisher(hub.url, identity)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is left of a process is the process's own doing
+    return checkout.run(released, "tools/release.py", *command, env=environment)
 
 
 def files_of(hub: Hub, revision: str) -> dict[str, bytes]:
