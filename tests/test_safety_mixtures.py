@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import mixtures
 from test_mixture_models import BOUND, IDS, error, logits, one_thread, states
@@ -137,6 +138,24 @@ def test_quantized(fused_mlp):
     assert reasons.keys() == {"FP8Experts", "MixtralExperts"}
     assert reasons["MixtralExperts"] == "runs as it is: a weight of torch.float8_e4m3fn"
     assert not any(entry.pattern == "experts" for entry in report.fused)
+
+
+def test_weights_of_four_bits(fused_mlp):
+    """transformers' class for them is called by a router of its own: it is left, and the others are fused."""
+    model = mixtures.build("gpt_oss", intermediate_size=32)
+    model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
+    (left,) = fused_mlp.fuse_mlps(model).left
+    assert (left.class_name, left.reason) == ("Mxfp4GptOssExperts", "runs as it is: code in a form that is not known")
+    assert fused_mlp.explain(model.model.layers[1].mlp.experts).implementation == "fused"
+
+
+def test_experts_in_another_form(fused_mlp):
+    """DBRX's have their weights in a part of theirs, one under the other; the activation of JetMoe's is fused."""
+    dbrx, jetmoe = (fused_mlp.fuse_mlps(mixtures.build(name)) for name in ("dbrx", "jetmoe"))
+    assert {(left.class_name, left.reason) for left in dbrx.left} == {
+        ("DbrxExperts", "runs as it is: code in a form that is not known")
+    }
+    assert [(entry.class_name, entry.extent) for entry in jetmoe.modules] == [("JetMoeMoE", "pointwise")] * 2
 
 
 @pytest.fixture
