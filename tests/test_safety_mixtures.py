@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed.expert_parallel import EpRouterParallel, MoEParamShard
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
@@ -186,6 +187,32 @@ def test_sharded(fused_mlp, mesh):
         assert fused_mlp.explain(part).implementation == "fused"
         parts.append(part(x, index, weights))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_expert_parallel(fused_mlp, mesh):
+    """What transformers' plan puts in the place of a forward is left; around a fused one, it shows it local weights."""
+
+    class Style(MoEParamShard):
+        def should_use_local_tensors(self, module):
+            return True
+
+    model, ids = mixtures.build("mixtral"), IDS
+    expected, fused = logits(model, ids), copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    for each in (model, fused):
+        for group in mixtures.groups(each).values():
+            style = Style(Shard(0), shards_expert_dim=True)
+            for name in ("gate_up_proj", "down_proj"):
+                style.shard_param(group, name, mesh)
+            style.install_forward(group, mesh)
+        for layer in each.model.layers:
+            EpRouterParallel().install_forward(layer.mlp.gate, mesh)
+    report = fused_mlp.fuse_mlps(model)
+    assert {(entry.class_name, entry.reason) for entry in report.modules} == {
+        ("MixtralExperts", "has a forward of its own")
+    }
+    for each in (model, fused):
+        assert error(logits(each, ids), expected) <= BOUND
 
 
 def test_surroundings(fused_mlp, device, monkeypatch):
