@@ -4,18 +4,24 @@
     python benchmarks/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
     python benchmarks/training.py --from build/training.json     show what such a run has written; measure nothing
 
-All providers of a point take turns in one process, long enough for the clock to settle; the medians of turns count.
-"Saved" is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the
-six products alone, which give no answer. `ours-sm90` forces all GEMMs of training for Hopper GPUs, chosen or not. A
-model's step has its optimizer in it; fresh instances of each variant take turns. What found no time left, or does not
-run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
+All providers of a point take turns in one process, and the medians count: of turns of many steps for the wall time, of
+single steps in random order for the GPU's, since large products make the clock vary by more than providers do. "Saved"
+is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the six
+products alone, which give no answer. `ours-sm90`, by name only, forces all GEMMs of training for Hopper GPUs, chosen or
+not. A step of a model has its optimizer in it; fresh instances of each variant take turns. What found no time left, or
+does not run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -31,7 +37,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from training_providers import ACTIVATIONS, PROVIDERS, Forward, GatedMLP, kernels_of, makers, six_gemms, unavailable
+from training_providers import (
+    ACTIVATIONS,
+    DEFAULT,
+    PROVIDERS,
+    Forward,
+    GatedMLP,
+    kernels_of,
+    makers,
+    six_gemms,
+    unavailable,
+)
 
 import measure
 
@@ -67,8 +83,11 @@ class Clock:
         self.last_start, self.point_end = now + share / 2, now + share
         self.points -= 1
 
+    def left_to_start(self) -> float:
+        return self.last_start - time.monotonic()
+
     def refusal(self) -> str | None:
-        return None if time.monotonic() < self.last_start else "no time left"
+        return None if self.left_to_start() > 0 else "no time left"
 
     def rounds(self, seconds: float, most: int) -> int:
         """How many rounds of that length there is time for; two at least."""
@@ -105,7 +124,7 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
         try:
             if reason is None:
                 forward = makers(fused_mlp)[name](mlp)
-                with kernels_of(name, fused_mlp):
+                with kernels_of(name, fused_mlp), at_most(clock.left_to_start()):
                     step(forward)
                 for leaf, other in zip(leaves, expected, strict=True):  # QuACK has gate and up in a weight of its own
                     if not (leaf.grad is None and name.startswith("quack")) and not alike(leaf.grad, other):
@@ -114,28 +133,80 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
                 with kernels_of(name, fused_mlp):
                     memory[name] = measure.saved_and_peak(lambda forward=forward: forward(x), backward)
 
-                def turn(name=name, forward=forward) -> None:
+                def call(name=name, forward=forward) -> None:
                     with kernels_of(name, fused_mlp):
                         step(forward)
 
-                steps[name] = turn
+                steps[name] = call
         except Exception as error:  # a peer that does not run here is left out, with its words
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = words(error)
         if reason is not None:
             left[name] = reason
+            forget()
     del expected
     forget()
-    calls = 9 if ON_GPU else 3  # of a long step in a turn; a short one's turn takes half a second
-    of_a_round = len(steps) * max(0.5, calls * measure.wall_microseconds(lambda: step(mlp), 1) / 1e6)
-    forget()
-    found = measure.compare(steps, clock.rounds(of_a_round, given.rounds), given.seconds * 1e6)
+    found = timed(steps, clock, given)
     for name, (saved, peak) in memory.items():
         found[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "providers": found, "left": left}
 
 
+def timed(steps: dict[str, Callable[[], object]], clock: Clock, given) -> dict[str, dict[str, float]]:
+    """Each step's wall and CPU time in turns of `given.seconds`, and on a GPU its kernels' in turns of one step."""
+
+    def iterations(step: Callable[[], object]) -> int:
+        return max(1, min(100, int(given.seconds * 1e6 / measure.wall_microseconds(step, 1))))
+
+    def turn(step: Callable[[], object], iterations: int) -> dict[str, float]:
+        taken = {"wall_us": measure.wall_microseconds(step, iterations)}
+        return taken | {"cpu_us": measure.cpu_microseconds(step, min(10, iterations))} if ON_GPU else taken
+
+    turns = {name: partial(turn, step, iterations(step)) for name, step in steps.items()}
+    start = time.monotonic()
+    measure.in_turns(turns, 1)  # warms up, and tells how long a round is
+    of_a_round = time.monotonic() - start
+    rounds = clock.rounds(of_a_round * (2 if ON_GPU else 1), given.rounds)
+    found = measure.in_turns(turns, rounds)
+    if ON_GPU:
+        single = int(max(3, min(60, rounds * of_a_round / sum(of["wall_us"] * 1e-6 for of in found.values()))))
+        kernels = measure.gpu_microseconds_call_by_call(steps, single)
+        found = {name: kernels[name] | of for name, of in found.items()}
+    return found
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer: an autotuner may try kernels for minutes."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not ready within {seconds:.0f} s")
+
+    if seconds == float("inf") or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def alike(found: Tensor | None, expected: Tensor) -> bool:
     return found is not None and bool((found - expected).float().norm() <= 3e-2 * expected.float().norm())
+
+
+def of_shape(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: Clock, given) -> dict:
+    try:
+        return figures(shape, dtype, fused_mlp, clock, given)
+    except Exception as error:  # likewise: the largest shapes may not fit
+        found = {"shape": shape, "dtype": str(dtype).removeprefix("torch.")}
+        return found | {"providers": {}, "left": {"all": words(error)}}
 
 
 def of_model(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> dict:
@@ -144,7 +215,7 @@ def of_model(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> d
         try:
             return training_models.figures(name, dtype, fused_mlp, given.copies, given.rounds, given.seconds)
         except Exception as error:  # the points that are there already are worth more than one that is not
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = words(error)
     return {"model": name, "shape": [], "dtype": str(dtype), "providers": {}, "left": {"all": reason}}
 
 
@@ -158,8 +229,9 @@ def run(given) -> dict:
         for dtype, point in progress:
             progress.set_description(f"{point}, {dtype}")
             clock.next_point()
-            measured = of_model if isinstance(point, str) else figures
+            measured = of_model if isinstance(point, str) else of_shape
             found["results"].append(measured(point, getattr(torch, dtype), fused_mlp, clock, given))
+            gc.collect()
             torch._dynamo.reset()
             if ON_GPU:
                 torch.cuda.empty_cache()
@@ -226,7 +298,7 @@ def main():
     parser.add_argument(
         "--models", nargs="*", choices=training_models.MODELS, default=list(training_models.MODELS), help="whole steps"
     )
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT))
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32", "float16"], default=["bfloat16"])
     parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")

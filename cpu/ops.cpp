@@ -258,6 +258,9 @@ struct Cpu {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
   }
 
+  static bool batches(const Tensor&) { return false; }
+  static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
+
   static Tensor rows(const Tensor& x) {
     const TensorRows found(x);
     return gemm_rows(matrix_view(found.tensor, {found.rows, found.cols}, {found.row_stride, 1}));

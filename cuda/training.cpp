@@ -155,6 +155,28 @@ struct Cuda {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
   }
 
+  // Alone, a product for a small weight has too few tiles for the chip. One more of a large weight gains nothing.
+  static bool batches(const Tensor& weight) {
+    constexpr int64_t kSmall = 1 << 24;
+    return dtype_of(weight, "weight") != DType::kFloat32 && weight.size(0) * weight.size(1) <= kSmall;
+  }
+
+  // The four matrices are tensors of their own. The stride of a batch is the distance between its two.
+  static void mm_both(Tensor& out, Tensor& up_out, const Tensor& a, const Tensor& up_a, const Tensor& x) {
+    const auto address = [](const Tensor& matrix) { return static_cast<const uint16_t*>(matrix.const_data_ptr()); };
+    const auto batch = [&](const Tensor& first, const Tensor& second) {
+      return view_of(first, std::array<int64_t, 3>{2, first.size(0), first.size(1)},
+                     std::array{address(second) - address(first), first.stride(0), first.stride(1)});
+    };
+    const bool ascending = address(a) < address(up_a);
+    if (ascending != (address(out) < address(up_out))) std::swap(out, up_out);
+    const Tensor outs = ascending ? batch(out, up_out) : batch(up_out, out);
+    const Tensor sides = ascending ? batch(transposed(a), transposed(up_a)) : batch(transposed(up_a), transposed(a));
+    const Tensor twice =
+        view_of(x, std::array<int64_t, 3>{2, x.size(0), x.size(1)}, std::array{int64_t{0}, x.stride(0), x.stride(1)});
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_bmm_out(outs.get(), sides.get(), twice.get()));
+  }
+
   static Tensor rows(const Tensor& x) {
     const TensorRows found(x);
     return matrix_view(found.tensor, {found.rows, found.cols}, {found.row_stride, 1});

@@ -12,6 +12,7 @@ import jinja2
 import pytest
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, KernelName, Metadata
 from kernels.archs import _supports_cuda_capability
+from kernels.variants import parse_variant, resolve_variant
 
 import project
 from builder import plan, toolchain
@@ -143,6 +144,34 @@ def test_variant_is_laid_out_for_the_loader(backend):
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
     files = set(metadata.digest.files)
     assert files == {"_ops.py", f"{variant.id}.abi3.so"} | set(plan.package_files())
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "metal", "machine", "loaded"),
+    [
+        (None, False, False, ("Linux", "x86_64"), ""),  # all of them: `kernels` finds the one for CPUs
+        ("13.0", True, False, ("Linux", "x86_64"), ""),
+        ("13.0", False, False, ("Linux", "x86_64"), "torch-stable-abi211-cpu-x86_64-linux"),
+        ("13.0", False, False, ("Linux", "aarch64"), "torch-stable-abi211-cpu-aarch64-linux"),
+        (None, False, True, ("Darwin", "arm64"), "torch-stable-abi211-cpu-aarch64-darwin"),
+    ],
+)
+def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine, loaded):
+    """Of a release, as it is fetched to be tried: where there is no GPU, or one of a Mac, the variant for its CPU."""
+    for name in ("cpu-x86_64-linux", "cpu-aarch64-linux", "cpu-aarch64-darwin", "cu130-x86_64-linux"):
+        (tmp_path / f"torch-stable-abi211-{name}").mkdir()
+    monkeypatch.setattr(project, "BUILD", tmp_path)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: metal)
+    monkeypatch.setattr("platform.system", lambda: machine[0])
+    monkeypatch.setattr("platform.machine", lambda: machine[1])
+    assert project.loadable_build() == tmp_path / loaded
+    if metal:  # which has no variant of its own
+        monkeypatch.setattr("platform.mac_ver", lambda: ("26.0", ("", "", ""), "arm64"))
+        names = [parse_variant(path.name) for path in tmp_path.iterdir()]
+        assert resolve_variant(names)[0] is None
+        assert resolve_variant(names, "cpu")[0].variant_str == loaded
 
 
 # tools/build.py, on a small project of its own

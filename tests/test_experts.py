@@ -5,6 +5,7 @@ import importlib
 import itertools
 import random
 import sys
+import unittest.mock
 
 import pytest
 import torch
@@ -365,6 +366,114 @@ def test_grouped_in_a_graph(fused_mlp, device):
                 made[name].copy_(value)
             graph.replay()
             assert torch.equal(found, result)
+
+
+# What trains by kernels: features of multiples of 64
+TRAINED = [
+    (1, 1, 1, (128, 64)),
+    (7, 3, 4, (128, 128)),
+    (300, 3, 5, (192, 448)),
+    (900, 2, 3, (320, 192)),
+    (128, 4, 130, (128, 64)),
+]
+
+
+def trained_by_kernels(fused_mlp):
+    module = importlib.import_module(f"{fused_mlp.__name__}.experts_training")
+    return unittest.mock.patch.object(module, "run", wraps=module.run)
+
+
+def check_trained(fused_mlp, made, activation="silu"):
+    """That the kernels compute the gradients, no worse than eager operations, and the same bits again."""
+    dtype, out = made["x"].dtype, made["down_weight"].shape[1]
+    grad = torch.randn(made["x"].shape[0], out, device=made["x"].device).to(dtype)
+    ours = functools.partial(fused_mlp.experts_mlp, activation=activation)
+    with trained_by_kernels(fused_mlp) as run, reference.poisoned_memory(made["x"].device):
+        got, again = (gradients(ours, made, grad) for _ in range(2))
+    assert run.call_count == 2
+    of_eager = gradients(functools.partial(loop, FORMULAS[activation].eager), made, grad)
+
+    def of_exact(made):
+        wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
+        return list(gradients(functools.partial(loop, FORMULAS[activation].exact), wide, grad).values())
+
+    condition = conditioning(of_exact, made)
+    for index, (name, expected) in enumerate(zip(got, of_exact(made), strict=True)):
+        assert torch.equal(got[name], again[name]), name
+        assert got[name].stride() == made[name].stride()
+        at_index = functools.partial(condition, index)
+        what = f"gradient of {name}, {activation}, {[list(value.shape) for value in made.values()]}"
+        assert_no_worse_than_eager(got[name], of_eager[name], expected, what, 16, dtype=dtype, conditioning=at_index)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
+@pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), TRAINED, ids=str)
+def test_trained_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
+    made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=dtype, device=device)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    if tokens == 300:
+        made["top_k_weights"] = made["top_k_weights"].to(dtype)
+    check_trained(fused_mlp, made)
+
+
+@hopper
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_trained_activations(fused_mlp, device, activation):
+    made = drawn(150, 2, 3, (128, 64, 128), dtype=torch.bfloat16, device=device)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    check_trained(fused_mlp, made, activation)
+
+
+@hopper
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_trained_routings(fused_mlp, device, routing):
+    made = drawn(300, 4, 8, (128, 192, 128), dtype=torch.bfloat16, device=device)
+    ROUTINGS[routing](made["top_k_index"], 8)
+    made["top_k_weights"] = torch.rand(300, 4, device=device)
+    if routing in ("none", "far outside"):
+        grad = torch.ones(300, 128, device=device).bfloat16()
+        assert not any(found.any() for found in gradients(fused_mlp.experts_mlp, made, grad).values())
+    else:
+        check_trained(fused_mlp, made)
+
+
+@hopper
+def test_trained_in_part(fused_mlp, device):
+    """A gradient that is not asked for is not computed, and the others are the same."""
+    made = drawn(200, 2, 4, (128, 64, 128), dtype=torch.bfloat16, device=device)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    names = [name for name, value in made.items() if value.is_floating_point()]
+
+    def found(wanted):
+        leaves = {name: value.detach().clone().requires_grad_(name in wanted) for name, value in made.items()}
+        with trained_by_kernels(fused_mlp) as run:
+            result = fused_mlp.experts_mlp(**leaves)
+        assert run.call_count == 1
+        return torch.autograd.grad(result.float().square().sum(), [leaves[name] for name in wanted])
+
+    everything = dict(zip(names, found(names), strict=True))
+    for count in (1, 2, 3):
+        for wanted in itertools.combinations(names, count):
+            assert all(torch.equal(everything[name], of) for name, of in zip(wanted, found(wanted), strict=True))
+
+
+@hopper
+def test_trained_twice(fused_mlp, device):
+    """A gradient that is differentiated in its turn is that of the composition."""
+    made = drawn(20, 2, 3, (128, 64, 128), dtype=torch.bfloat16, device=device)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+
+    def second(function):
+        x = made["x"].clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(**{**made, "x": x}).float().square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), x)[0]
+
+    with trained_by_kernels(fused_mlp) as run:
+        got = second(fused_mlp.experts_mlp)
+    assert run.call_count == 1
+    expected = second(functools.partial(loop, FORMULAS["silu"].eager))
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05 * expected.float().abs().max().item())
 
 
 def same_rows(made):

@@ -30,6 +30,7 @@ import checkout
 import machine
 import noarch
 import project
+from builder import abi
 from builder.plan import base
 from hub import Hub
 from releasing import dry_run, publish, variants
@@ -481,4 +482,9 @@ def test_the_card_states_the_facts_of_build_toml():
     assert f"kernels benchmark {REPO}" in card  # the section is there where there is a benchmarks/benchmark.py
     assert 'pip install "kernels>=0.15.1"' in card  # the first that knows the names of variants for the stable ABI
     assert "the one variant that fits your torch" in card
+    assert "on Linux, x86-64 and aarch64, and one for CPUs on Macs" in card
+    assert 'On a Mac pass `backend="cpu"`' in card and f"macOS\n{abi.MACOS.removesuffix('.0')} and later" in card
+    assert "on aarch64 it has portable C++ alone" in card
     assert f"`{'`, `'.join(f'torch-{backend}' for backend in noarch.BACKENDS)}`" in card
+    for document in (card, (project.ROOT / "README.md").read_text()):
+        assert re.search(r"never (been )?run on (either|such a GPU)", document)  # AMD's and Intel's

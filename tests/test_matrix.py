@@ -12,7 +12,7 @@ import pytest
 import compat
 import matrix
 import project
-from builder import device, plan, toolchain, toolkits
+from builder import compile, device, plan, toolchain, toolkits
 from builder.toolchain import BuildError
 
 
@@ -79,6 +79,7 @@ ptxas info    : Function properties for _Z6secondv
 @pytest.mark.skipif(not shutil.which(matrix.AARCH64_COMPILER), reason="needs Debian's g++-aarch64-linux-gnu")
 def test_the_cpu_variant_compiles_for_aarch64(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "OUT", tmp_path)
+    monkeypatch.setattr(compile, "FLAGS", [flag for flag in compile.FLAGS if flag != "-O3"])  # half of the time
     row = matrix.aarch64(jobs=2)
     assert not row.failed, row.findings
     machines = {

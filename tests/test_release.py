@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from io import StringIO
@@ -18,6 +19,7 @@ from torch import nn
 import checkout
 import project
 import release
+from builder import abi, mach_o
 from hub import Hub
 from releasing import api, check, dry_run, layers, publish, rebuild, signature, sources, variants
 
@@ -322,6 +324,34 @@ def test_a_variant_with_a_fault(variant, plant, fault):
     assert any(fault in found for found in faults), faults
 
 
+def for_macos(*undefined: str, oldest: int = 26) -> bytes:
+    """An extension for Macs as far as its checks read it: what it takes of others, and the oldest macOS."""
+    names = b"\0" + b"".join(name.encode() + b"\0" for name in undefined)
+    places = [names.index(name.encode() + b"\0") for name in undefined]
+    symbols = b"".join(struct.pack("<IBBHQ", place, 1, 0, 0, 0) for place in places)  # external, defined elsewhere
+    commands = struct.pack("<6I", 0x32, 24, 1, oldest << 16, 26 << 16, 0)  # LC_BUILD_VERSION
+    end = 32 + len(commands) + 24
+    commands += struct.pack("<6I", 0x2, 24, end, len(undefined), end + len(symbols), len(names))  # LC_SYMTAB
+    header = struct.pack("<4s7I", mach_o.MAGIC, 0x0100000C, 0, 6, 2, len(commands), 0, 0)  # a library for arm64
+    return header + commands + symbols + names
+
+
+@pytest.mark.parametrize(
+    ("content", "faults"),
+    [
+        (for_macos("_PyModule_Create2", "__ZN5torch6stable6TensorD1Ev", "_aoti_torch_delete_tensor_object"), []),
+        (for_macos("__PyObject_Dump"), ["Python 3.9 ABI"]),
+        (for_macos("_aoti_torch_get_dtype", "__ZN3c103fooEv"), ["torch stable ABI"]),
+        (for_macos(oldest=27), ["macOS 26.0"]),
+    ],
+)
+def test_an_extension_for_macos(tmp_path, content, faults):
+    """Read here, where nm knows ELF files alone."""
+    extension = tmp_path / "extension.abi3.so"
+    extension.write_bytes(content)
+    assert [check.name for check in abi.check(extension) if check.failed] == faults
+
+
 def test_a_variant_of_an_unknown_name(variant):
     (found,) = variants.faults(variant.rename(variant.parent / "jax9-cpu-x86_64-linux"))
     assert "Unknown framework" in found
@@ -449,7 +479,9 @@ def hub(tmp_path):
 
 
 def published(released: Path, hub: Hub, *command: str, identity: str = "our workflow") -> subprocess.CompletedProcess:
-    return checkout.run(released, "tools/release.py", *command, env=os.environ | checkout.publisher(hub.url, identity))
+    environment = os.environ | checkout.publisher(hub.url, identity)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is left of a process is the process's own doing
+    return checkout.run(released, "tools/release.py", *command, env=environment)
 
 
 def files_of(hub: Hub, revision: str) -> dict[str, bytes]:

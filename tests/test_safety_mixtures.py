@@ -277,4 +277,4 @@ def test_a_disagreement(fused_mlp, device, monkeypatch):
     monkeypatch.undo()
     report = fused_mlp.fuse_mlps(model, verify=False)
     assert set(states(fused_mlp, model)) == {"fused"}
-    assert "experts  yes" in " ".join(str(report).split("\n")[2].split()).replace("experts yes", "experts  yes")
+    assert ["MixtralExperts", "experts", "yes"] in [line.split()[:3] for line in str(report).split("\n")]

@@ -133,6 +133,21 @@ def test_same_bits_every_time(fused_mlp, device, shape, dtype):
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
+@half_dtypes
+@pytest.mark.parametrize("sizes", [(64, 256, 64), (33, 47, 21)], ids=str)
+def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype):
+    """However gate, up and the gradients lie to each other in memory: right, and the same bits."""
+    made = leaves(operands("gated_mlp", (3000,), sizes, dtype=dtype, device=device))
+    call = caller(fused_mlp, "gated_mlp", "silu")
+    found = [step(call, made) for _ in range(6)]  # all held, so that each finds memory elsewhere
+    assert all(torch.equal(one, other) for again in found for one, other in zip(found[0], again, strict=True))
+    eager = step(lambda made: reference.eager("gated_mlp", made, "silu"), made)
+    wide = leaves({name: tensor.double() for name, tensor in made.items()})
+    exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
+    for name, *three in zip(["result", *made], found[0], eager, exact, strict=True):
+        assert_no_worse_than_eager(*three, name, roundings=8)
+
+
 @pytest.mark.parametrize("of", ["x", "weight", "bias"])
 @functions
 @forced

@@ -140,6 +140,23 @@ def test_the_variant_for_aarch64_runs_somewhere():
     assert "ubuntu-24.04-arm" in runners and job["runs-on"] == "${{ matrix.runner }}"
 
 
+def test_every_variant_is_built_on_a_machine_of_its_kind():
+    """All systems that the flake has variants for. Those for CPUs are tested there, before anybody vouches for them."""
+    job = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]
+    (listed,) = [step["run"] for step in job["variants"]["steps"] if "nix eval" in step.get("run", "")]
+    assert "builtins.attrValues all" in listed
+    pattern = r"endsWith\(matrix\.variant, '([\w-]+)'\) && '([\w.-]+)'"
+    runners = dict(re.findall(pattern, job["build"]["runs-on"]))
+    assert runners == {"aarch64-darwin": "macos-26", "aarch64-linux": "ubuntu-24.04-arm"}
+    assert job["build"]["runs-on"].endswith("|| 'ubuntu-24.04' }}")
+    runs = [step.get("run", "") for step in job["build"]["steps"]]
+    built, tested = find(runs, "nix build"), find(runs, "test_kernels_ci.py")
+    (attested,) = [place for place, step in enumerate(job["build"]["steps"]) if "attest" in step.get("uses", "")]
+    assert built < tested < attested
+    assert job["build"]["steps"][tested]["if"] == "contains(matrix.variant, '-cpu-')"
+    assert "python -B " in runs[tested]  # no bytecode in what is uploaded
+
+
 def test_the_installer_of_the_runners_installs_everything():
     command = ["make", "--dry-run", "--always-make", "venv", "test", "coverage"]
     environment = {**os.environ, "INSTALLER": "the installer"}

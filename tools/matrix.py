@@ -2,8 +2,8 @@
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
 The versions of CUDA are those of requirements/cuda*.txt, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
-whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. A cross-compiler compiles
-the CPU variant for aarch64 as well.
+whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. Cross-compilers compile
+the CPU variant for aarch64 and for macOS as well.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=100)
     # The newest first: the names of the kernels are taken from what its nvcc made.
-    steps = {"CPU": cpu, "aarch64": aarch64}
+    steps = {"CPU": cpu, "aarch64": aarch64, "macOS": macos}
     for version in sorted(arguments.cuda, key=known.index, reverse=True):
         steps[f"CUDA {version}"] = partial(cuda, version)
     rows = []
@@ -69,16 +69,25 @@ def cpu(jobs: int) -> Row:
 
 
 def aarch64(jobs: int) -> Row:
-    """The CPU variant's sources for aarch64; there is no torch of that machine to link with."""
-    start = time.monotonic()
     cxx = shutil.which(AARCH64_COMPILER)
     if cxx is None:
         raise BuildError(f"no {AARCH64_COMPILER} on the PATH (Debian, Ubuntu: install g++-aarch64-linux-gnu)")
-    variant = plan.variant("cpu")
+    return _cross_compiled("aarch64", [cxx], set(), jobs)
+
+
+def macos(jobs: int) -> Row:
+    cxx = toolkits.macos_compiler(project.BUILD / "toolkits/macos")
+    return _cross_compiled("macOS", cxx, compile.NOT_OF_CLANG, jobs)
+
+
+def _cross_compiled(machine: str, cxx: list[str], without: set[str], jobs: int) -> Row:
+    """The CPU variant's sources for a machine whose torch is not there to link with."""
+    start = time.monotonic()
+    variant, cache = plan.variant("cpu"), OUT / ".cache" / machine
     with ThreadPoolExecutor(jobs) as pool:
         tasks = {
             source: pool.submit(
-                compile.cross_compile, variant, section, source, cxx, OUT / f".cache/aarch64/{section.name}/{source}.o"
+                compile.cross_compile, variant, section, source, cxx, without, cache / section.name / f"{source}.o"
             )
             for section in variant.sections
             for source in section.sources
@@ -87,7 +96,7 @@ def aarch64(jobs: int) -> Row:
     errors = [f"{source}: {task.exception()}" for source, task in tasks.items() if task.exception()]
     size = None if errors else sum(task.result() for task in tasks.values())
     findings = errors or ["compiled, not linked"]
-    return Row("cpu, aarch64", [], size, time.monotonic() - start, findings, bool(errors))
+    return Row(f"cpu, {machine}", [], size, time.monotonic() - start, findings, bool(errors))
 
 
 def cuda(version: str, jobs: int) -> Row:

@@ -6,6 +6,7 @@ A machine that slows down as it warms up, or is busy for a while, then slows all
 import contextlib
 import gc
 import platform
+import random
 import statistics
 import sys
 import time
@@ -27,13 +28,53 @@ def gpu_microseconds(run: Callable[[], object], iterations: int) -> tuple[float,
         for _ in range(iterations):
             run()
         torch.cuda.synchronize()
+    kernels = _kernels_of(trace)
+    return _busy(kernels) / iterations, len(kernels) / iterations
+
+
+def _kernels_of(trace: profile) -> list[tuple[float, float, str]]:
+    """Start, end and name of what ran on the GPU, in the order of the starts."""
     on_gpu = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((event.time_range.start, event.time_range.end) for event in on_gpu)
+    return sorted((event.time_range.start, event.time_range.end, event.name) for event in on_gpu)
+
+
+def _busy(kernels: list[tuple[float, float, str]]) -> float:
     busy, reached = 0.0, float("-inf")
-    for start, end in spans:
+    for start, end, _ in kernels:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy / iterations, len(spans) / iterations
+    return busy
+
+
+def gpu_microseconds_call_by_call(
+    calls: Mapping[Hashable, Callable[[], object]], rounds: int
+) -> dict[Hashable, dict[str, float]]:
+    """GPU busy time and number of kernels of a call: medians of single calls, each with one a round, in random order.
+
+    Products of large matrices make the GPU lower its clock, by up to 15% and for as long as it likes. Turns of several
+    calls each meet clocks of their own; here all calls meet the same.
+    """
+    marker = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    order = []
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(rounds):
+            for name in random.sample(list(calls), len(calls)):
+                torch.bitwise_not(marker, out=marker)  # nobody else uses this kernel: it tells where a call begins
+                calls[name]()
+                order.append(name)
+            torch.cuda.synchronize()
+    found: list[list] = []
+    for kernel in _kernels_of(trace):
+        if "bitwise_not" in kernel[2]:
+            found.append([])
+        elif found:
+            found[-1].append(kernel)
+    if len(found) != len(order):
+        raise RuntimeError(f"the profiler saw {len(found)} of {len(order)} calls")
+    samples = {name: [] for name in calls}
+    for name, kernels in zip(order, found, strict=True):
+        samples[name].append({"kernel_us": _busy(kernels), "kernels": len(kernels)})
+    return {name: _summary(of) for name, of in samples.items()}
 
 
 def synchronize() -> None:

@@ -42,16 +42,23 @@ def local_kernels() -> str:
 
 
 def loadable_build() -> Path:
-    """The local build, or its CPU variant where `kernels` would look for a CUDA variant that can run nothing.
+    """The local build, or its CPU variant where `kernels` would look for another that can run nothing, or is not there.
 
-    `kernels` goes by the installed torch, which from PyPI is built for CUDA, whether or not there is a GPU; and layers
-    cannot be asked for with a backend.
+    `kernels` goes by the installed torch, which from PyPI is built for CUDA, whether or not there is a GPU, and on Macs
+    for Metal; and layers cannot be asked for with a backend.
     """
     import torch
 
-    if torch.version.cuda is None or torch.cuda.is_available():
-        return BUILD
-    return next(BUILD.glob(f"torch*-cpu-{platform.machine()}-*"), BUILD)
+    without_gpu = torch.version.cuda is not None and not torch.cuda.is_available()
+    if without_gpu or torch.backends.mps.is_available():
+        return next(BUILD.glob(f"torch*-cpu-{machine()}"), BUILD)
+    return BUILD
+
+
+def machine() -> str:
+    """This machine as variants have it at the end of their names: x86_64-linux, aarch64-linux, aarch64-darwin."""
+    cpu = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    return f"{cpu}-{platform.system().lower()}"
 
 
 if __name__ == "__main__":

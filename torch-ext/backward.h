@@ -84,6 +84,8 @@ struct NoKernel {
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
 //   add_mm(out, a, b)            out += a b
+//   batches(weight)              whether two products that make gradients of such weights take less time as one batch
+//   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
@@ -170,13 +172,20 @@ class Backward {
     }();
     if (both) both.launch(flat(*dx));
     if (dx && !both) add_to_input(*dx, *dgate, weight, &Backend::mm);
-    if (needs(kWeight)) found_[kWeight] = of_weight(*dgate, x_, weight);
+    const bool batched = needs(kWeight) && needs(kUpWeight) && batches(weight, *up_weight);
+    if (batched) {
+      Tensor first = new_dense(weight, weight.sizes()), second = new_dense(weight, weight.sizes());
+      Backend::mm_both(first, second, *dgate, *dup, x_);
+      found_[kWeight] = first;
+      found_[kUpWeight] = second;
+    }
+    if (needs(kWeight) && !batched) found_[kWeight] = of_weight(*dgate, x_, weight);
     if (needs(kBias)) found_[kBias] = of_bias(*dgate);
     dgate.reset();
     if (in_place) release(gate);
     if (up) {
       if (dx && !both) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
-      if (needs(kUpWeight)) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
+      if (needs(kUpWeight) && !batched) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
       if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
       dup.reset();
       if (in_place) release(*up);
@@ -229,10 +238,20 @@ class Backward {
     }
   }
 
+  static bool has_gaps(const Tensor& weight) { return weight.stride(1) != 1 || weight.stride(0) != weight.size(1); }
+
+  // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
+  // the same time, which must not be more memory than hidden_gradients has needed.
+  bool batches(const Tensor& weight, const Tensor& up_weight) const {
+    const int64_t out = weight.size(0), in = weight.size(1);
+    return x_.size(0) * (out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
+           Backend::batches(weight);
+  }
+
   // grad^T x in the layout that autograd gives it: row by row for a weight without gaps, else transposed.
   Tensor of_weight(const Tensor& grad, const Tensor& x, const Tensor& weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
-    if (weight.stride(1) != 1 || weight.stride(0) != in) {
+    if (has_gaps(weight)) {
       const Tensor result = new_dense(weight, {in, out});
       Backend::mm(result, transposed(x), grad);
       return transposed(result);

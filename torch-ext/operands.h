@@ -106,6 +106,13 @@ inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tens
                   "top_k_weights must be of a floating dtype");
 }
 
+// The router of a mixture: torch_binding.h has its shapes.
+inline void check_router(const Tensor& x, const Tensor& weight, int64_t top_k) {
+  STD_TORCH_CHECK(x.dim() == 2, "x must be [tokens, in]");
+  check_weight(weight, "weight", x.size(1), x);
+  STD_TORCH_CHECK(0 < top_k && top_k <= weight.size(0), "top_k must be between 1 and the number of experts");
+}
+
 inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -113,11 +120,12 @@ inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayR
   return strides;
 }
 
-// An uninitialised tensor of the dtype and on the device of `like`, without the cost of a dispatched op.
+// An uninitialised tensor on the device of `like`, and of its dtype or another, without the cost of a dispatched op.
 inline Tensor new_strided(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                          const std::vector<int64_t>& strides) {
-  int32_t dtype = 0, device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+                          const std::vector<int64_t>& strides,
+                          std::optional<torch::headeronly::ScalarType> of = std::nullopt) {
+  int32_t dtype = of ? static_cast<int32_t>(*of) : 0, device_type = 0;
+  if (!of) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype, device_type,
@@ -125,8 +133,9 @@ inline Tensor new_strided(const Tensor& like, torch::headeronly::IntHeaderOnlyAr
   return Tensor(handle);
 }
 
-inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  return new_strided(like, sizes, dense_strides(sizes));
+inline Tensor new_dense(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
+  return new_strided(like, sizes, dense_strides(sizes), dtype);
 }
 
 }  // namespace fused_mlp

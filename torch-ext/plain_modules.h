@@ -22,7 +22,7 @@ namespace fused_mlp {
 //   joined(heads, tails, tail, head, x) -> (Tensor, half of the tail) | None
 //     The same for an MLP whose halves are two modules, up to what its last projection gives. The dictionaries hold
 //     halves by forwards, a half being a tuple that begins with (forward, names): of a head (pattern, names of
-//     projections, name of the activation), of a tail (name of the projection, names of what comes before it), or None.
+//     projections, name of the activation), of a tail (name of the projection, names of dropout in it), or None.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

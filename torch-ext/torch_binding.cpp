@@ -27,6 +27,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float? limit, float up_offset) -> Tensor");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def(
+      "top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
+  ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
       "Tensor down_weight, int activation) -> (Tensor, Tensor, Tensor)");
   ops.def(
@@ -66,6 +68,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
+  ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
 #if defined(CUDA_KERNEL)
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));

@@ -1,7 +1,8 @@
 // The epilogue of the product dy W, the gradient of the hidden values: it becomes the gradients of gate and up in
 // registers, and is never stored. What the forward kept comes through slots of shared memory, which a thread beside the
 // producer of each warpgroup fills steps ahead and across tiles: 64 rows of gate and up, kStepN columns at a time. Each
-// warp puts the results of its 16 rows, and the hidden values, into buffers of its own, and the TMA stores them.
+// warp writes the gradients of its 16 rows over what they are made of, the hidden values into a buffer of its own, and
+// the TMA stores both. A slot is free for the next load when it has done so.
 //
 // Rows that are grouped by weights are each multiplied by a number, which the products around this one leave out.
 #pragma once
@@ -69,31 +70,32 @@ struct GradientRows {
   __device__ __forceinline__ void end(int) {}
 };
 
-// The gradients of 16 columns of a step, and the hidden values.
-struct GradientColumns {
-  uint32_t gate[4], value[4], up[4];
-};
+__device__ __forceinline__ void store_columns(uint32_t address, const uint32_t (&columns)[4]) {
+  store_matrix_x4(address, columns[0], columns[1], columns[2], columns[3]);
+}
 
-// They are made of those in `gradient`, and of what lies at `gate` and `up`.
+// Writes over 16 columns of gate and up their gradients, made of those in `gradient`, and leaves the hidden values in
+// `values`.
 template <typename Gemm, Activation A>
-__device__ __forceinline__ GradientColumns differentiate(const float* gradient, uint32_t gate, uint32_t up,
-                                                         GradientRows<Gemm>& rows) {
+__device__ __forceinline__ void differentiate(const float* gradient, uint32_t gate, uint32_t up, uint32_t (&values)[4],
+                                              GradientRows<Gemm>& rows) {
   using Element = typename Gemm::Element;
-  GradientColumns columns;
-  load_matrix_x4(gate, columns.gate);
-  if constexpr (Gemm::kOfUp) load_matrix_x4(up, columns.up);
+  uint32_t gates[4], ups[4];
+  load_matrix_x4(gate, gates);
+  if constexpr (Gemm::kOfUp) load_matrix_x4(up, ups);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 at_gate = unpack<Element>(columns.gate[i]);
-    const float2 at_up = Gemm::kOfUp ? unpack<Element>(columns.up[i]) : make_float2(1.0f, 1.0f);
+    const float2 at_gate = unpack<Element>(gates[i]);
+    const float2 at_up = Gemm::kOfUp ? unpack<Element>(ups[i]) : make_float2(1.0f, 1.0f);
     GluGradient<A> low(gradient[2 * i], at_gate.x, at_up.x), high(gradient[2 * i + 1], at_gate.y, at_up.y);
     rows.take(i % 2, gradient[2 * i], low);
     rows.take(i % 2, gradient[2 * i + 1], high);
-    columns.gate[i] = rows.kept(i % 2, round_pair<Element>(low.gate, high.gate));
-    columns.up[i] = rows.kept(i % 2, round_pair<Element>(low.up, high.up));
-    columns.value[i] = rows.kept(i % 2, round_pair<Element>(low.value, high.value));
+    gates[i] = rows.kept(i % 2, round_pair<Element>(low.gate, high.gate));
+    ups[i] = rows.kept(i % 2, round_pair<Element>(low.up, high.up));
+    values[i] = rows.kept(i % 2, round_pair<Element>(low.value, high.value));
   }
-  return columns;
+  store_columns(gate, gates);
+  if constexpr (Gemm::kOfUp) store_columns(up, ups);
 }
 
 // Stores what the gradients in the accumulators make, for the warp's rows of the tile, 16 of every 64. Leaves the
@@ -108,35 +110,36 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
   GradientRows<Gemm> rows(args, tile);
   const int consumer = warp / 4;
   const uint32_t offset = store_offset<Gemm>();
-  const auto store_columns = [](uint32_t address, const uint32_t (&columns)[4]) {
-    store_matrix_x4(address, columns[0], columns[1], columns[2], columns[3]);
+  uint32_t stored = 0;  // the barrier of the slot before, which the TMA reads
+  const auto release = [&] {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(stored);
   };
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, at.advance()) {
     const int row = tile.row + warp_row + Steps::row(step), column = tile.column + Steps::column(step);
     if (step % Steps::kOfRow == 0) rows.begin(row);
-    const uint32_t gate = shared.slot(consumer, at.stage) + warp % 4 * Gemm::kBoxBytes + offset;
-    uint32_t store = 0;  // of gate's gradient; behind it come the value, and up's gradient
+    const uint32_t gate = shared.slot(consumer, at.stage) + warp % 4 * Gemm::kBoxBytes;
+    const uint32_t up = gate + Gemm::kSlotBytes / 2;
+    uint32_t values[kCount / 8][4];
     mbarrier_wait(shared.slot_full(consumer, at.stage), at.parity);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 8) {
-      const GradientColumns columns =
-          differentiate<Gemm, A>(&accumulator[0][i], gate ^ i * 4, (gate + Gemm::kSlotBytes / 2) ^ i * 4, rows);
-      if (i == 0) store = next_buffer<Gemm>(shared.store(warp), buffer);
-      const uint32_t to = (store + offset) ^ i * 4;
-      store_columns(to, columns.gate);
-      store_columns(to + Gemm::kBoxBytes, columns.value);
-      if constexpr (Gemm::kOfUp) store_columns(to + 2 * Gemm::kBoxBytes, columns.up);
+    for (int i = 0; i < kCount / 8; ++i) {
+      const uint32_t gate_columns = (gate + offset) ^ i * 32, up_columns = (up + offset) ^ i * 32;
+      differentiate<Gemm, A>(&accumulator[0][i * 8], gate_columns, up_columns, values[i], rows);
     }
+    const uint32_t value = next_buffer<Gemm>(shared.store(warp), buffer);
+    if (step > 0) release();
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) store_columns((value + offset) ^ i * 32, values[i]);
     fence_shared_to_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(shared.slot_empty(consumer, at.stage));
-      tma_store(&args.gate_gradient, store, column, row);
-      if (args.stores_value) tma_store(&args.out, store + Gemm::kBoxBytes, column, row);
-      if (Gemm::kOfUp) tma_store(&args.up_gradient, store + 2 * Gemm::kBoxBytes, column, row);
+      tma_store(&args.gate_gradient, gate, column, row);
+      if (args.stores_value) tma_store(&args.out, value, column, row);
+      if (Gemm::kOfUp) tma_store(&args.up_gradient, up, column, row);
       tma_store_commit();
     }
+    stored = shared.slot_empty(consumer, at.stage);
     if (step % Steps::kOfRow == Steps::kOfRow - 1) rows.end(row);
     // The next step's accumulators, where the loop's body wants them.
 #pragma unroll
@@ -146,6 +149,8 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
           accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];
     }
   }
+  if (threadIdx.x % 32 == 0) tma_store_wait_read<0>();
+  if (steps > 0) release();
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

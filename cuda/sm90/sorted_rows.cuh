@@ -10,6 +10,7 @@ namespace fused_mlp::sm90 {
 constexpr int kSortThreads = 1024;
 constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
 constexpr int kSortLoads = 8;    // of slots that a thread counts, at once
+constexpr int kSortChunks = 4;   // of 16 bytes of a row, that a thread copies at once
 
 struct SortedRows {
   int next[kMaxGroupedExperts];   // at first an expert's slots before the CTA's part, then the row of its next slot
@@ -78,6 +79,35 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.count = blocks;
 }
 
+// Copies the rows of the slots of a part. A warp reads a token's row once, kSortChunks columns of it for each lane, and
+// writes it for each of its slots.
+__device__ __forceinline__ void copy_rows(const RowSort& args, const SortedRows& sorted, int begin, int end) {
+  const int top_k = args.routes.top_k;
+  const int chunks = static_cast<int>(args.k / 8);
+  const int parts = (chunks + 32 * kSortChunks - 1) / (32 * kSortChunks);
+  const int first_token = begin / top_k, tokens = (end - 1) / top_k - first_token + 1;
+  for (int i = threadIdx.x / 32; i < tokens * parts; i += kSortThreads / 32) {
+    const int token = first_token + i / parts;
+    const int first = i % parts * 32 * kSortChunks + static_cast<int>(threadIdx.x % 32);
+    const auto* from =
+        reinterpret_cast<const uint4*>(static_cast<const char*>(args.x.data) + int64_t{token} * args.x.row_stride * 2);
+    uint4 columns[kSortChunks];
+#pragma unroll
+    for (int j = 0; j < kSortChunks; ++j) {
+      if (first + 32 * j < chunks) columns[j] = __ldg(from + first + 32 * j);
+    }
+    for (int slot = max(token * top_k, begin); slot < min((token + 1) * top_k, end); ++slot) {
+      const int row = sorted.rows[slot - begin];
+      if (row < 0) continue;
+      auto* to = reinterpret_cast<uint4*>(static_cast<char*>(args.sorted) + int64_t{row} * args.k * 2);
+#pragma unroll
+      for (int j = 0; j < kSortChunks; ++j) {
+        if (first + 32 * j < chunks) to[first + 32 * j] = columns[j];
+      }
+    }
+  }
+}
+
 // Every CTA does a few experts: writes down their rows, and sets to zero what follows these.
 __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRows& sorted) {
   for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
@@ -112,7 +142,6 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
     pad_experts(args, sorted);
   }
 
-  const int chunks = static_cast<int>(args.k / 8);
   for (int part = begin; part < end; part += args.part) {
     const int count = min(args.part, end - part);
     __syncthreads();  // the rows of the last part are read
@@ -128,13 +157,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x / 32; i < count; i += kSortThreads / 32) {
-      if (sorted.rows[i] < 0) continue;
-      const auto* from = reinterpret_cast<const uint4*>(static_cast<const char*>(args.x.data) +
-                                                        (part + i) / args.routes.top_k * args.x.row_stride * 2);
-      auto* to = reinterpret_cast<uint4*>(static_cast<char*>(args.sorted) + int64_t{sorted.rows[i]} * args.k * 2);
-      for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) to[chunk] = __ldg(from + chunk);
-    }
+    copy_rows(args, sorted, part, part + count);
   }
 #endif
 }

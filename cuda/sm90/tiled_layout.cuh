@@ -113,11 +113,11 @@ struct TiledGemm {
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
-  // A gradient's buffers hold a step of each of its results: of gate's, of the value, and of up's.
-  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element) * (kGradient ? kOfUp ? 3 : 2 : 1);
-  // What a gradient is made of comes through slots. One holds a step of gate, and of up, for a warpgroup's 64 rows.
+  static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
+  // What a gradient is made of comes through slots, and leaves through them as the gradient. One holds a step of gate,
+  // and of up, for a warpgroup's 64 rows.
   static constexpr int kSlotRows = 64;
-  static constexpr int kSlots = kGradient ? 2 : 0;
+  static constexpr int kSlots = kGradient ? 3 : 0;
   static constexpr int kSlotBytes = kGradient ? kSlotRows * kStepN * sizeof(Element) * (kOfUp ? 2 : 1) : 0;
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
@@ -130,7 +130,7 @@ struct TiledGemm {
   static constexpr int kLeastBuffers = kGradient ? 1 : at_most(2, kStoresOfTile);
   static constexpr int kStages = at_most(8, (kSharedBudget - kLeastBuffers * kBufferBytes) / kStageBytes);
   static constexpr int kStoreBuffers =
-      at_most(at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
+      at_most(kGradient ? 1 : at_most(4, kStoresOfTile), (kSharedBudget - kStages * kStageBytes) / kBufferBytes);
   static constexpr int kSharedBytes = 227 * 1024 - kSharedBudget + kStages * kStageBytes + kStoreBuffers * kBufferBytes;
   static_assert(kStageBytes % kAlignment == 0, "the swizzle repeats every 1024 bytes, at which every stage must begin");
   static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from . import mach_o
+
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
+MACOS = "26.0"  # what kernel-builder, as flake.lock has it, builds for
 
 
 @dataclass(frozen=True)
@@ -27,24 +30,37 @@ class Check:
 
 
 def check(extension: Path) -> list[Check]:
-    python = manylinux = None
+    file = None
     if find_spec("kernel_abi_check") is not None:
         from kernel_abi_check import ObjectFile
 
         file = ObjectFile(extension)
-        python = [symbol.name for symbol in file.check_python_abi(PYTHON_ABI)]
-        manylinux = [f"{symbol.name}@{symbol.dep}_{symbol.version}" for symbol in file.check_manylinux(MANYLINUX)]
+    python = file and [symbol.name for symbol in file.check_python_abi(PYTHON_ABI)]
     return [
         Check(f"Python {PYTHON_ABI} ABI", python),
         Check("torch stable ABI", _unstable_torch_symbols(extension)),
-        Check(MANYLINUX, manylinux, excuse=" (they come with this machine's C library; releases link an older one)"),
+        _macos(file) if mach_o.is_one(extension) else _manylinux(file),
     ]
+
+
+def _manylinux(file) -> Check:
+    found = file and [f"{symbol.name}@{symbol.dep}_{symbol.version}" for symbol in file.check_manylinux(MANYLINUX)]
+    return Check(MANYLINUX, found, excuse=" (they come with this machine's C library; releases link an older one)")
+
+
+def _macos(file) -> Check:
+    return Check(f"macOS {MACOS}", file and [str(found) for found in file.check_macos(MACOS)])
 
 
 def _unstable_torch_symbols(extension: Path) -> list[str]:
     # torch's C++ API outside torch::stable changes with its version. kernel-builder checks for this; the Python package
     # of its checker does not.
-    command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(extension)]
-    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = [symbol.split(maxsplit=1)[1] for symbol in symbols]
+    if mach_o.is_one(extension):  # which not every nm reads
+        symbols = mach_o.undefined_symbols(extension)
+        command = ["c++filt", *(name.removeprefix("_") for name in symbols)]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    else:
+        command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(extension)]
+        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        names = [symbol.split(maxsplit=1)[1] for symbol in symbols]
     return [name for name in names if re.match(r"(\w+ for )?(at|c10|torch)::(?!stable::)", name)]

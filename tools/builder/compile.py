@@ -23,6 +23,7 @@ FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-DPy_LIMITED_API=0x03090000"]
 # -fno-gnu-unique: two builds in one process must not share the statics of inline functions.
 # GCC 12 takes the inside of an empty std::optional for uninitialized.
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wno-maybe-uninitialized"]
+NOT_OF_CLANG = {"-fno-gnu-unique", "-Wno-maybe-uninitialized"}
 # No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
 
@@ -52,11 +53,15 @@ def check_syntax(variant: Variant, section: Section, source: str, includes: list
         raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))
 
 
-def cross_compile(variant: Variant, section: Section, source: str, cxx: str, out: Path) -> int:
-    """Compiles a C++ file with the compiler of another machine, whose torch is not there to link. Returns the bytes."""
-    compiler = _Compiler(variant, cxx, None, toolchain.torch(variant.stable_abi), 1)
+def cross_compile(variant: Variant, section: Section, source: str, cxx: list[str], without: set[str], out: Path) -> int:
+    """Compiles a C++ file with the compiler of another machine, whose torch is not there to link. Returns the bytes.
+
+    `without` are the flags that this compiler does not know.
+    """
+    compiler = _Compiler(variant, cxx[0], None, toolchain.torch(variant.stable_abi), 1)
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [*compiler.object(section, source), "-c", source, "-o", str(out)]
+    first, *flags = compiler.object(section, source)
+    command = [first, *cxx[1:], *(flag for flag in flags if flag not in without), "-c", source, "-o", str(out)]
     result = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(next((line for line in result.stderr.splitlines() if "error" in line), result.stderr))

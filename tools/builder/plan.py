@@ -1,7 +1,6 @@
 """What a variant is built from, read from build.toml."""
 
 import hashlib
-import platform
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ def variant(backend: str, nvcc: Nvcc | None = None, only_archs: frozenset[str] =
     abi = stable_abi.replace(".", "")
     return Variant(
         backend=backend,
-        label=f"torch-stable-abi{abi}-{compute}-{platform.machine()}-{platform.system().lower()}",
+        label=f"torch-stable-abi{abi}-{compute}-{project.machine()}",
         stable_abi=stable_abi,
         id=f"_{project.python_name()}_{backend}_{_fingerprint(sections)}",
         sections=tuple(sections),

@@ -1,4 +1,4 @@
-"""CUDA toolkits from PyPI, each in a folder of its own: several versions side by side, no GPU and no root needed."""
+"""Compilers from PyPI, each in a folder of its own: several versions of CUDA side by side, without a GPU or root."""
 
 import re
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import project
 
+from .abi import MACOS
 from .toolchain import BuildError
 
 REQUIREMENTS = project.ROOT / "requirements"
@@ -21,14 +22,26 @@ def versions() -> list[str]:
 
 def install(version: str, folder: Path) -> Path:
     """Makes `folder` that toolkit, unless it is, and returns the folder in it where its parts lie."""
-    requirements = REQUIREMENTS / f"cuda{version.replace('.', '')}.txt"
+    _install(f"cuda{version.replace('.', '')}", folder)
+    libraries = folder / "nvidia/cu13/lib"
+    if libraries.is_dir() and not libraries.with_name("lib64").exists():
+        libraries.with_name("lib64").symlink_to("lib")  # where the nvcc of 13.0 looks
+    return folder / "nvidia"
+
+
+def macos_compiler(folder: Path) -> list[str]:
+    """clang with the headers of macOS, as the packagers of Zig ship it, installed into `folder`."""
+    _install("macos", folder)
+    return [str(folder / "ziglang/zig"), "c++", "-target", f"aarch64-macos.{MACOS}"]
+
+
+def _install(name: str, folder: Path) -> None:
+    """What requirements/<name>.txt asks for, unless it is there."""
+    requirements = REQUIREMENTS / f"{name}.txt"
     installed = folder / requirements.name
     if not installed.is_file() or installed.read_text() != requirements.read_text():
         shutil.rmtree(folder, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         if subprocess.run([*pip, "-r", str(requirements)]).returncode != 0:
-            raise BuildError(f"CUDA {version} was not installed: pip's messages are above")
-        if (libraries := folder / "nvidia/cu13/lib").is_dir():
-            libraries.with_name("lib64").symlink_to("lib")  # where the nvcc of 13.0 looks
+            raise BuildError(f"what {requirements.name} asks for was not installed: pip's messages are above")
         shutil.copyfile(requirements, installed)
-    return folder / "nvidia"

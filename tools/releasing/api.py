@@ -9,8 +9,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 import project
 
 RULE = (
@@ -58,6 +56,8 @@ def _function(name: str, function) -> Iterator[str]:
 
 
 def _layers(module: ModuleType) -> Iterator[str]:
+    import torch  # takes seconds, and publishing needs none of it
+
     for name in sorted(module.__all__):
         layer = getattr(module, name)
         flags = [
@@ -75,6 +75,8 @@ def _activations(package: str) -> list[str]:
 
 
 def _ops(namespace: str) -> list[str]:
+    import torch
+
     # The namespace is the build's own; what stands in it is not.
     schemas = [str(schema) for schema in torch._C._jit_get_all_schemas()]
     return sorted(schema.replace(f"{namespace}::", "ops.") for schema in schemas if schema.startswith(f"{namespace}::"))

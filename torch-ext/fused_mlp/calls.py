@@ -160,10 +160,15 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
     """The result of a call of ``experts_mlp`` that autograd follows, by one op each way; None where it has parts."""
+    return experts_training.run(given, form) if are_trained(given, form) else None
+
+
+def are_trained(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
+    """Whether autograd follows a call of ``experts_mlp`` that is one op each way."""
     x = given[0]
     if not autograd_follows(x, *given[2:]) or pointwise_reason(*given) is not None or autocasts(x):
-        return None
-    return None if experts_training.refusal(given, form) is not None else experts_training.run(given, form)
+        return False
+    return experts_training.refusal(given, form) is None
 
 
 def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[ModuleType]:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import calls, dispatch, functional, layers, operands, training
+from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import outcome, patching, report
@@ -112,9 +112,12 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
-    get_activation(activation)
+    form = experts.Form(get_activation(activation).code, *list(given.values())[7:])
     operands.check_experts_mlp(**given)
     x, gate_up_weight, down_weight = (given[name] for name in ("x", "gate_up_weight", "down_weight"))
+    if calls.are_trained(list(given.values())[:7], form):
+        reason = dispatch.reasoned("experts_mlp", x)[1]
+        return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; one op forward, and one backward")
     composed = calls.experts_reason(*list(given.values())[:7])
     if composed is not None:
         return Explanation("experts_mlp", "torch", composed)

@@ -29,6 +29,7 @@ training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 experts_mlp = ops.experts_mlp.default
+top_k_router = ops.top_k_router.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 
@@ -239,6 +240,13 @@ def _(
     given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
     operands.check_experts_mlp(*given, gated, interleaved, transposed, limit, up_offset)
     return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("top_k_router"))
+def _(x: Tensor, weight: Tensor, top_k: int, normalized: bool, narrow: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    tokens, dtype = x.shape[0], x.dtype if narrow else torch.float32
+    weights = x.new_empty((tokens, top_k), dtype=dtype)
+    return x.new_empty((tokens, weight.shape[0])), weights, x.new_empty((tokens, top_k), dtype=torch.int64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("training_forward"))

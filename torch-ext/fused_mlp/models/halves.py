@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
@@ -22,7 +21,7 @@ from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
-_is_compiling = torch.compiler.is_compiling
+_plain, _is_traced = shortcut.plain, shortcut.is_traced
 _call = shortcut._originals[nn.Linear, "__call__"]
 _forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
 _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
@@ -44,8 +43,8 @@ class Half(NamedTuple):
     A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, projections,
-    activation), of a tail (last projection, what comes before it). ``rest`` is a tail's forward, given what comes out
-    of its projection.
+    activation), of a tail (last projection, inactive modules). ``rest`` is a tail's forward from behind its projection
+    on, given what comes out of that, where these modules hand on what they are given.
     """
 
     forward: FunctionType
@@ -62,8 +61,8 @@ tails: Dict[Callable[..., Any], Half] = {}
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
-    if shortcut.plain is not None and not _is_compiling():
-        found = shortcut.plain.joined(heads, tails, tail, head, x)
+    if _plain is not None and not _is_traced():
+        found = _plain.joined(heads, tails, tail, head, x)
         if found is not None:
             return found[1].rest(tail, found[0], *rest, **named)
     first, last = running(head, heads), running(tail, tails)

@@ -9,7 +9,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, mixtures, obstacles, recognition, rewriting, shape
+from . import forwards, mixtures, obstacles, recognition, rewriting, routers, shape
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
@@ -81,11 +81,13 @@ class Outcome:
     pattern: str = ""
 
 
-def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Outcome:
+def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
     """How far the MLPs in fused methods of a module are fused."""
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return of_experts(module)
+    if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
+        return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
     reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
     full = any(mlp.projections for mlp in mlps)
@@ -100,14 +102,16 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
 
 
-_EXPERTS = "experts"
+_EXPERTS, _ROUTER = "experts", "router"
 
 
-def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Outcome:
+def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
     """That a module was left as it was, though these methods of it could be made."""
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return Outcome(NONE, (reason,), _EXPERTS)
+    if any(map(routers.is_fused, methods)):
+        return None
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import training
-from . import mixtures, outcome, rewriting, switching, verification
+from . import mixtures, outcome, rewriting, routers, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -59,7 +59,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
             found = _fuse(module, check, memory)
             if found is not None:
                 report.modules.append(of_module(path, module, found))
-            if found is not None and is_fused(module):
+            if is_fused(module):
                 report._restoring.append(partial(_restore, weakref.ref(module)))
     except BaseException:
         for module, methods in before:
@@ -122,7 +122,7 @@ def _plan_of(
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
     methods, unknown = switching.restored_in(module), ()
     if not methods:
-        methods = mixtures.fused_methods(module)
+        methods = mixtures.fused_methods(module) or routers.fused_methods(module)
     if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
@@ -134,9 +134,9 @@ def _plan_of(
     for name, method in methods.items():
         own = vars(module).get(name)
         own = getattr(own, "__func__", own)
-        if own not in (None, getattr(type(module), name)) and not (rewriting.is_fused(own) or mixtures.is_fused(own)):
+        if own not in (None, getattr(type(module), name)) and not _is_made(own):
             return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
-        if check is None:
+        if check is None or routers.is_fused(method):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)
@@ -145,6 +145,10 @@ def _plan_of(
         if words is not None:
             return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
     return methods, outcome.of_methods(module, methods.values())
+
+
+def _is_made(function: FunctionType) -> bool:
+    return rewriting.is_fused(function) or mixtures.is_fused(function) or routers.is_fused(function)
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:

@@ -24,7 +24,7 @@ from . import effects, forms, forwards, halves, obstacles, shortcut, sites, swit
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
-from .source import Instead, function_of, value_of, values_of
+from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -90,7 +90,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in forwards.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
-    found, original = [], function.__wrapped__
+    found, original = [], getattr(function, ORIGINAL)
     for site in getattr(function, _SITES):
         if isinstance(site, sites.Joint):
             found += _mlps_across(site, original, module)
@@ -145,7 +145,7 @@ def _role_of_layer(part: nn.Module) -> str:
         return sites.LAYER
     if all(obstacles.of_projection(child) is not None for child in part.children()):
         return sites.LAYER
-    forward = forward.__wrapped__ if forward in _made else forward
+    forward = getattr(forward, ORIGINAL) if forward in _made else forward
     callees = {text: values_of(node, forward, part) for text, node in _callees(forward).items()}
     return _half(forward, _roles(callees))
 
@@ -280,19 +280,17 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
         return sites.HEAD if halves.heads.get(made) is not None else sites.LAYER
-    tree = copy.deepcopy(effects.readable(forward))
-    start = sites.start_of(tree, _role_by_text(roles))
+    tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
+    start = sites.start_of(tree, role)
     if start is None:
         return sites.LAYER
     finished = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
-    functions = []
-    for instead in (finished, start.argument):
-        changed = copy.deepcopy((tree, start.node))
-        sites.replace(*changed, copy.deepcopy(instead))
-        functions.append(function_of(changed[0], forward, _NAMES))
-    parts = [_children(nodes, forward) for nodes in ((start.projection,), start.between)]
+    whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
+    function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
+    rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
+    parts = [_children(nodes, forward) for nodes in ((start.projection,), (*start.between, *behind))]
     names = None if None in parts else tuple(parts)
-    halves.tails[forward] = halves.Half(forward, names, start, *functions)
+    halves.tails[forward] = halves.Half(forward, names, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
 

@@ -7,23 +7,20 @@ but read; the op asks of them, and of the inputs, what there is to ask.
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from .. import dispatch, training
 from ..backends import native
-from . import experts, interface, obstacles, switching
+from . import experts, interface, obstacles, shortcut, switching
 from .recognition import activation_of
 
 # Bound once: a name of another module costs two look-ups more.
-_any_autocast, _tracing_state = torch._C._is_any_autocast_enabled, torch._C._get_tracing_state
-_is_transformed = torch._C._are_functorch_transforms_active
-_of_surroundings, _is_recording = obstacles.of_surroundings, training.is_recording
+_is_transformed, _is_recording = torch._C._are_functorch_transforms_active, training.is_recording
+_is_undisturbed = None if shortcut.plain is None else shortcut.plain.is_undisturbed  # which knows what to ask there
 _backends, _compute, _on_gpu = dispatch._open_blocks, native.experts_mlp, native.DEVICE_TYPE == "cuda"
 _Parameter, _state_of = nn.Parameter, object.__getattribute__
 
@@ -60,11 +57,8 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
     if (
         not (x.is_cuda if _on_gpu else x.is_cpu)
         or _backends[-1].name != "auto"
-        or _any_autocast()
         or _is_transformed()
-        or _tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or _of_surroundings() is not None
+        or not _is_undisturbed()
         or not _holds(settled, module, state)
     ):
         return None
@@ -150,6 +144,7 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
         return
     classes = [(original, name) for name in own if hasattr(original, name)] + [(original, "forward")]
     classes += [(act, "__class__") for act in activations]
+    classes += [(owner, name) for owner, name, _ in obstacles._ORIGINALS]
     classes += [(type(act), name) for act in activations for name in ("forward", "__call__")]
     _known.setdefault(module, {})[way] = _Settled(
         kind=type(module),
@@ -169,7 +164,7 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
 _ALWAYS = ("config", "num_experts", "_apply_gate", "parametrizations", switching.FUSED)
 
 # Values that stay what they are, and hold no module: what held it would keep it.
-_VALUES = (bool, int, float, str, type(None), FunctionType)
+_VALUES = (bool, int, float, str, type(None))
 
 
 def _is_plain(parameters: Dict[str, Any], name: str) -> bool:

@@ -24,7 +24,7 @@ from . import forms, forwards, obstacles, recognition
 from .pattern import Pattern
 from .switching import FUSED
 
-_is_compiling = torch.compiler.is_compiling  # bound once: a name of another module costs two look-ups more
+is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another module costs two look-ups more
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 
 
@@ -93,7 +93,7 @@ def fused(
     between: Tuple[Union[nn.Module, float], ...] = (),
 ) -> Tensor:
     """``forwards.fused`` of what ``act`` computes, by the short way where there is one."""
-    if plain is not None and not _is_compiling():  # Dynamo cannot look into compiled code
+    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(pattern, x, projections, act, between)
         if type(found) is tuple:
             found = _recorded_or_packed(pattern, *found)

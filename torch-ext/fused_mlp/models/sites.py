@@ -148,6 +148,12 @@ def replace(holder: ast.AST, old: ast.expr, new: ast.expr) -> ast.AST:
     return _Replacement(old, new).visit(holder)
 
 
+def without_passing(holder: ast.AST, role: Role) -> Tuple[ast.AST, List[ast.expr]]:
+    """The holder with the arguments of passing modules in the place of their calls; and these modules."""
+    taken = _Taken(role)
+    return taken.visit(holder), taken.modules
+
+
 def returned(function: ast.FunctionDef) -> Optional[ast.Call]:
     """The call whose result a function returns, if it does nothing else."""
     first, *statements = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
@@ -559,3 +565,15 @@ class _Replacement(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         return self.new if node is self.old else self.generic_visit(node)
+
+
+class _Taken(ast.NodeTransformer):
+    def __init__(self, role: Role) -> None:
+        self.role, self.modules = role, []
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not _is_call(node, self.role, PASSING):
+            return node
+        self.modules.append(node.func)
+        return node.args[0]

@@ -1,0 +1,124 @@
+"""The routers of mixtures: the choice of experts and their weights, as transformers computes them."""
+
+import copy
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mixtures
+
+MODELS = ["qwen3_moe", "qwen2_moe", "qwen3_vl_moe_text", "mixtral"]
+
+
+def routers(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def pair(fused_mlp, device, model_type="qwen3_moe", **options):
+    model = mixtures.build(model_type, num_hidden_layers=1, **options).to(device)
+    fused = copy.deepcopy(model)
+    report = fused_mlp.fuse_mlps(fused)
+    assert [entry.extent for entry in report.modules if entry.pattern == "router"] == ["full"]
+    return routers(model)[0], routers(fused)[0]
+
+
+def taken(fused_mlp, monkeypatch):
+    """The calls of the op from now on."""
+    module, calls = sys.modules[f"{fused_mlp.__name__}.models.routers"], []
+    op = module.native.top_k_router
+    monkeypatch.setattr(module.native, "top_k_router", lambda *given: calls.append(given) or op(*given))
+    return calls
+
+
+def assert_same(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-2 if got[1].dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+    assert torch.equal(got[2], expected[2])
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_routers(fused_mlp, device, monkeypatch, model_type, normalized):
+    plain, fused = pair(fused_mlp, device, model_type, norm_topk_prob=normalized)
+    calls = taken(fused_mlp, monkeypatch)
+    with torch.no_grad():
+        for rows in (1, 7, 300):
+            x = torch.randn(rows, 32, device=device)
+            assert_same(fused(x), plain(x))
+        x = torch.randn(2, 3, 64, device=device)[..., ::2]  # of more dimensions, and strided
+        assert_same(fused(x), plain(x))
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("experts", [8, 33, 128, 160, 512])
+def test_sizes(fused_mlp, device, experts):
+    """On a GPU in bfloat16 too, where many logits are equal, and torch chooses the first of them as well."""
+    plain, fused = pair(fused_mlp, device)
+    top_k = 8
+    for router in (plain, fused):
+        router.weight, router.top_k = nn.Parameter(torch.randn(experts, 32, device=device)), top_k
+    fused.weight.data.copy_(plain.weight.data)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(65, 32, device=device, dtype=dtype)
+        with torch.no_grad():
+            got, expected = fused.to(dtype)(x), plain.to(dtype)(x)
+        torch.testing.assert_close(got[1], expected[1], rtol=1e-2, atol=1e-6)
+        ours, theirs = (found[2].sort(-1).values for found in (got, expected))
+        assert torch.equal(ours, theirs)
+
+
+def test_equal_logits_and_no_numbers(fused_mlp, device):
+    plain, fused = pair(fused_mlp, device)
+    for router in (plain, fused):
+        router.weight.data.zero_()
+    with torch.no_grad():
+        _, weights, index = fused(torch.randn(3, 32, device=device))
+        assert torch.equal(index.cpu(), torch.tensor([[0, 1]]).expand(3, 2))
+        assert torch.allclose(weights, weights[:1, :1].expand(3, 2))
+        _, weights, index = fused(torch.full((1, 32), float("nan"), device=device))
+    assert weights.isnan().all() and index.unique().numel() == 2 and index.max() < 6
+
+
+def test_what_is_left(fused_mlp, device, monkeypatch):
+    """The forward as it was written: what autograd records, autocast, transforms, patches, another dtype."""
+    plain, fused = pair(fused_mlp, device)
+    calls, x = taken(fused_mlp, monkeypatch), torch.randn(5, 32, device=device)
+    gradients = []
+    for router in (plain, fused):
+        (weight,) = torch.autograd.grad(router(x)[1].square().sum(), router.weight)
+        gradients.append(weight)
+    assert torch.equal(*gradients)
+    with torch.no_grad():
+        with torch.autocast(device.type, torch.bfloat16):
+            assert_same(fused(x), plain(x))
+        assert_same(torch.func.vmap(fused)(x.view(1, 5, 32)), torch.func.vmap(plain)(x.view(1, 5, 32)))
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "softmax", lambda x, dtype=None, dim=-1: x.sigmoid())
+            assert_same(fused(x), plain(x))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(plain), "forward", lambda self, x: x * 2)
+            assert torch.equal(fused(x), x * 2)
+        for router in (plain, fused):
+            router.double()
+        assert_same(fused(x.double()), plain(x.double()))
+        assert not calls
+        for router in (plain, fused):
+            router.float().top_k = 3
+        assert_same(fused(x), plain(x))
+    assert len(calls) == 1
+
+
+def test_hooks_and_compilation(fused_mlp, device, monkeypatch):
+    plain, fused = pair(fused_mlp, device)
+    x, seen = torch.randn(5, 32, device=device), []
+    with torch.no_grad():
+        torch.compiler.reset()
+        assert_same(torch.compile(fused, fullgraph=True, backend="aot_eager")(x), plain(x))
+        fused.register_forward_hook(lambda module, given, out: seen.append(out[0]))
+        fused(x)
+    assert torch.equal(seen[0], plain(x)[0])

@@ -1,0 +1,174 @@
+"""Modules of experts whose op was decided: every change of what decided it is seen at the next call."""
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations import moe
+
+import mixtures
+
+
+def built(device):
+    model = mixtures.build("mixtral", num_hidden_layers=1).to(device)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def given(device):
+    generator = torch.Generator().manual_seed(3)
+    index = torch.tensor([[0, 1], [2, 3], [4, 5], [1, 1], [5, 0]])
+    x, weights = torch.randn(5, 32, generator=generator), torch.rand(5, 2, generator=generator)
+    return x.to(device), index.to(device), weights.to(device)
+
+
+def group(model):
+    return next(iter(mixtures.groups(model).values()))
+
+
+class Silu(nn.Module):
+    def forward(self, x):
+        return F.silu(x) * 3
+
+
+def with_activation(module):
+    module.act_fn = nn.GELU()
+
+
+def with_approximate_gelu(module):
+    module.act_fn = nn.GELU()
+    calls(module)
+    module.act_fn.approximate = "tanh"
+
+
+def with_hook(module):
+    module.act_fn.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def with_own_forward(module):
+    module.act_fn.forward = lambda x: x * 2
+
+
+def with_another_class(module):
+    module.act_fn.__class__ = Silu
+
+
+def with_own_gate(module):
+    module._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
+    module.config._experts_implementation = "grouped_mm"
+
+
+def with_weights(module):
+    module.down_proj = nn.Parameter(module.down_proj.detach() * 2)
+
+
+def with_data(module):
+    module.gate_up_proj.data = module.gate_up_proj.data * 2
+
+
+def with_a_tensor_in_front(module):
+    vars(module)["down_proj"] = module._parameters["down_proj"].detach() * 2
+
+
+def with_doubles(module):
+    module.double()
+
+
+def with_fewer_experts(module):
+    module.num_experts = 4
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, nn.Parameter(getattr(module, name).detach()[:4]))
+
+
+def with_implementation(module):
+    moe.ALL_EXPERTS_FUNCTIONS["of_a_test"] = lambda self, x, index, weights: x * 2
+    module.config._experts_implementation = "of_a_test"
+
+
+def with_another_function(module):
+    module.config._experts_implementation = "grouped_mm"
+    calls(module)
+    moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = lambda self, x, index, weights: x * 3
+
+
+CHANGES = [value for name, value in list(globals().items()) if name.startswith("with_")]
+
+
+def calls(module):
+    """What a module computes, by what is asked of it and by what was then decided."""
+    weight = module._parameters["gate_up_proj"]
+    x, index, weights = given(weight.device)
+    with torch.no_grad():
+        first, *others = (module(x.to(weight.dtype), index % module.num_experts, weights) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+@pytest.fixture
+def functions():
+    yield
+    moe.ALL_EXPERTS_FUNCTIONS._local_mapping.clear()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes(fused_mlp, device, functions, change):
+    model = built(device)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    torch.testing.assert_close(calls(group(fused)), calls(group(model)), rtol=1e-4, atol=1e-5)
+    change(group(fused))
+    got = calls(group(fused))
+    moe.ALL_EXPERTS_FUNCTIONS._local_mapping.clear()
+    change(group(model))
+    torch.testing.assert_close(got, calls(group(model)), rtol=1e-4, atol=1e-5)
+
+
+def test_patches(fused_mlp, device, monkeypatch):
+    """Of the class, of the class of its activation, and of functions of torch."""
+    model = built(device)
+    fused_mlp.fuse_mlps(model)
+    module, x = group(model), given(device)[0]
+    kind, expected = type(group(built(device))), calls(module)
+    for owner, name, patched, result in (
+        (kind, "forward", lambda self, x, index, weights: x * 7, x * 7),
+        (F, "silu", lambda x, inplace=False: x * 0, x * 0),
+        (type(module.act_fn), "forward", lambda self, x: x * 0, x * 0),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, patched)
+            assert torch.equal(calls(module), result)
+        torch.testing.assert_close(calls(module), expected)
+
+
+def test_training_behind_inference(fused_mlp, device):
+    model, gradients = built(device), []
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    for module in (group(model), group(fused)):
+        calls(module)
+        x, *others = given(device)
+        x.requires_grad_()
+        module(x, *others).sum().backward()
+        gradients.append((x.grad, module.down_proj.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_decided_once(fused_mlp, device, monkeypatch):
+    """The second call asks nothing of what the first one did; and nobody keeps a module for it."""
+    if device.type == "cuda":
+        pytest.skip("in float32 no kernel of a GPU takes experts")
+    model = built(device)
+    fused_mlp.fuse_mlps(model)
+    settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.{name}"] for name in ("settled", "experts"))
+    before = len(settled._known)
+    expected = calls(group(model))
+    assert len(settled._known) == before + 1
+    monkeypatch.setattr(experts, "of", None)
+    assert torch.equal(calls(group(model)), expected)
+    del model
+    gc.collect()
+    assert len(settled._known) == before
