@@ -148,7 +148,7 @@ class TrainedExperts {
 
  private:
   int64_t rows() const { return int64_t{blocks_} * kTiledBlock; }
-  int row_sum_parts() const { return static_cast<int>((hidden_ + kRowSumColumns - 1) / kRowSumColumns); }
+  int row_sum_parts() const { return static_cast<int>(hidden_ / kRowSumColumns); }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
   GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a) const {
