@@ -1,7 +1,9 @@
 """MLPs whose halves are two modules: one op for both; one after the other as soon as anything watches their calls."""
 
 import copy
+import functools
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -86,6 +88,77 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
         torch.manual_seed(0)
         assert_close(fused(x), expected)
     assert len(whole) == 1
+
+
+class Doubled(nn.Dropout):
+    def forward(self, input):
+        return 2 * input
+
+
+def hide_by_a_class_attribute(module, monkeypatch):
+    monkeypatch.setattr(type(module.output), "dense", nn.Linear(88, 32).to(module.output.dense.weight), raising=False)
+
+
+def take_the_hook_of_a_part(module, monkeypatch):
+    module.output.dropout.register_forward_hook(lambda *args: 2 * args[-1])
+
+
+CHANGES = {
+    "another dropout": lambda module, monkeypatch: setattr(module.output, "dropout", Doubled()),
+    "a hook of the dropout": take_the_hook_of_a_part,
+    "a weight": lambda module, monkeypatch: module.output.dense.weight.data.mul_(2),
+    "another parameter": lambda module, monkeypatch: setattr(
+        module.output.dense, "weight", nn.Parameter(torch.ones_like(module.output.dense.weight))
+    ),
+    "another projection": lambda module, monkeypatch: setattr(
+        module.intermediate, "dense", nn.Linear(32, 88, bias=False).to(module.output.dense.weight)
+    ),
+    "another activation": lambda module, monkeypatch: setattr(module.intermediate, "intermediate_act_fn", nn.SiLU()),
+    "a class attribute": hide_by_a_class_attribute,
+    "an attribute of the instance": lambda module, monkeypatch: vars(module.output).update(
+        dense=lambda hidden: hidden[..., :32]
+    ),
+    "a method of the class": lambda module, monkeypatch: monkeypatch.setattr(
+        Halves, "forward", lambda self, x: self.intermediate(x)
+    ),
+    "a forward of the class of a half": lambda module, monkeypatch: monkeypatch.setattr(
+        Output, "forward", lambda self, hidden_states, input_tensor: 3 * input_tensor
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(fused_mlp, device, monkeypatch, change):
+    """Whatever is changed after fusing counts at the next call, and what was changed back does too."""
+    _, fused = fused_pair(fused_mlp, device)
+    x = x_of(device)
+    with torch.no_grad():
+        CHANGES[change](fused, monkeypatch)
+        got = fused(x), fused(x)
+        expected = switched_back(copy.deepcopy(fused))(x)
+    assert_close(got[0], expected)
+    assert_close(got[1], expected)
+
+
+def switched_back(module):
+    """The module without anything fused: the classes say what its code is."""
+    for part in module.modules():
+        kind = next(kind for kind in type(part).__mro__ if kind in (Halves, Intermediate, Output) or kind is nn.Module)
+        if kind is not nn.Module:
+            part.__class__ = kind
+    return module
+
+
+def test_signatures_are_those_of_the_original(fused_mlp, device):
+    """transformers counts the arguments of a layer's method; wrappers take over what a function says of itself."""
+    module, fused = fused_pair(fused_mlp, device)
+    assert inspect.signature(fused.forward) == inspect.signature(module.forward)
+
+    @functools.wraps(fused.forward)
+    def wrapper(x):
+        return fused.forward(x)
+
+    assert inspect.signature(wrapper) == inspect.signature(module.forward)
 
 
 WATCHED = {

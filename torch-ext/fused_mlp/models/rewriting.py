@@ -24,7 +24,7 @@ from . import effects, forms, forwards, halves, obstacles, shortcut, sites, swit
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
-from .source import Instead, function_of, value_of, values_of
+from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -90,7 +90,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in forwards.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
-    found, original = [], function.__wrapped__
+    found, original = [], getattr(function, ORIGINAL)
     for site in getattr(function, _SITES):
         if isinstance(site, sites.Joint):
             found += _mlps_across(site, original, module)
@@ -145,7 +145,7 @@ def _role_of_layer(part: nn.Module) -> str:
         return sites.LAYER
     if all(obstacles.of_projection(child) is not None for child in part.children()):
         return sites.LAYER
-    forward = forward.__wrapped__ if forward in _made else forward
+    forward = getattr(forward, ORIGINAL) if forward in _made else forward
     callees = {text: values_of(node, forward, part) for text, node in _callees(forward).items()}
     return _half(forward, _roles(callees))
 

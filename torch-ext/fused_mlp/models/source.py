@@ -6,13 +6,14 @@ import __future__
 import ast
 import builtins
 import functools
-import inspect
 import linecache
 import warnings
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
+
+ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
 _INSTEAD, _METHOD, _GETATTR = "@instead", "@method", "@getattr"
@@ -153,11 +154,18 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
-    """A function that differs from the original in its code and its closure alone, and wraps it."""
+    """A function that differs from the original in its code and its closure alone.
+
+    It is no wrapper of the original, as ``functools.wraps`` would say: transformers asks for the signature of a layer's
+    method at every call, and is to find it as soon.
+    """
     made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
-    # transformers asks for the signature of a layer's method at every call: this one is ready.
-    made.__signature__ = inspect.signature(original)
-    return functools.update_wrapper(made, original, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        if hasattr(original, name):
+            setattr(made, name, getattr(original, name))
+    vars(made).update(vars(original))
+    setattr(made, ORIGINAL, original)
+    return made
 
 
 def _call_of_another(definition: ast.FunctionDef, instead: Instead) -> ast.stmt:
