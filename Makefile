@@ -19,7 +19,7 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix compat sanitize coverage demo profile bench tune lint format clean
+.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix emulate compat sanitize coverage demo profile bench tune lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,9 @@ release-dry-run: $(call installed,test) ## rehearse a release: clone, build, che
 
 matrix: $(call installed,bench) ## build for every version of CUDA in requirements/cuda*.txt, into build/matrix (no GPU needed)
 	$(python) tools/matrix.py
+
+emulate: $(call installed,bench) ## run the CPU variant for aarch64 under qemu (needs Debian and g++-aarch64-linux-gnu; 5 GB, an hour)
+	$(python) tools/emulate.py
 
 compat: $(call installed,bench) build ## build, then load it under every torch that it promises to run with (slow: several GB each)
 	$(python) tools/compat.py

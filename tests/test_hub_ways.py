@@ -333,17 +333,25 @@ torch.cuda.is_available = lambda: False
 """
 
 
-@pytest.fixture(params=["this torch", "a CUDA torch without a GPU"])
+TORCHS = ("this torch", "a CUDA torch without a GPU")
+
+
+@pytest.fixture(params=TORCHS)
 def with_torch(request, tmp_path):
     """The environment of a process."""
     chosen = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
-    if request.param == "this torch":
+    if request.param == TORCHS[0]:
         return chosen
     (tmp_path / "sitecustomize.py").write_text(CUDA_TORCH_WITHOUT_GPU)
     return chosen | {"PYTHONPATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# Under the other torch one for `kernels` and one for transformers: all of them find the build by the same lines.
+@pytest.mark.parametrize(
+    ("name", "with_torch"),
+    [*((name, TORCHS[0]) for name in EXAMPLES), ("kernelize", TORCHS[1]), ("kernel_config", TORCHS[1])],
+    indirect=["with_torch"],
+)
 def test_examples(name, with_torch):
     """Each runs as it is, from anywhere, and says at the end that the answers agree."""
     command = [sys.executable, EXAMPLES[name]]
