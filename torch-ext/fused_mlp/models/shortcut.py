@@ -49,6 +49,7 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
+            "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
             "known": _known,
@@ -59,6 +60,7 @@ if plain is not None:
             "blocks": dispatch._open_blocks,
             "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
+            "hiding_none": {},
             "quiet": (
                 torch._C._is_any_autocast_enabled,
                 torch._C._len_torch_dispatch_stack,
