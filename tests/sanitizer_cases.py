@@ -178,7 +178,7 @@ def fits(architecture: str, entry: tuple[str, ...]) -> bool:
         return True
     rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
     if entry[0] == "streamed":  # as in cuda/sm80/shape.h
-        weights = width * (2 if entry[1] == "Gated" else 1)
+        weights = width * (2 if "Gated" in entry else 1)
         behind = warps * min(rows, 16) * (weights + 4) * 4
     else:
         weights = width
