@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -84,10 +84,11 @@ class Clock:
         self.points -= 1
 
     def left_to_start(self) -> float:
-        return self.last_start - time.monotonic()
+        """Seconds in which to start a provider. One that was let in has one at least."""
+        return max(1.0, self.last_start - time.monotonic())
 
     def refusal(self) -> str | None:
-        return None if self.left_to_start() > 0 else "no time left"
+        return None if time.monotonic() < self.last_start else "no time left"
 
     def rounds(self, seconds: float, most: int) -> int:
         """How many rounds of that length there is time for; two at least."""
@@ -151,7 +152,7 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "providers": found, "left": left}
 
 
-def timed(steps: dict[str, Callable[[], object]], clock: Clock, given) -> dict[str, dict[str, float]]:
+def timed(steps: dict[Hashable, Callable[[], object]], clock: Clock, given) -> dict[Hashable, dict[str, float]]:
     """Each step's wall and CPU time in turns of `given.seconds`, and on a GPU its kernels' in turns of one step."""
 
     def iterations(step: Callable[[], object]) -> int:
@@ -185,7 +186,7 @@ def at_most(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1.0))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
@@ -213,7 +214,8 @@ def of_model(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> d
     reason = clock.refusal()
     if reason is None:
         try:
-            return training_models.figures(name, dtype, fused_mlp, given.copies, given.rounds, given.seconds)
+            take_turns = partial(timed, clock=clock, given=given)
+            return training_models.figures(name, dtype, fused_mlp, given.copies, take_turns)
         except Exception as error:  # the points that are there already are worth more than one that is not
             reason = words(error)
     return {"model": name, "shape": [], "dtype": str(dtype), "providers": {}, "left": {"all": reason}}

@@ -68,8 +68,8 @@ class Step:
         return loss.detach()
 
 
-def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, rounds: int, seconds: float) -> dict:
-    """The medians over fresh instances, which take turns, of each variant's figures."""
+def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: Callable[[dict], dict]) -> dict:
+    """The medians over fresh instances of each variant's figures, which `take_turns` finds for all of them."""
     steps: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
     memory, first = {}, {}
     for copy in range(copies):
@@ -80,7 +80,7 @@ def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, rounds: int, 
                 raise RuntimeError(f"{name}, {variant}: a loss of {first[variant]}, eager's is {first['eager']}")
             memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)
             step.optimizer.zero_grad()
-    taken = measure.compare(steps, rounds, seconds * 1e6)
+    taken = take_turns(steps)
     found = {}
     for variant, (saved, peak) in memory.items():
         of_copies = [taken[variant, copy] for copy in range(copies)]

@@ -44,17 +44,18 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
   const Tensor sorted = new_dense(x, {sorts ? slots : 0, rows.cols});
-  const Tensor lists =
-      new_dense(x, {sorts ? (routes.slots() + plan.row_tiles + 1) * 2 : 0});  // of int, in 16-bit elements
+  const Tensor lists = new_dense(
+      x, {sorts ? (routes.slots() + plan.row_tiles + 1 + 2 * routes.experts) * 2 : 0});  // of int, in 16-bit elements
   RowSort sort{routes, matrix(rows), rows.cols, plan.rows};
   if (sorts) {
     sort.sorted = sorted.mutable_data_ptr();
     sort.row_of_slot = static_cast<int*>(lists.mutable_data_ptr());
     sort.codes = sort.row_of_slot + routes.slots();
     sort.count = sort.codes + plan.row_tiles;
+    if (plan.loop == MainLoop::kTiled) sort.rows = reinterpret_cast<RowRange*>(sort.count + 1);
     first.gemm.a = {sort.sorted, rows.cols};
   }
-  for (GroupedProblem* problem : {&first, &second}) problem->blocks = {sort.codes, sort.count};
+  for (GroupedProblem* problem : {&first, &second}) problem->blocks = {sort.codes, sort.count, sort.rows};
   if (limit) first.limits.limit = static_cast<float>(*limit);
   first.limits.up_offset = static_cast<float>(up_offset);
   first.gemm.out.data = hidden.mutable_data_ptr();

@@ -71,7 +71,8 @@ class TrainedExperts {
     const Tensor to = new_rows(features_);
     RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
                  count_};
-    sort.training = {ranges_, weights_.const_data_ptr(), weight_type(weights_),
+    sort.rows = ranges_;
+    sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
     check(sm90::launch_row_sort(sort, multiprocessors_, stream_));
     return to;
@@ -124,7 +125,7 @@ class TrainedExperts {
     p.gemm.out = {out.mutable_data_ptr(), b.size(1)};
     p.outer = true;
     p.routes = routes_;
-    p.training.rows = ranges_;
+    p.blocks.rows = ranges_;
     p.training.experts = static_cast<int>(experts_);
     check(sm90::launch_product(p, multiprocessors_, stream_));
     return out;
@@ -143,7 +144,7 @@ class TrainedExperts {
     p.gemm.kind = kind;
     p.gemm.a = matrix(a);
     p.gemm.epilogue.activation = is_training(kind) ? activation_ : static_cast<int64_t>(Activation::kLinear);
-    p.blocks = {codes_, count_};
+    p.blocks = {codes_, count_, ranges_};
     return p;
   }
 

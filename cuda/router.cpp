@@ -24,10 +24,10 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
   const Tensor weights = narrow ? new_dense(x, {tokens, top_k}) : new_dense(x, {tokens, top_k}, ScalarType::Float);
   const Tensor index = new_dense(x, {tokens, top_k}, ScalarType::Long);
   if (tokens > 0) {
-    check(launch_choice({logits.const_data_ptr(), tokens, static_cast<int>(experts), static_cast<int>(top_k),
-                         normalized, dtype_of(x, "x"), narrow, weights.mutable_data_ptr(),
-                         static_cast<int64_t*>(index.mutable_data_ptr())},
-                        current_stream(x)));
+    check(launch_choice(
+        {logits.const_data_ptr(), tokens, static_cast<int>(experts), static_cast<int>(top_k), normalized,
+         dtype_of(x, "x"), narrow, weights.mutable_data_ptr(), static_cast<int64_t*>(index.mutable_data_ptr())},
+        current_stream(x)));
   }
   return {logits, weights, index};
 }

@@ -11,7 +11,8 @@ namespace fused_mlp {
 constexpr int kMaxRoutedExperts = 512;
 constexpr int kMaxChosen = 32;
 
-// The experts that tokens choose by the logits [tokens, experts]: those of the largest softmax, of equal ones the first.
+// The experts that tokens choose by the logits [tokens, experts]: those of the largest softmax, of equal ones the
+// first.
 struct Choice {
   const void* logits;
   int64_t tokens;

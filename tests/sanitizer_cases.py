@@ -227,6 +227,20 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
             )
 
 
+def routers(op) -> int:
+    """Calls of the router, behind cuBLAS's product; how many."""
+    cases = list(
+        itertools.product((1, 5, 130), ((3, 3), (33, 8), (128, 8), (512, 32)), (torch.float32, torch.bfloat16))
+    )
+    for rows, (experts, top_k), dtype in cases:
+        print(f"top_k_router: {rows} rows, {top_k} of {experts} experts, {dtype}", flush=True)
+        x, weight = (torch.randn(size, 64, device="cuda").to(dtype) for size in (rows, experts))
+        for narrow in (False, True):
+            op(x, weight, top_k, narrow, narrow)
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
 def run(tool: str) -> None:
     """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
     from kernels import get_kernel
@@ -255,6 +269,8 @@ def run(tool: str) -> None:
                     fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
+        if tool != "racecheck":
+            calls += routers(sys.modules[f"{fused_mlp.__name__}.backends.native"].top_k_router)
         for architecture, kernel, kind in training_kernels():
             with gemm_kernels.forced(fused_mlp, architecture, kernel):
                 for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed.expert_parallel import EpRouterParallel, MoEParamShard
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import mixtures
 from test_mixture_models import BOUND, IDS, error, logits, one_thread, states
@@ -139,6 +141,24 @@ def test_quantized(fused_mlp):
     assert not any(entry.pattern == "experts" for entry in report.fused)
 
 
+def test_weights_of_four_bits(fused_mlp):
+    """transformers' class for them is called by a router of its own: it is left, and the others are fused."""
+    model = mixtures.build("gpt_oss", intermediate_size=32)
+    model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
+    (left,) = fused_mlp.fuse_mlps(model).left
+    assert (left.class_name, left.reason) == ("Mxfp4GptOssExperts", "runs as it is: code in a form that is not known")
+    assert fused_mlp.explain(model.model.layers[1].mlp.experts).implementation == "fused"
+
+
+def test_experts_in_another_form(fused_mlp):
+    """DBRX's have their weights in a part of theirs, one under the other; the activation of JetMoe's is fused."""
+    dbrx, jetmoe = (fused_mlp.fuse_mlps(mixtures.build(name)) for name in ("dbrx", "jetmoe"))
+    assert {(left.class_name, left.reason) for left in dbrx.left} == {
+        ("DbrxExperts", "runs as it is: code in a form that is not known")
+    }
+    assert [(entry.class_name, entry.extent) for entry in jetmoe.modules] == [("JetMoeMoE", "pointwise")] * 2
+
+
 @pytest.fixture
 def mesh(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -167,6 +187,32 @@ def test_sharded(fused_mlp, mesh):
         assert fused_mlp.explain(part).implementation == "fused"
         parts.append(part(x, index, weights))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_expert_parallel(fused_mlp, mesh):
+    """What transformers' plan puts in the place of a forward is left; around a fused one, it shows it local weights."""
+
+    class Style(MoEParamShard):
+        def should_use_local_tensors(self, module):
+            return True
+
+    model, ids = mixtures.build("mixtral"), IDS
+    expected, fused = logits(model, ids), copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    for each in (model, fused):
+        for group in mixtures.groups(each).values():
+            style = Style(Shard(0), shards_expert_dim=True)
+            for name in ("gate_up_proj", "down_proj"):
+                style.shard_param(group, name, mesh)
+            style.install_forward(group, mesh)
+        for layer in each.model.layers:
+            EpRouterParallel().install_forward(layer.mlp.gate, mesh)
+    report = fused_mlp.fuse_mlps(model)
+    assert {(entry.class_name, entry.reason) for entry in report.modules} == {
+        ("MixtralExperts", "has a forward of its own")
+    }
+    for each in (model, fused):
+        assert error(logits(each, ids), expected) <= BOUND
 
 
 def test_surroundings(fused_mlp, device, monkeypatch):

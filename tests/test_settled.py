@@ -14,7 +14,8 @@ import mixtures
 
 
 def built(device):
-    model = mixtures.build("mixtral", num_hidden_layers=1).to(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # in float32 no kernel of a GPU takes experts
+    model = mixtures.build("mixtral", dtype, num_hidden_layers=1).to(device)
     model.set_experts_implementation("eager")
     return model
 
@@ -98,6 +99,11 @@ def with_another_function(module):
 CHANGES = [value for name, value in list(globals().items()) if name.startswith("with_")]
 
 
+def assert_near(got, expected):
+    bound = {"rtol": 2e-2, "atol": 2e-2} if got.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(got, expected, **bound)
+
+
 def calls(module):
     """What a module computes, by what is asked of it and by what was then decided."""
     weight = module._parameters["gate_up_proj"]
@@ -119,19 +125,20 @@ def test_changes(fused_mlp, device, functions, change):
     model = built(device)
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
-    torch.testing.assert_close(calls(group(fused)), calls(group(model)), rtol=1e-4, atol=1e-5)
+    assert_near(calls(group(fused)), calls(group(model)))
     change(group(fused))
     got = calls(group(fused))
     moe.ALL_EXPERTS_FUNCTIONS._local_mapping.clear()
     change(group(model))
-    torch.testing.assert_close(got, calls(group(model)), rtol=1e-4, atol=1e-5)
+    assert_near(got, calls(group(model)))
 
 
 def test_patches(fused_mlp, device, monkeypatch):
     """Of the class, of the class of its activation, and of functions of torch."""
     model = built(device)
     fused_mlp.fuse_mlps(model)
-    module, x = group(model), given(device)[0]
+    module = group(model)
+    x = given(device)[0].to(module.down_proj.dtype)
     kind, expected = type(group(built(device))), calls(module)
     for owner, name, patched, result in (
         (kind, "forward", lambda self, x, index, weights: x * 7, x * 7),
@@ -151,16 +158,17 @@ def test_training_behind_inference(fused_mlp, device):
     for module in (group(model), group(fused)):
         calls(module)
         x, *others = given(device)
-        x.requires_grad_()
+        x = x.to(module.down_proj.dtype).requires_grad_()
         module(x, *others).sum().backward()
         gradients.append((x.grad, module.down_proj.grad))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+    for mine, expected in zip(*reversed(gradients), strict=True):
+        assert_near(mine, expected)
 
 
 def test_it_is_decided_once(fused_mlp, device, monkeypatch):
     """The second call asks nothing of what the first one did; and nobody keeps a module for it."""
-    if device.type == "cuda":
-        pytest.skip("in float32 no kernel of a GPU takes experts")
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU: others have no kernels of experts")
     model = built(device)
     fused_mlp.fuse_mlps(model)
     settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.{name}"] for name in ("settled", "experts"))

@@ -88,6 +88,16 @@ def test_a_hopper_gpu_does_not_get_them_by_itself():
     assert "have never run on one of these" in DOCUMENT.read_text()
 
 
+@gpus
+def test_training_is_chosen_with_the_same_margin(predictor, gpu):
+    products = {name: 2 + number for number, name in enumerate(gemm_kernels.TRAINING)}  # as in cuda/gemm/problem.h
+    for k, n in WIDTHS:
+        for m in ROWS:
+            for name, number in products.items():
+                ours, microseconds, torch_microseconds = predictor.predict_training(gpu, number, m, n, k)
+                assert ours == (1.1 * microseconds <= torch_microseconds)
+
+
 @pytest.mark.parametrize("shape", predict.SHAPES, ids=str)
 def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
     """From descriptions of the devices, by the code that writes the record and the words for it."""

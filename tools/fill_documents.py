@@ -181,27 +181,32 @@ def models_machine() -> str:
     )
 
 
-TRAINED = ("compile", "gemms", "ours", "ours-recompute")
+# Those who train, as far as a run has them: their times, and of some the memory.
+TRAINED = ("compile", "liger", "liger-gemm", "liger-tiled", "checkpoint", "quack", "gemms", "ours", "ours-recompute")
+KEEPING = ("eager", "liger-tiled", "ours", "ours-recompute")
+TRAINED_HEADS = HEADS | {"liger-gemm": "LigerMLP", "liger-tiled": "Liger, tiled", "ours-recompute": "recomputing"}
 
 
 def training_table() -> str:
     """Eager's GPU and wall time in microseconds and memory in MiB; of the others their parts of these."""
+    results = run("h200-training")["results"]
+    present = {way for result in results for way in result["providers"]}
+    trained, keeping = ([way for way in ways if way in present] for ways in (TRAINED, KEEPING))
     rows = []
-    for result in run("h200-training")["results"]:
+    for result in results:
         times = result["providers"]
+        if not times:
+            continue
         eager, name = times["eager"], f"step of {result['model']}, " if "model" in result else ""
         row = [name + ", ".join(map(str, result["shape"])), f"{eager['kernel_us']:.0f} / {eager['wall_us']:.0f}"]
-        for provider in TRAINED:
-            row.append(
-                " / ".join(f"{times[provider][key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us"))
-                if provider in times
-                else ""
-            )
-        row += [f"{times[way]['saved']:.0f} / {times[way]['peak']:.0f}" for way in ("eager", "ours", "ours-recompute")]
+        for way in trained:
+            ratios = (f"{times[way][key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us") if way in times)
+            row.append(" / ".join(ratios))
+        row += [f"{times[way]['saved']:.0f} / {times[way]['peak']:.0f}" if way in times else "" for way in keeping]
         rows.append(row)
-    ways = (*(HEADS.get(way, way) for way in TRAINED[:-1]), "recomputing")
-    memory = (f"{way}, MiB" for way in ("eager", HEADS["ours"], "recomputing"))
-    return documents.table(("M, D, H", "eager, us", *ways, *memory), rows, left=1)
+    heads = (TRAINED_HEADS.get(way, way) for way in trained)
+    memory = (f"{TRAINED_HEADS.get(way, way)}, MiB" for way in keeping)
+    return documents.table(("M, D, H", "eager, us", *heads, *memory), rows, left=1)
 
 
 def training_machine() -> str:

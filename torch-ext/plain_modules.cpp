@@ -105,6 +105,19 @@ Answer are_unchanged(PyObject* triples) {
   return kYes;
 }
 
+// `pairs` hold a name and a value, or a name alone where there must be none.
+Answer are_items(PyObject* dictionary, PyObject* pairs) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(pairs); i < count; ++i) {
+    PyObject* pair = PyTuple_GetItem(pairs, i);
+    const Py_ssize_t size = PyTuple_Size(pair);
+    PyObject* name = size < 1 ? nullptr : PyTuple_GetItem(pair, 0);
+    PyObject* found = name == nullptr ? nullptr : item(dictionary, name);
+    if (PyErr_Occurred()) return kError;
+    if (found != (size == 1 ? nullptr : PyTuple_GetItem(pair, 1))) return kNo;
+  }
+  return kYes;
+}
+
 // Whether calling a module with this __dict__ runs the forward of its class and nothing else.
 Answer is_bare(PyObject* state) {
   for (PyObject* name : names().hooks) {
@@ -352,6 +365,14 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
 
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
 
+PyObject* py_are_items(PyObject*, PyObject* given) {
+  PyObject *dictionary, *pairs;
+  if (!PyArg_ParseTuple(given, "O!O!", &PyDict_Type, &dictionary, &PyTuple_Type, &pairs)) return nullptr;
+  return boolean(are_items(dictionary, pairs));
+}
+
+PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
+
 PyObject* py_fused(PyObject*, PyObject* given) {
   PyObject *pattern, *x, *projections, *act, *between;
   if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
@@ -372,6 +393,8 @@ PyMethodDef plain_module_methods[] = {
     {"configure", py_configure, METH_O, nullptr},
     {"is_bare", py_is_bare, METH_O, nullptr},
     {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
+    {"are_items", py_are_items, METH_VARARGS, nullptr},
+    {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

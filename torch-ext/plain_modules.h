@@ -14,6 +14,10 @@ namespace fused_mlp {
 //     Whether calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
 //   is_undisturbed() -> bool
 //     Whether nothing that the settings name watches or changes every call.
+//   are_items(dictionary, pairs) -> bool
+//     Whether each name in the tuple stands for its value in the dictionary, or for none if it is alone there.
+//   are_unchanged(triples) -> bool
+//     Whether each attribute (owner, name, value) is still that object. Raises AttributeError where it is gone.
 //   fused(pattern, x, projections, act, between) -> Tensor | tuple | None
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,

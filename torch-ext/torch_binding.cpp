@@ -26,8 +26,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
-  ops.def(
-      "top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
+  ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
       "Tensor down_weight, int activation) -> (Tensor, Tensor, Tensor)");

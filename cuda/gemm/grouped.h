@@ -19,20 +19,20 @@ struct Routes {
 
 constexpr int kMaxGroupedExperts = 512;
 
-// What the blocks are that sorted rows fill.
-struct RowBlocks {
-  const int* codes;  // of every block of rows, a BlockCode; null where rows are not sorted
-  const int* count;  // how many blocks there are
-};
-
 struct RowRange {
   int first, count;
 };
 
+// What the blocks are that sorted rows fill.
+struct RowBlocks {
+  const int* codes;                // of every block of rows, a BlockCode; null where rows are not sorted
+  const int* count;                // how many blocks there are
+  const RowRange* rows = nullptr;  // of every expert, in blocks of kTiledBlock rows
+};
+
 // What products of training have besides.
 struct GroupedTraining {
-  const RowRange* rows;      // of every expert, of outer products
-  int experts;               // likewise
+  int experts;               // of outer products
   const float* row_weights;  // of gradients, which are multiplied by these
   // Written by gradients: for every row, the parts of the gradient of its weight, one for each kRowSumColumns columns.
   float* row_sums;
@@ -69,10 +69,10 @@ struct GroupedProblem {
 
 enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-// What is made for training besides, where rows is not null.
+// What is made for training besides, where row_weights is not null: zeros follow an expert's rows, up to a multiple of
+// kZeroRows.
 struct SortedTraining {
-  RowRange* rows;       // of every expert. Zeros follow in `sorted`, up to a multiple of kZeroRows
-  const void* weights;  // [slots], or null
+  const void* weights;  // [slots]
   WeightType type;
   float* row_weights;  // of the filled rows
 };
@@ -83,13 +83,14 @@ constexpr int kZeroRows = 64;
 // part: what stands in its other rows is left, but for training.
 struct RowSort {
   Routes routes;
-  Matrix x;          // [tokens, k], 16-bit elements
-  int64_t k;         // a multiple of 8
-  int block_rows;    // at most 128
-  void* sorted;      // [blocks * block_rows, k]
-  int* row_of_slot;  // [slots], -1 where skipped
-  int* codes;        // [blocks], of RowBlocks
-  int* count;        // of blocks: codes and sorted have room for as many as there can be
+  Matrix x;                  // [tokens, k], 16-bit elements
+  int64_t k;                 // a multiple of 8
+  int block_rows;            // at most 128
+  void* sorted;              // [blocks * block_rows, k]
+  int* row_of_slot;          // [slots], -1 where skipped
+  int* codes;                // [blocks], of RowBlocks
+  int* count;                // of blocks: codes and sorted have room for as many as there can be
+  RowRange* rows = nullptr;  // of every expert, where it is not null
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };

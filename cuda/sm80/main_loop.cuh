@@ -82,6 +82,7 @@ struct SideLoader {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int tile_row = pass * kRowsOfPass + row();
       source[pass] = row_of(tile_row < kRows ? tile_row : kRows - 1) + piece() * kPiece;
+      if constexpr (Tile::kLies) keep(source[pass]);
     }
   }
 
@@ -102,7 +103,8 @@ struct SideLoader {
   }
 };
 
-// The same of an N side that lies as [k, n]: its rows are elements of k.
+// The same of an N side that lies as [k, n]: its rows are elements of k. It is asked for one block after the other, and
+// in each for the first passes first.
 template <typename Tile>
 struct LyingLoader {
   using Element = typename Tile::Element;
@@ -111,8 +113,8 @@ struct LyingLoader {
   static constexpr int kPasses = Tile::kBlockK / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0 && Tile::kBlockK % kRowsOfPass == 0);
 
-  const Element* source;  // of this thread's first copy
-  int64_t row_stride;
+  const Element* source;  // of this thread's next copy
+  int64_t step;           // to the one behind it
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
   __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
@@ -121,18 +123,17 @@ struct LyingLoader {
   __device__ __forceinline__ LyingLoader(const Matrix& matrix, int first_column, int n)
       : source(static_cast<const Element*>(matrix.data) + row() * matrix.row_stride +
                min(first_column + piece() * kPiece, n - kPiece)),
-        row_stride(matrix.row_stride) {}
+        step(kRowsOfPass * matrix.row_stride) {}
 
   template <int kOf>
-  __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) const {
+  __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) {
     const uint32_t shared = side + swizzled<Tile::kLyingRowBytes>(row(), piece());
+    const int left = k - begin - row();
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (pass % kOf != first) continue;
-      const int before = begin + pass * kRowsOfPass;
-      const bool present = before + row() < k;
-      cp_async_16(shared + pass * kRowsOfPass * Tile::kLyingRowBytes, source + (present ? before : 0) * row_stride,
-                  present);
+      if (pass * kOf / kPasses != first) continue;
+      cp_async_16(shared + pass * kRowsOfPass * Tile::kLyingRowBytes, source, pass * kRowsOfPass < left);
+      source += step;
     }
   }
 };
@@ -227,7 +228,7 @@ __device__ __forceinline__ void clear(Accumulator<Tile>& sums) {
 // Copies every kOf-th pass of a block, from pass `first` on, into a stage.
 template <int kOf, typename Tile, typename LoaderN>
 __device__ __forceinline__ void load_block(uint32_t stage, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                           const LoaderN& loader_n, int block, int k, int first) {
+                                           LoaderN& loader_n, int block, int k, int first) {
   loader_m.template load<kOf>(stage, block * Tile::kBlockK, k, first);
   loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
 }
@@ -236,8 +237,8 @@ __device__ __forceinline__ void load_block(uint32_t stage, const SideLoader<Tile
 // with the first block. Every block is a group of copies, and there is a group for every stage also where there is no
 // block for it: so that the number of groups behind a block's is always the same.
 template <typename Tile, typename LoaderN>
-__device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                     const LoaderN& loader_n, int k) {
+__device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m, LoaderN& loader_n,
+                                     int k) {
 #pragma unroll
   for (int block = 0; block < Tile::kStages - 1; ++block) {
     if (block * Tile::kBlockK < k) {
@@ -251,7 +252,7 @@ __device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile:
 // is free, and no copy is on its way.
 template <typename Tile, typename LoaderN>
 __device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                         const LoaderN& loader_n, const WarpPlace<Tile>& warp, int k,
+                                         LoaderN& loader_n, const WarpPlace<Tile>& warp, int k,
                                          Accumulator<Tile>& sums) {
   constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
   const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;

@@ -48,8 +48,13 @@ double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, cons
       std::max<int64_t>(1, std::min(2, resident_ctas(listed.shared_bytes, gpu.shared_of_multiprocessor)));
   const int64_t round = side_by_side * gpu.multiprocessors;
   const int64_t rounds = tiles / round;
-  const double arithmetic = (rounds * side_by_side + ceil_div(tiles - rounds * round, gpu.multiprocessors)) * tile;
-  return tuning.start + std::max(arithmetic, bytes(p) / bandwidth(kTiledShareOfBandwidth, tiles, gpu));
+  double arithmetic = (rounds * side_by_side + ceil_div(tiles - rounds * round, gpu.multiprocessors)) * tile;
+  if (reads_weights_as_they_lie(p.product())) arithmetic /= kLyingShare;
+  double epilogue = 0.0;
+  if (is_gradient(p.product())) {
+    epilogue = (bytes(p) - bytes(p, 0)) / bandwidth(kGradientShareOfBandwidth, tiles, gpu);
+  }
+  return tuning.start + std::max(arithmetic, bytes(p) / bandwidth(kTiledShareOfBandwidth, tiles, gpu)) + epilogue;
 }
 
 double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {

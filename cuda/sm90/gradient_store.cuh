@@ -21,11 +21,6 @@ template <typename Gemm>
 struct GradientSteps {
   static constexpr int kOfRow = Gemm::kShareN / Gemm::kStepN;  // steps of 64 rows
   static constexpr int kOfTile = Gemm::kMmas * kOfRow;
-  // Those of a tile: the rows of its other half may not be there.
-  template <typename Tile>
-  __device__ __forceinline__ static int of(const Tile& tile) {
-    return tile.half_empty() ? kOfTile / 2 : kOfTile;
-  }
   __device__ __forceinline__ static int row(int step) { return step / kOfRow * 64; }
   __device__ __forceinline__ static int column(int step) { return step % kOfRow * Gemm::kStepN; }
 };
@@ -39,9 +34,8 @@ __device__ __forceinline__ void load_kept(const typename Gemm::Args& args, const
   RingPosition at(Gemm::kSlots);
   for (int index = blockIdx.x + consumer * gridDim.x; index < tiles.count(); index += Gemm::kConsumers * gridDim.x) {
     const auto tile = tiles.template tile<Gemm>(index);
-    const int steps = Steps::of(tile);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, at.advance()) {
+    for (int step = 0; step < Steps::kOfTile; ++step, at.advance()) {
       const uint32_t full = shared.slot_full(consumer, at.stage), gate = shared.slot(consumer, at.stage);
       const int row = tile.row + Steps::row(step), column = tile.column + Steps::column(step);
       mbarrier_wait(shared.slot_empty(consumer, at.stage), at.parity ^ 1);
@@ -106,7 +100,6 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
                                                 const Tile& tile, int warp_row) {
   using Steps = GradientSteps<Gemm>;
   constexpr int kCount = Gemm::kStepN / 2;  // accumulators of a step
-  const int steps = Steps::of(tile);
   GradientRows<Gemm> rows(args, tile);
   const int consumer = warp / 4;
   const uint32_t offset = store_offset<Gemm>();
@@ -115,7 +108,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
     if (threadIdx.x % 32 == 0) mbarrier_arrive(stored);
   };
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step, at.advance()) {
+  for (int step = 0; step < Steps::kOfTile; ++step, at.advance()) {
     const int row = tile.row + warp_row + Steps::row(step), column = tile.column + Steps::column(step);
     if (step % Steps::kOfRow == 0) rows.begin(row);
     const uint32_t gate = shared.slot(consumer, at.stage) + warp % 4 * Gemm::kBoxBytes;
@@ -150,7 +143,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
     }
   }
   if (threadIdx.x % 32 == 0) tma_store_wait_read<0>();
-  if (steps > 0) release();
+  release();
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

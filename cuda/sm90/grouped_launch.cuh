@@ -127,6 +127,7 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(g.m);
+  args.blocks = p.blocks;
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.training.experts} * args.tiles_m * args.tiles_n, multiprocessors,
                                  stream);

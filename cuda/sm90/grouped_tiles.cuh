@@ -1,8 +1,8 @@
 // The tiled GEMM for rows grouped by weights: the experts of a mixture, for many tokens. Rows lie in blocks of a tile's
 // height, each of one expert (sorted_rows.cuh), so that tiles are those of any product, but for where their weights
 // and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of
-// them are loaded, and where they are half of the block, their wgmma is left out. A block whose rows are all loaded
-// comes as one box.
+// them are loaded. To leave out their wgmma would let a CTA run ahead of those that share its weights in L2, and is
+// slower. A block whose rows are all loaded comes as one box.
 //
 // Of the products of training, a pair's operands lie side by side: its k runs through both. A gradient's rows that are
 // not filled are zeros, and so are the rows of what it is multiplied by in an outer product, up to a whole step of k
@@ -56,7 +56,6 @@ struct GroupedTile {
 
   __device__ __forceinline__ int weight_row() const { return first_weight_row + column; }
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return first_bias + at_column * bias_step; }
-  __device__ __forceinline__ bool half_empty() const { return filled_rows <= kTiledBlock / 2; }
   // Filled rows, and so many more as make up the last box.
   template <typename Gemm>
   __device__ __forceinline__ int loaded_rows() const {
@@ -80,20 +79,30 @@ struct OuterTile {
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
 };
 
+// Expert by expert: the weights of no two are read side by side.
 struct GroupedTileOrder {
   const TiledGemmArgs& args;
   const GroupedOperands& grouped;
-  TileOrder tiles;
+  int blocks;
+  int tiles_n;
 
-  __device__ __forceinline__ int count() const { return tiles.count(); }
+  __device__ __forceinline__ int count() const { return blocks * tiles_n; }
 
   template <typename Gemm>
   __device__ __forceinline__ GroupedTile tile(int index) const {
-    const Tile tile = tiles.template tile<Gemm>(index);
-    const BlockCode code{__ldg(grouped.blocks.codes + tile.row / Gemm::kBlockM)};
-    const int expert = code.expert();
-    return {tile.row,          tile.column, expert * grouped.weight_rows, expert * grouped.bias_stride,
-            grouped.bias_step, code.rows()};
+    const int first_index = index / tiles_n;  // of a block of the same expert
+    const int expert = BlockCode{__ldg(grouped.blocks.codes + first_index)}.expert();
+    const RowRange* rows = grouped.blocks.rows + expert;
+    const int first = __ldg(&rows->first), count = __ldg(&rows->count);
+    const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
+                                                     (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
+    const int row = at.x * kTiledBlock;
+    return {first + row,
+            min(at.y * Gemm::kTileN, args.last_column),
+            expert * grouped.weight_rows,
+            expert * grouped.bias_stride,
+            grouped.bias_step,
+            min(count - row, kTiledBlock)};
   }
 };
 
@@ -109,7 +118,7 @@ struct OuterTileOrder {
   __device__ __forceinline__ OuterTile tile(int index) const {
     const int expert = index / tiles.count();
     const Tile tile = tiles.template tile<Gemm>(index % tiles.count());
-    const RowRange* rows = grouped.training.rows + expert;
+    const RowRange* rows = grouped.blocks.rows + expert;
     return {expert * grouped.weight_rows + tile.row, tile.row, tile.column, __ldg(&rows->first),
             (__ldg(&rows->count) + Gemm::kBlockK - 1) / Gemm::kBlockK};
   }
@@ -117,7 +126,7 @@ struct OuterTileOrder {
 
 template <Product kProduct>
 __device__ __forceinline__ GroupedTileOrder tile_order(const GroupedTilesArgs<kProduct>& args) {
-  return {args, args, {args, __ldg(args.blocks.count), args.tiles_n}};
+  return {args, args, __ldg(args.blocks.count), args.tiles_n};
 }
 __device__ __forceinline__ OuterTileOrder tile_order(const OuterTilesArgs& args) { return {args, args, {args}}; }
 

@@ -15,7 +15,7 @@ constexpr int kSortChunks = 4;   // of 16 bytes of a row, that a thread copies a
 struct SortedRows {
   int next[kMaxGroupedExperts];   // at first an expert's slots before the CTA's part, then the row of its next slot
   int rest[kMaxGroupedExperts];   // its other slots
-  int first[kMaxGroupedExperts];  // row, of training alone
+  int first[kMaxGroupedExperts];  // row
   int rows[kSortSlots];
 };
 
@@ -108,11 +108,12 @@ __device__ __forceinline__ void copy_rows(const RowSort& args, const SortedRows&
   }
 }
 
-// Every CTA does a few experts: writes down their rows, and sets to zero what follows these.
+// Every CTA does a few experts: writes down their rows, and for training sets to zero what follows these.
 __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRows& sorted) {
   for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
     const int first = sorted.first[expert], count = sorted.rest[expert];
-    if (threadIdx.x == 0) args.training.rows[expert] = {first, count};
+    if (threadIdx.x == 0) args.rows[expert] = {first, count};
+    if (args.training.row_weights == nullptr) continue;
     const int end = first + (count + kZeroRows - 1) / kZeroRows * kZeroRows;
     auto* rows = static_cast<uint4*>(args.sorted);
     const int64_t chunks = args.k / 8;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
   __syncthreads();
   if (threadIdx.x < 32) place_experts(args, sorted);
 
-  if (args.training.rows != nullptr) {
+  if (args.rows != nullptr) {
     __syncthreads();
     pad_experts(args, sorted);
   }
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
         const int row = take_rows(sorted.next, expert);
         sorted.rows[i] = expert < 0 ? -1 : row;
         if (i < count) args.row_of_slot[part + i] = sorted.rows[i];
-        if (args.training.weights != nullptr && expert >= 0) {
+        if (args.training.row_weights != nullptr && expert >= 0) {
           args.training.row_weights[row] = weight_of(args.training.weights, args.training.type, part + i);
         }
       }

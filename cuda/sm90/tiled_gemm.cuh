@@ -132,8 +132,8 @@ __device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step)
 }
 
 // accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on.
-// Calls on_last_block() once all the blocks have arrived. Of the warpgroup's wgmmas, only the first kMmas.
-template <typename Gemm, int kMmas, typename OnLastBlock>
+// Calls on_last_block() once all the blocks have arrived.
+template <typename Gemm, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
                                          OnLastBlock&& on_last_block) {
@@ -144,17 +144,17 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
   };
   const auto fence = [&] {
 #pragma unroll
-    for (int mma = 0; mma < kMmas; ++mma) fence_accumulator(accumulator[mma]);
+    for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
 #if __CUDACC_VER_MAJOR__ < 13
   constexpr bool kSetFirst = true;
 #else
-  constexpr bool kSetFirst = Gemm::kGrouped;  // which has two pipelines of which one is run
+  constexpr bool kSetFirst = Gemm::kOuter;  // of which there may be no blocks
 #endif
   // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
   // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
 #pragma unroll
-  for (int mma = 0; kSetFirst && mma < kMmas; ++mma) {
+  for (int mma = 0; kSetFirst && mma < Gemm::kMmas; ++mma) {
 #pragma unroll
     for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
   }
@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #pragma unroll
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
-      for (int mma = 0; mma < kMmas; ++mma) {
+      for (int mma = 0; mma < Gemm::kMmas; ++mma) {
         const uint32_t rows = m_side + mma * Gemm::kMmaStride * kRowBytes;
         Mma::multiply(accumulator[mma], m_side_descriptor<Gemm>(rows, step), n_side_descriptor<Gemm>(n_side, step),
                       block > 0 || step > 0);
@@ -283,13 +283,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
     };
-    bool half_empty = false;
-    if constexpr (Gemm::kGrouped && !Gemm::kOuter) half_empty = warp_uniform(tile.half_empty());
-    if (half_empty) {
-      multiply<Gemm, (Gemm::kMmas + 1) / 2>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
-    } else {
-      multiply<Gemm, Gemm::kMmas>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
-    }
+    multiply<Gemm>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
     if (Gemm::kPingPong) at.skip(k_blocks_of(index + clusters));
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;

@@ -145,7 +145,6 @@ struct Tile {
 
   __device__ __forceinline__ int weight_row() const { return column; }
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
-  __device__ __forceinline__ bool half_empty() const { return false; }
 };
 
 // The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main

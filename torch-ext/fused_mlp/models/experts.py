@@ -226,7 +226,7 @@ def _of_any_class(module: nn.Module, method: FunctionType) -> Optional[Experts]:
     """Of a class whose own loop is all there is to go by. What is not understood is not taken for experts."""
     if purity.reads(method, module) is None:
         return None
-    for up, down in itertools.permutations(_stacks(module)):
+    for up, down in itertools.permutations(_stacks(module), 2):
         biases = (name if module._parameters.get(name) is not None else None for name in (f"{up}_bias", f"{down}_bias"))
         weights = Weights(up, down, *biases)
         for gated, transposed in itertools.product((True, False), repeat=2):

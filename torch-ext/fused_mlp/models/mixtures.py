@@ -51,8 +51,11 @@ def are_left(module: nn.Module) -> bool:
     method = getattr(type(module), "forward", None)
     if interface.original_of(method) is not None:
         return True
-    named = type(module).__name__.endswith("Experts") and isinstance(method, FunctionType)
-    return named and experts.takes_routing(method) and not any(isinstance(part, nn.Linear) for part in module.modules())
+    if not type(module).__name__.endswith("Experts") or not isinstance(method, FunctionType):
+        return False
+    # Those with weights of four bits are called with other arguments; their last weight has its name all the same.
+    are_experts = experts.takes_routing(method) or hasattr(module, "down_proj")
+    return are_experts and not any(isinstance(part, nn.Linear) for part in module.modules())
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import calls, dispatch
 from ..backends import native
-from . import obstacles, switching
+from . import obstacles, shortcut, switching
 from .source import tree_of
 
 _is_compiling, _is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
@@ -60,11 +60,8 @@ _FORMS: Dict[str, _Form] = {
     )
 }
 
-# What the text calls, which must be what it is called.
-_CALLED = (
-    (F, "softmax", obstacles.unpatched(F, "softmax", F)),
-    (torch, "topk", obstacles.unpatched(torch, "topk", torch)),
-)
+# What the texts call besides, as torch wrote it.
+_SOFTMAX, _TOPK = obstacles.unpatched(F, "softmax", F), obstacles.unpatched(torch, "topk", torch)
 _NAMES = {"F": F, "torch": torch}
 
 
@@ -150,17 +147,23 @@ _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router.h
 
 def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Tensor, Tensor]]:
     """What a router gives, by one op; None where its forward is to run as it was written."""
+    if (
+        type(x) is not Tensor
+        or dispatch._open_blocks[-1].name != "auto"
+        or native.refusal("top_k_router", x) is not None
+    ):
+        return None
+    if _is_transformed() or F.softmax is not _SOFTMAX or torch.topk is not _TOPK:
+        return None
+    if _is_compiling():
+        disturbed = obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None
+    else:
+        disturbed = not shortcut.plain.is_undisturbed()
     found = _operands(module, form)
-    if type(found) is str or type(x) is not Tensor:
+    if disturbed or type(found) is str:
         return None
     weight, width, top_k, normalized = found
-    if x.dtype is not weight.dtype or x.device != weight.device or dispatch._open_blocks[-1].name != "auto":
-        return None
-    if native.refusal("top_k_router", x) is not None or calls.autograd_follows(x, weight):
-        return None
-    if obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None or _is_transformed():
-        return None
-    if any(getattr(owner, name) is not function for owner, name, function in _CALLED):
+    if x.dtype is not weight.dtype or x.device != weight.device or calls.autograd_follows(x, weight):
         return None
     rows = x if x.dim() == 2 and x.shape[1] == width else x.reshape(-1, width)
     return native.top_k_router(rows, weight, top_k, normalized, form.narrow)

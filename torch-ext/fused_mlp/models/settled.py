@@ -7,7 +7,7 @@ but read; the op asks of them, and of the inputs, what there is to ask.
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,11 +20,11 @@ from .recognition import activation_of
 
 # Bound once: a name of another module costs two look-ups more.
 _is_transformed, _is_recording = torch._C._are_functorch_transforms_active, training.is_recording
-_is_undisturbed = None if shortcut.plain is None else shortcut.plain.is_undisturbed  # which knows what to ask there
+_plain = shortcut.plain  # None where nothing is compiled, and nothing settled
 _backends, _compute, _on_gpu = dispatch._open_blocks, native.experts_mlp, native.DEVICE_TYPE == "cuda"
 _Parameter, _state_of = nn.Parameter, object.__getattribute__
 
-_NOTHING = object()  # what names that are not there stand for
+_Pairs = Tuple[Tuple[Any, ...], ...]  # a name and its value, or a name alone that stands for nothing
 
 
 class _Settled(NamedTuple):
@@ -33,11 +33,10 @@ class _Settled(NamedTuple):
     experts: int
     weights: Tuple[Optional[str], ...]  # their names
     form: experts.Form
-    # Names and values in the module's ``__dict__``, and in its ``_modules``: to hold these would hold the weights.
-    own: Tuple[Tuple[str, Any], ...]
-    parts: Tuple[Tuple[str, Any], ...]
+    own: _Pairs  # in the module's ``__dict__``: to hold that would hold the weights
+    parts: _Pairs  # in its ``_modules``
     activations: Tuple[nn.Module, ...]  # nobody may have put hooks on them
-    items: Tuple[Tuple[Dict[str, Any], str, Any], ...]  # in other dictionaries
+    items: Tuple[Tuple[Dict[str, Any], _Pairs], ...]  # in other dictionaries
     attributes: Tuple[Tuple[Any, str, Any], ...]
 
 
@@ -58,7 +57,7 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         not (x.is_cuda if _on_gpu else x.is_cpu)
         or _backends[-1].name != "auto"
         or _is_transformed()
-        or not _is_undisturbed()
+        or not _plain.is_undisturbed()
         or not _holds(settled, module, state)
     ):
         return None
@@ -67,7 +66,7 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return None
     tensors = []
     for name in settled.weights:
-        tensor = None if name is None else parameters.get(name, _NOTHING)
+        tensor = None if name is None else parameters.get(name, module)
         if tensor is not None and (type(tensor) is not _Parameter or (recorded and tensor.requires_grad)):
             return None
         tensors.append(tensor)
@@ -88,32 +87,17 @@ def _set_to(state: Dict[str, Any]) -> Optional[str]:
 
 
 def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
-    if type(module) is not settled.kind:
+    try:
+        return (
+            type(module) is settled.kind
+            and _plain.are_items(state, settled.own)
+            and _plain.are_items(state["_modules"], settled.parts)
+            and all(_plain.are_items(*items) for items in settled.items)
+            and all(map(_plain.is_bare, settled.activations))
+            and _plain.are_unchanged(settled.attributes)
+        )
+    except AttributeError:  # one is gone
         return False
-    for name, value in settled.own:
-        if state.get(name, _NOTHING) is not value:
-            return False
-    parts = state["_modules"]
-    for name, value in settled.parts:
-        if parts.get(name, _NOTHING) is not value:
-            return False
-    for items, name, value in settled.items:
-        if items.get(name, _NOTHING) is not value:
-            return False
-    for owner, name, value in settled.attributes:
-        if getattr(owner, name, _NOTHING) is not value:
-            return False
-    for act in settled.activations:
-        state = act.__dict__
-        if (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or "forward" in state
-        ):
-            return False
-    return True
 
 
 def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) -> None:
@@ -124,25 +108,23 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
     parts = {name: state["_modules"][name] for name in read if name in state["_modules"]}
     # What is nowhere is no attribute of the module's, but of something else that has a name in its methods.
     names = {*_ALWAYS, *filter(None, weights), *(name for name in read if name in state or hasattr(original, name))}
-    own = {name: state.get(name, _NOTHING) for name in names}
     if found.weights.norm is not None or not all(name is None or _is_plain(parameters, name) for name in weights):
         return
-    for name, value in own.items():
-        if name != "config" and value is not _NOTHING and type(value) not in _VALUES:
-            return
+    if any(type(state.get(name)) not in _VALUES for name in names if name != "config"):
+        return
     activations = tuple(parts.values())
     if any(act is None or activation_of(act) is None or "forward" in act.__dict__ for act in activations):
         return
-    items = [(act.__dict__, "approximate", act.approximate) for act in activations if type(act) is nn.GELU]
+    items = [(act.__dict__, (("approximate", act.approximate),)) for act in activations if type(act) is nn.GELU]
     if interface.decorates(method):
         decided = interface.decided_by(way, method) if way == interface.implementation_of(module) else None
         if decided is None:
             return
-        items += [(table, name, table.get(name, _NOTHING)) for table, name in decided]
+        items += [(table, _pairs(table, (name,))) for table, name in decided]
     up, down = (parameters[name] for name in weights[:2])
     if native.experts_refusal(x, index, up, down, found.form.interleaved, found.form.transposed) is not None:
         return
-    classes = [(original, name) for name in own if hasattr(original, name)] + [(original, "forward")]
+    classes = [(original, name) for name in names if hasattr(original, name)] + [(original, "forward")]
     classes += [(act, "__class__") for act in activations]
     classes += [(owner, name) for owner, name, _ in obstacles._ORIGINALS]
     classes += [(type(act), name) for act in activations for name in ("forward", "__call__")]
@@ -152,8 +134,8 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
         experts=up.shape[0],
         weights=weights,
         form=found.form,
-        own=tuple(own.items()),
-        parts=tuple(parts.items()),
+        own=_pairs(state, names),
+        parts=_pairs(parts, parts),
         activations=activations,
         items=tuple(items),
         attributes=tuple((owner, name, getattr(owner, name)) for owner, name in classes),
@@ -165,6 +147,10 @@ _ALWAYS = ("config", "num_experts", "_apply_gate", "parametrizations", switching
 
 # Values that stay what they are, and hold no module: what held it would keep it.
 _VALUES = (bool, int, float, str, type(None))
+
+
+def _pairs(dictionary: Dict[str, Any], names: Iterable[str]) -> _Pairs:
+    return tuple((name, dictionary[name]) if name in dictionary else (name,) for name in names)
 
 
 def _is_plain(parameters: Dict[str, Any], name: str) -> bool:
