@@ -51,7 +51,7 @@ release-dry-run: $(call installed,test) ## rehearse a release: clone, build, che
 matrix: $(call installed,bench) ## build for every version of CUDA in requirements/cuda*.txt, into build/matrix (no GPU needed)
 	$(python) tools/matrix.py
 
-emulate: $(call installed,bench) ## run the CPU variant for aarch64 under qemu (needs Debian and g++-aarch64-linux-gnu; 5 GB, an hour)
+emulate: $(call installed,bench) ## run the CPU variant for aarch64 under qemu (needs Debian and g++-aarch64-linux-gnu; 5 GB, half an hour)
 	$(python) tools/emulate.py
 
 compat: $(call installed,bench) build ## build, then load it under every torch that it promises to run with (slow: several GB each)

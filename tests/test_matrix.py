@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import compat
+import emulate
 import matrix
 import project
 from builder import compile, device, plan, toolchain, toolkits
@@ -100,6 +101,12 @@ def test_code_of_another_machine_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(BuildError, match="install g\\+\\+-aarch64-linux-gnu"):
         matrix.aarch64(jobs=2)
+
+
+def test_an_emulator_that_is_missing_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="error: no qemu-aarch64-static on the PATH"):
+        emulate.main()
 
 
 def test_an_object_file_without_kernels(tmp_path):

@@ -25,7 +25,16 @@ if not INTERPRETED and machine.device_type() == "cpu":
     pytest.skip("no GPU: test_triton.py has Triton interpret the kernels in here", allow_module_level=True)
 
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def of_dtypes(*chosen):
+    return pytest.mark.parametrize("dtype", chosen, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+dtypes = of_dtypes(*DTYPES)
+# The two longest tests: interpreted, shapes have one element size, and strides the other.
+dtypes_of_shapes = of_dtypes(torch.float16) if INTERPRETED else dtypes
+dtypes_of_strides = of_dtypes(torch.float32) if INTERPRETED else dtypes
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 
 
@@ -69,7 +78,7 @@ def test_activations_and_dtypes(forced, device, function, activation, dtype):
     check(forced, function, operands(function, (3, 37), (67, 48, 5), dtype=dtype, device=device), activation)
 
 
-@dtypes
+@dtypes_of_shapes
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 13, 5), (131, 61, 3), (64, 96, 40), (48, 257, 8)], ids=str)
 @pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 5), (259,)], ids=str)
 @pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
@@ -144,7 +153,7 @@ LAYOUTS = {"transposed": layouts.transposed} | {
 in_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@dtypes
+@dtypes_of_strides
 @pytest.mark.parametrize("sizes", [(64, 96, 40), (37, 50, 3)], ids=str)
 @in_layouts
 @pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
