@@ -72,7 +72,8 @@ def test_gradients(fused_mlp, device, function, dtype):
         exact = step(lambda made: reference.exact(function, made, activation), wide)  # noqa: B023
         for mine in (found, recomputed):
             for name, *three in zip(["result", *made], mine, eager, exact, strict=True):
-                assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8)
+                sharing = max(1.0, three[0].numel() / (rows * hidden))  # elements, one hidden value's rounding
+                assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8, chance=3 * sharing**0.5)
 
 
 @pytest.mark.parametrize(("architecture", "number"), KERNELS)
