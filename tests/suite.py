@@ -42,6 +42,12 @@ def pytest_collection_modifyitems(items) -> None:
         raise pytest.UsageError(f"no kernel in {machine.build_folder()}: run `make build`")
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: without this, the garbage collector looks at all of it again every few tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_generate_tests(metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", machine.implementations())
