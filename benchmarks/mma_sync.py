@@ -39,7 +39,7 @@ SHAPES = {  # M, D, H of each part
     "activated": [(8192, 768, 3072), (16384, 1280, 5120)],
     "rows": [(m, 4096, 14336) for m in (1, 8, 16, 32, 64)],
 }
-COMPARED = 12  # ways at a time
+COMPARED = 24  # ways at a time
 SLOW = 1.5  # times the least: one call of such a way is enough
 FEW = 64  # rows, up to which streamed kernels are tried
 Way = Callable[[], object]

@@ -131,12 +131,24 @@ class TrainedExperts {
     return out;
   }
 
+  // Whether a tensor is what the forward has kept, of so many columns.
+  void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
+    check_same_kind(kept, name, like_);
+    STD_TORCH_CHECK(kept.dim() == 2 && kept.size(0) == rows() && kept.size(1) == columns && kept.stride(0) == columns &&
+                        kept.stride(1) == 1,
+                    name, " must be what the forward returned");
+  }
+  void check_kept(const Tensor& sorted, const Tensor& gate_up) const {
+    check_kept(sorted, features_, "sorted");
+    check_kept(gate_up, 2 * hidden_, "gate_up");
+  }
+
   Tensor new_gate_up() const { return new_rows(2 * hidden_); }
   Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // of float
 
  private:
   int64_t rows() const { return int64_t{blocks_} * kTiledBlock; }
-  int row_sum_parts() const { return static_cast<int>((hidden_ + kRowSumColumns - 1) / kRowSumColumns); }
+  int row_sum_parts() const { return static_cast<int>(hidden_ / kRowSumColumns); }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
   GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a) const {
@@ -196,6 +208,7 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
   check_trained(grad, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(grad.get_device_index());
   const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  experts.check_kept(sorted, gate_up);
   const Tensor rows = experts.sorted(grad), gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
   const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums);
   std::vector<Tensor> found;

@@ -178,7 +178,7 @@ def fits(architecture: str, entry: tuple[str, ...]) -> bool:
         return True
     rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
     if entry[0] == "streamed":  # as in cuda/sm80/shape.h
-        weights = width * (2 if entry[1] == "Gated" else 1)
+        weights = width * (2 if "Gated" in entry else 1)
         behind = warps * min(rows, 16) * (weights + 4) * 4
     else:
         weights = width
@@ -227,6 +227,23 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
             )
 
 
+def trained_experts(ops) -> int:
+    """Training of experts: few and many rows of each, some of none, tails of features; how many calls."""
+    cases = list(itertools.product(((5, 2, 4), (300, 3, 5), (900, 2, 3)), (torch.bfloat16, torch.float16)))
+    for (tokens, k, experts), dtype in cases:
+        print(f"training of experts: {tokens} tokens, {k} of {experts}, {dtype}", flush=True)
+        index = torch.randint(-1, experts + 1, (tokens, k), device="cuda")
+        x, first, second = (
+            torch.randn(size, device="cuda").to(dtype)
+            for size in ((tokens, 320), (experts, 384, 320), (experts, 320, 192))
+        )
+        routed = index, torch.rand(tokens, k, device="cuda"), first, second, 4
+        _, *kept = ops.experts_training_forward(x, *routed)
+        ops.experts_training_backward(torch.ones_like(x), *kept, *routed, 15)
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
 def routers(op) -> int:
     """Calls of the router, behind cuBLAS's product; how many."""
     cases = list(
@@ -269,6 +286,7 @@ def run(tool: str) -> None:
                     fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
+            calls += trained_experts(sys.modules[f"{fused_mlp.__name__}.backends.native"])
         if tool != "racecheck":
             calls += routers(sys.modules[f"{fused_mlp.__name__}.backends.native"].top_k_router)
         for architecture, kernel, kind in training_kernels():

@@ -289,10 +289,13 @@ def test_sanitizer_cases_reach_every_kernel(fused_mlp, architecture):
     def run():
         for function, made, activation in sanitizer_cases.gemms_of(architecture, fused_mlp):
             getattr(fused_mlp, function)(**made, activation=activation)
-        if architecture == "sm90":
-            with gemm_kernels.forced(fused_mlp, "sm90"):
-                for _, call in sanitizer_cases.training(fused_mlp):
-                    call()
+        for each, kernel, kind in sanitizer_cases.training_kernels():
+            if each != architecture:
+                continue
+            with gemm_kernels.forced(fused_mlp, architecture, kernel):
+                for what, call in sanitizer_cases.training(fused_mlp):
+                    if what.startswith(kind):
+                        call()
 
     reached = gemm_kernels.named(kernels_of(run), architecture)
     missed = {

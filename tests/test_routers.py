@@ -103,6 +103,7 @@ def test_what_is_left(fused_mlp, device, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(plain), "forward", lambda self, x: x * 2)
             assert torch.equal(fused(x), x * 2)
+            assert fused_mlp.explain(fused).implementation == "original"
         for router in (plain, fused):
             router.double()
         assert_same(fused(x.double()), plain(x.double()))

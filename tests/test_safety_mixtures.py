@@ -144,6 +144,7 @@ def test_quantized(fused_mlp):
 def test_weights_of_four_bits(fused_mlp):
     """transformers' class for them is called by a router of its own: it is left, and the others are fused."""
     model = mixtures.build("gpt_oss", intermediate_size=32)
+    model.set_experts_implementation("eager")
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
     (left,) = fused_mlp.fuse_mlps(model).left
     assert (left.class_name, left.reason) == ("Mxfp4GptOssExperts", "runs as it is: code in a form that is not known")

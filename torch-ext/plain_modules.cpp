@@ -24,11 +24,12 @@ class Owned {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout and nn.GELU
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
+  PyObject* module;           // nn.Module
   PyObject* call;             // nn.Module.__call__ as torch wrote it
   PyObject* original;         // the attribute by which a fused module has the class that it was made from
   PyObject* known;            // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
@@ -39,17 +40,18 @@ struct Settings {
   PyObject* blocks;           // a list of one element while no backend is forced
   PyObject* is_grad_enabled;  // the functions of torch
   PyObject* is_inference;
-  PyObject* quiet;      // functions that return something true where every call is disturbed
-  PyObject* empty;      // dictionaries that hold something there
-  PyObject* unchanged;  // triples (owner, name, value): attributes that are another object there
+  PyObject* hiding_none;  // by classes of modules, an empty dictionary: what hides_none() found
+  PyObject* quiet;        // functions that return something true where every call is disturbed
+  PyObject* empty;        // dictionaries that hold something there
+  PyObject* unchanged;    // triples (owner, name, value): attributes that are another object there
 };
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {
-    "tensor",   "parameter",       "linear",       "dropout", "gelu",      "call",
-    "original", "known",           "ops",          "dtypes",  "on_device", "refusal",
-    "blocks",   "is_grad_enabled", "is_inference", "quiet",   "empty",     "unchanged"};
+constexpr const char* kSettings[] = {"tensor",       "parameter",   "linear",   "dropout", "gelu",
+                                     "module",       "call",        "original", "known",   "ops",
+                                     "dtypes",       "on_device",   "refusal",  "blocks",  "is_grad_enabled",
+                                     "is_inference", "hiding_none", "quiet",    "empty",   "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made once.
@@ -68,6 +70,7 @@ struct Names {
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* packed = PyUnicode_InternFromString("packed");
+  PyObject* order = PyUnicode_InternFromString("__mro__");
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
@@ -271,28 +274,56 @@ PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject*
   return PyObject_CallObject(op, operands.get());
 }
 
-// The child of a module under a name, as its attribute is found: borrowed; nullptr where it is something else.
-PyObject* child(PyObject* module, PyObject* state, PyObject* modules, PyObject* name) {
-  PyObject* found = item(modules, name);
-  if (found == nullptr || item(state, name) != nullptr || PyErr_Occurred()) return nullptr;
-  const Owned hidden(PyObject_GetAttr(class_of(module), name));
-  if (hidden) return nullptr;
-  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return nullptr;
-  PyErr_Clear();
-  return found;
+// The number of attributes of a class, up to those that every module has; negative where there is an error.
+Py_ssize_t count_attributes(PyObject* kind) {
+  const Owned order(PyObject_GetAttr(kind, names().order));
+  if (!order) return -1;
+  Py_ssize_t count = 0;
+  for (Py_ssize_t i = 0, classes = PyTuple_Size(order.get()); i < classes; ++i) {
+    PyObject* base = PyTuple_GetItem(order.get(), i);
+    if (base == settings.module) break;
+    const Owned attributes(PyObject_GetAttr(base, names().state));
+    const Py_ssize_t own = attributes ? PyObject_Size(attributes.get()) : -1;
+    if (own < 0) return -1;
+    count += own;
+  }
+  return count;
 }
 
-// The children of a module under these names, a new tuple.
+// Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
+// missing costs an exception, so that is asked once, and again where the class has got other attributes.
+Answer hides_none(PyObject* kind, PyObject* wanted) {
+  const Owned count(PyLong_FromSsize_t(count_attributes(kind)));
+  if (!count || PyErr_Occurred()) return kError;
+  PyObject* known = item(settings.hiding_none, kind);
+  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted &&
+      PyObject_RichCompareBool(PyTuple_GetItem(known, 1), count.get(), Py_EQ) == 1) {
+    return kYes;
+  }
+  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
+    const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
+    if (hidden) return kNo;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
+    PyErr_Clear();
+  }
+  const Owned entry(PyTuple_Pack(2, wanted, count.get()));
+  return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
+}
+
+// The children of a module under these names, as its attributes are found: a new tuple; nullptr where one is something
+// else.
 PyObject* children(PyObject* module, PyObject* state, PyObject* wanted) {
   PyObject* modules = item(state, names().modules);
   if (modules == nullptr || !PyDict_Check(modules)) return nullptr;
+  if (hides_none(class_of(module), wanted) != kYes) return nullptr;
   const Py_ssize_t count = PyTuple_Size(wanted);
   Owned found(PyTuple_New(count));
   for (Py_ssize_t i = 0; found && i < count; ++i) {
-    PyObject* part = child(module, state, modules, PyTuple_GetItem(wanted, i));
-    if (part == nullptr) return nullptr;
-    Py_INCREF(part);
-    if (PyTuple_SetItem(found.get(), i, part) != 0) return nullptr;
+    PyObject* name = PyTuple_GetItem(wanted, i);
+    PyObject* child = item(modules, name);
+    if (child == nullptr || item(state, name) != nullptr || PyErr_Occurred()) return nullptr;
+    Py_INCREF(child);
+    if (PyTuple_SetItem(found.get(), i, child) != 0) return nullptr;
   }
   return found.release();
 }
@@ -310,26 +341,33 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves) {
   return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
 }
 
-PyObject* joined(PyObject* heads, PyObject* tails, PyObject* tail, PyObject* head, PyObject* x) {
-  const Owned head_state(state_of(head));
-  const Owned tail_state(head_state ? state_of(tail) : nullptr);
-  if (!tail_state) return nullptr;
+PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x) {
+  const Owned state(state_of(owner));
+  const Owned both(state ? children(owner, state.get(), halves) : nullptr);
+  if (!both) return nullptr;
+  PyObject* tail = PyTuple_GetItem(both.get(), 0);
+  PyObject* head = PyTuple_GetItem(both.get(), 1);
+  const Owned tail_state(state_of(tail));
+  const Owned head_state(tail_state ? state_of(head) : nullptr);
+  if (!head_state) return nullptr;
   PyObject* first = running(head, head_state.get(), heads);
   PyObject* last = first == nullptr ? nullptr : running(tail, tail_state.get(), tails);
   if (last == nullptr) return nullptr;
   PyObject* of_head = PyTuple_GetItem(first, 1);
-  PyObject* of_tail = PyTuple_GetItem(last, 1);
-  const Owned acts(children(head, head_state.get(), PyTuple_GetItem(of_head, 2)));
-  const Owned starts(acts ? children(head, head_state.get(), PyTuple_GetItem(of_head, 1)) : nullptr);
-  const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 0)) : nullptr);
-  const Owned between(ends ? children(tail, tail_state.get(), PyTuple_GetItem(of_tail, 1)) : nullptr);
-  if (!between) return nullptr;
-  const Owned projections(PySequence_Concat(starts.get(), ends.get()));
+  const Owned starts(children(head, head_state.get(), PyTuple_GetItem(of_head, 1)));
+  const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(last, 1)) : nullptr);
+  if (!ends) return nullptr;
+  // Of the head its activation and projections, of the tail its projection and what hands on.
+  const Owned first_part(PyTuple_GetSlice(starts.get(), 1, PyTuple_Size(starts.get())));
+  const Owned last_part(PyTuple_GetSlice(ends.get(), 0, 1));
+  const Owned between(PyTuple_GetSlice(ends.get(), 1, PyTuple_Size(ends.get())));
+  if (!first_part || !last_part || !between) return nullptr;
+  const Owned projections(PySequence_Concat(first_part.get(), last_part.get()));
   if (!projections) return nullptr;
-  PyObject* act = PyTuple_GetItem(acts.get(), 0);
+  PyObject* act = PyTuple_GetItem(starts.get(), 0);
   const Owned result(fused(PyTuple_GetItem(of_head, 0), x, projections.get(), act, between.get()));
-  // Operands mean that the op is not called from here.
-  return result && class_of(result.get()) == settings.tensor ? PyTuple_Pack(2, result.get(), last) : nullptr;
+  if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
+  return PyTuple_Pack(3, result.get(), last, tail);
 }
 
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
@@ -382,9 +420,12 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_joined(PyObject*, PyObject* given) {
-  PyObject *heads, *tails, *tail, *head, *x;
-  if (!PyArg_ParseTuple(given, "O!O!OOO", &PyDict_Type, &heads, &PyDict_Type, &tails, &tail, &head, &x)) return nullptr;
-  return answered(joined(heads, tails, tail, head, x));
+  PyObject *heads, *tails, *owner, *halves, *x;
+  if (!PyArg_ParseTuple(given, "O!O!OO!O", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
+                        &x)) {
+    return nullptr;
+  }
+  return answered(joined(heads, tails, owner, halves, x));
 }
 
 }  // namespace

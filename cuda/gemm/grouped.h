@@ -38,7 +38,7 @@ struct GroupedTraining {
   float* row_sums;
 };
 
-constexpr int kRowSumColumns = 192;
+constexpr int kRowSumColumns = 32;
 
 // A block's expert, and how many of its rows are filled: 128 at most.
 struct BlockCode {

@@ -58,10 +58,10 @@ struct GradientRows {
   template <typename Tile>
   __device__ __forceinline__ GradientRows(const typename Gemm::Args&, const Tile&) {}
   __device__ __forceinline__ void begin(int) {}
-  template <typename Gradient>
-  __device__ __forceinline__ void take(int, float, Gradient&) {}
+  __device__ __forceinline__ float scaled(int, float value) const { return value; }
+  __device__ __forceinline__ void add(int, float, float) {}
   __device__ __forceinline__ uint32_t kept(int, uint32_t bits) const { return bits; }
-  __device__ __forceinline__ void end(int) {}
+  __device__ __forceinline__ void end(int, int) {}
 };
 
 __device__ __forceinline__ void store_columns(uint32_t address, const uint32_t (&columns)[4]) {
@@ -81,12 +81,13 @@ __device__ __forceinline__ void differentiate(const float* gradient, uint32_t ga
   for (int i = 0; i < 4; ++i) {
     const float2 at_gate = unpack<Element>(gates[i]);
     const float2 at_up = Gemm::kOfUp ? unpack<Element>(ups[i]) : make_float2(1.0f, 1.0f);
-    GluGradient<A> low(gradient[2 * i], at_gate.x, at_up.x), high(gradient[2 * i + 1], at_gate.y, at_up.y);
-    rows.take(i % 2, gradient[2 * i], low);
-    rows.take(i % 2, gradient[2 * i + 1], high);
+    const GluGradient<A> low(rows.scaled(i % 2, gradient[2 * i]), at_gate.x, at_up.x);
+    const GluGradient<A> high(rows.scaled(i % 2, gradient[2 * i + 1]), at_gate.y, at_up.y);
+    rows.add(i % 2, gradient[2 * i], low.value);
+    rows.add(i % 2, gradient[2 * i + 1], high.value);
     gates[i] = rows.kept(i % 2, round_pair<Element>(low.gate, high.gate));
     ups[i] = rows.kept(i % 2, round_pair<Element>(low.up, high.up));
-    values[i] = rows.kept(i % 2, round_pair<Element>(low.value, high.value));
+    values[i] = rows.kept(i % 2, round_pair<Element>(rows.scaled(i % 2, low.value), rows.scaled(i % 2, high.value)));
   }
   store_columns(gate, gates);
   if constexpr (Gemm::kOfUp) store_columns(up, ups);
@@ -110,7 +111,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
 #pragma unroll 1
   for (int step = 0; step < Steps::kOfTile; ++step, at.advance()) {
     const int row = tile.row + warp_row + Steps::row(step), column = tile.column + Steps::column(step);
-    if (step % Steps::kOfRow == 0) rows.begin(row);
+    rows.begin(row);
     const uint32_t gate = shared.slot(consumer, at.stage) + warp % 4 * Gemm::kBoxBytes;
     const uint32_t up = gate + Gemm::kSlotBytes / 2;
     uint32_t values[kCount / 8][4];
@@ -133,7 +134,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
       tma_store_commit();
     }
     stored = shared.slot_empty(consumer, at.stage);
-    if (step % Steps::kOfRow == Steps::kOfRow - 1) rows.end(row);
+    rows.end(row, column);
     // The next step's accumulators, where the loop's body wants them.
 #pragma unroll
     for (int i = 0; i < (Steps::kOfTile - 1) * kCount; ++i) {

@@ -166,8 +166,7 @@ cudaError_t launch_grouped_training(const GroupedProblem& p, const GroupedPlan& 
     case Product::kGatedKept:
       return launch_blocks<GroupedTiles<Element, Product::kGatedKept, 192>>(p, plan, multiprocessors, stream);
     case Product::kGatedGradient:
-      return launch_blocks<GroupedTiles<Element, Product::kGatedGradient, kRowSumColumns>>(p, plan, multiprocessors,
-                                                                                           stream);
+      return launch_blocks<GroupedTiles<Element, Product::kGatedGradient, 192>>(p, plan, multiprocessors, stream);
     case Product::kPair:
       return launch_blocks<GroupedTiles<Element, Product::kPair, 192>>(p, plan, multiprocessors, stream);
     default:

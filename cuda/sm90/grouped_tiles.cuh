@@ -154,24 +154,20 @@ struct GradientRows<Gemm, true> {
     }
   }
 
-  template <typename Gradient>
-  __device__ __forceinline__ void take(int i, float gradient, Gradient& of) {
-    sum[i] = fmaf(gradient, of.value, sum[i]);
-    of.gate *= weight[i];
-    of.up *= weight[i];
-    of.value *= weight[i];
-  }
+  __device__ __forceinline__ float scaled(int i, float value) const { return value * weight[i]; }
+  __device__ __forceinline__ void add(int i, float gradient, float value) { sum[i] = fmaf(gradient, value, sum[i]); }
 
   __device__ __forceinline__ uint32_t kept(int i, uint32_t bits) const { return filled[i] ? bits : 0; }
 
-  __device__ __forceinline__ void end(int row) {
-    const int part = tile.column / Gemm::kTileN;
+  __device__ __forceinline__ void end(int row, int column) {
+    static_assert(Gemm::kStepN == kRowSumColumns);
+    const int parts = args.n / kRowSumColumns, part = column / kRowSumColumns;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], 1);
       sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], 2);
-      if (threadIdx.x % 4 == 0 && filled[i]) {
-        args.training.row_sums[int64_t{at(row, i)} * args.tiles_n + part] = sum[i];
+      if (threadIdx.x % 4 == 0 && filled[i] && part < parts) {
+        args.training.row_sums[int64_t{at(row, i)} * parts + part] = sum[i];
       }
     }
   }

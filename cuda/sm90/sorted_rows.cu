@@ -16,7 +16,7 @@ cudaError_t launch_row_sort(const RowSort& sort, int multiprocessors, cudaStream
 }
 
 cudaError_t launch_weight_gradient(const WeightGradient& gradient, cudaStream_t stream) {
-  return launch_kernel(weight_gradient_kernel, gradient, ceil_div(gradient.routes.slots(), kWeightGradientThreads),
+  return launch_kernel(weight_gradient_kernel, gradient, ceil_div(gradient.routes.slots(), kWeightGradientThreads / 32),
                        kWeightGradientThreads, 0, 1, false, stream);
 }
 

@@ -48,7 +48,7 @@ struct TiledGemm {
   static constexpr bool kGradient = is_gradient(kProduct);
   static constexpr bool kOfUp = kProduct == Product::kGatedGradient;  // a gradient of gate and of up
   static constexpr bool kPair = kProduct == Product::kPair;
-  // Rows are grouped by weights: gate and up have limits, there may be fewer tiles than CTAs, and tiles are not moved.
+  // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
   static constexpr bool kGrouped = false;
   // The product is a^T weight, both [k, ...]: of grouped rows, whose groups are those of k.
   static constexpr bool kOuter = false;

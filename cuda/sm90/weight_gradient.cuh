@@ -8,16 +8,21 @@ namespace fused_mlp::sm90 {
 
 constexpr int kWeightGradientThreads = 256;
 
-// A thread a slot, whose row's parts it adds in their order.
+// A warp a slot: its lanes add the parts of the slot's row, and then their sums, in a fixed order.
 __global__ void __launch_bounds__(kWeightGradientThreads)
     weight_gradient_kernel(const __grid_constant__ WeightGradient args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const int slot = static_cast<int>(blockIdx.x * kWeightGradientThreads + threadIdx.x);
+  const int slot = static_cast<int>(blockIdx.x * (kWeightGradientThreads / 32) + threadIdx.x / 32);
   if (slot >= args.routes.slots()) return;
   const int row = expert_of(args.routes, slot) < 0 ? -1 : __ldg(args.row_of_slot + slot);
+  const int lane = threadIdx.x % 32;
   float sum = 0.0f;
-  for (int part = 0; row >= 0 && part < args.parts; ++part)
-    sum += __ldg(args.row_sums + int64_t{row} * args.parts + part);
+  if (row >= 0) {
+    for (int part = lane; part < args.parts; part += 32) sum += __ldg(args.row_sums + int64_t{row} * args.parts + part);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+  if (lane != 0) return;
   switch (args.type) {
     case WeightType::kFloat32:
       static_cast<float*>(args.out)[slot] = sum;

@@ -14,6 +14,7 @@
 #pragma weak PyBool_FromLong
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
+#pragma weak PyDict_SetItem
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches
@@ -26,6 +27,7 @@
 #pragma weak PyExc_TypeError
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_Type
+#pragma weak PyLong_FromSsize_t
 #pragma weak PyModule_Create2
 #pragma weak PyObject_CallFunctionObjArgs
 #pragma weak PyObject_CallMethodObjArgs
@@ -33,10 +35,12 @@
 #pragma weak PyObject_GetAttr
 #pragma weak PyObject_HasAttrString
 #pragma weak PyObject_IsTrue
+#pragma weak PyObject_RichCompareBool
 #pragma weak PyObject_Size
 #pragma weak PySequence_Concat
 #pragma weak PySequence_Contains
 #pragma weak PyTuple_GetItem
+#pragma weak PyTuple_GetSlice
 #pragma weak PyTuple_New
 #pragma weak PyTuple_Pack
 #pragma weak PyTuple_SetItem

@@ -136,13 +136,12 @@ def experts_mlp(
     if result is not None:
         return result
     operands.check_experts_mlp(*given, *form[1:])
-    result = _recorded_experts(given, form)
-    if result is not None:
-        return result
-    chosen = _experts_backend(given, form)
-    compute = _composed_experts if chosen is None else chosen.experts_mlp
-    flat = (tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
-    result = compute(*flat, *given[3:], *form)
+    flat = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3]]
+    result = _recorded_experts((*flat, *given[3:]), form)
+    if result is None:
+        chosen = _experts_backend(given, form)
+        compute = _composed_experts if chosen is None else chosen.experts_mlp
+        result = compute(*flat, *given[3:], *form)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 

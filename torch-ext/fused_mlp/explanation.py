@@ -115,7 +115,8 @@ def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
     form = experts.Form(get_activation(activation).code, *list(given.values())[7:])
     operands.check_experts_mlp(**given)
     x, gate_up_weight, down_weight = (given[name] for name in ("x", "gate_up_weight", "down_weight"))
-    if calls.are_trained(list(given.values())[:7], form):
+    flat = [given[name].reshape(-1, given[name].shape[-1]) for name in ("x", "top_k_index", "top_k_weights")]
+    if calls.are_trained([*flat, *list(given.values())[3:7]], form):
         reason = dispatch.reasoned("experts_mlp", x)[1]
         return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; one op forward, and one backward")
     composed = calls.experts_reason(*list(given.values())[:7])
@@ -125,8 +126,7 @@ def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
     if name != native.DEVICE_TYPE:
         return Explanation("experts_mlp", name, reason)
     top_k_index = given["top_k_index"]
-    flat = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, top_k_index))
-    parts = native.plan_experts(*flat, gate_up_weight, down_weight, given["interleaved"], given["transposed"])
+    parts = native.plan_experts(*flat[:2], gate_up_weight, down_weight, given["interleaved"], given["transposed"])
     if x.is_cuda and not any(part.fused for part in parts):
         rows = top_k_index.numel() / gate_up_weight.shape[0]
         if dispatch.instead_of_native("experts_mlp", x, rows) is not None:

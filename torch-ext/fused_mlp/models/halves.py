@@ -42,9 +42,9 @@ class Half(NamedTuple):
 
     A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
 
-    ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, projections,
-    activation), of a tail (last projection, inactive modules). ``rest`` is a tail's forward from behind its projection
-    on, given what comes out of that, where these modules hand on what they are given.
+    ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
+    projections)), of a tail its projection and the modules that may hand on what they are given. ``rest`` is a tail's
+    forward from behind its projection on, given what comes out of that, where they do.
     """
 
     forward: FunctionType
@@ -59,12 +59,19 @@ heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
 
 
+def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
+    """:func:`joined` of the children of a module under these names."""
+    if _plain is not None and not _is_traced():
+        found = _plain.joined(heads, tails, owner, names, x)
+        if found is not None:
+            result, half, tail = found
+            return half.rest(tail, result, *rest, **named)
+    tail, head = names
+    return joined(memory, getattr(owner, tail), getattr(owner, head), x, *rest, **named)
+
+
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
-    if _plain is not None and not _is_traced():
-        found = _plain.joined(heads, tails, tail, head, x)
-        if found is not None:
-            return found[1].rest(tail, found[0], *rest, **named)
     first, last = running(head, heads), running(tail, tails)
     if type(first) is str or type(last) is str or _are_watched():
         return tail(head(x), *rest, **named)

@@ -237,7 +237,7 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
 
 def _call(memory: str, site: sites.AnySite) -> ast.expr:
     if isinstance(site, sites.Joint):
-        return _made_call("joined", ast.Constant(memory), site.tail, site.head, site.x, *site.rest, named=site.named)
+        return _joined(memory, site)
     act = _act(site.act)
     if site.pattern.pointwise:
         gate, up = site.inputs
@@ -246,6 +246,15 @@ def _call(memory: str, site: sites.AnySite) -> ast.expr:
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(_name_of_pattern(site.pattern), ast.Load())
     return _made_call("fused", pattern, *site.inputs, projections, act, between)
+
+
+def _joined(memory: str, site: sites.Joint) -> ast.expr:
+    halves = (site.tail, site.head)
+    owners = {ast.unparse(half.value) if isinstance(half, ast.Attribute) else None for half in halves}
+    name, given = "joined", halves
+    if len(owners) == 1 and isinstance(owner := getattr(site.tail, "value", None), ast.Name):
+        name, given = "joined children", (owner, ast.Constant(tuple(half.attr for half in halves)))
+    return _made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
 
 
 def _act(act: sites.Act) -> ast.expr:
@@ -288,8 +297,7 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
     function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
     rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
-    parts = [_children(nodes, forward) for nodes in ((start.projection,), (*start.between, *behind))]
-    names = None if None in parts else tuple(parts)
+    names = _children((start.projection, *start.between, *behind), forward)
     halves.tails[forward] = halves.Half(forward, names, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
@@ -309,8 +317,8 @@ def _head(
     tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
     whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
     called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
-    parts = [_children(nodes, forward) for nodes in (site.projections, called)]
-    own = (whole[_name_of_pattern(site.pattern)], *parts) if all(parts) else None
+    parts = _children((*called, *site.projections), forward) if called else None
+    own = None if parts is None else (whole[_name_of_pattern(site.pattern)], parts)
     return halves.Half(forward, own, site, function_of(tree, forward, {**names, **whole}))
 
 
@@ -429,6 +437,6 @@ def _product(left, right):
     return left * right
 
 
-_CALLS = {"joined": halves.joined, "finished": halves.finished}
+_CALLS = {"joined": halves.joined, "joined children": halves.joined_children, "finished": halves.finished}
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 _NAMES = {f"@{name}": function for name, function in _CALLS.items()}

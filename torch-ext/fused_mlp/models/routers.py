@@ -114,7 +114,8 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 def obstacle(module: nn.Module) -> Optional[str]:
     """Why the forward of a fused router runs as it was written, in its present state; None if it does not."""
-    found = _operands(module, _form_of(switching.class_of(module).forward))
+    form = _form_of(switching.class_of(module).forward)
+    found = "a patched class" if form is None else _operands(module, form)
     if isinstance(found, str):
         return found
     return obstacles.of_surroundings() or native.refusal("top_k_router", found[0])

@@ -102,6 +102,8 @@ def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
 
 def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) -> None:
     """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
+    if dispatch.select("experts_mlp", x) is not native:
+        return
     original, state, parameters = switching.class_of(module), module.__dict__, module.__dict__["_parameters"]
     method, way = experts.method_of(module), _set_to(state)
     read, weights = experts.names_read(method, getattr(original, "_apply_gate", None)), found.weights[:4]

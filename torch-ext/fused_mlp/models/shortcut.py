@@ -49,6 +49,7 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
+            "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
             "known": _known,
@@ -59,6 +60,7 @@ if plain is not None:
             "blocks": dispatch._open_blocks,
             "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
+            "hiding_none": {},
             "quiet": (
                 torch._C._is_any_autocast_enabled,
                 torch._C._len_torch_dispatch_stack,
@@ -107,7 +109,8 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
     """The result, given the parameters of the projections and the code of the activation; None if no op computes it."""
     code, count = given[-1], len(given) // 2
     weights, biases, up_first = given[:count], given[count:-1], None
-    recorded = training.is_recording() and _needs_gradient(x, *given[:-1])
+    # The operands of a pattern that is not packed come back only where autograd follows.
+    recorded = not pattern.packed or (training.is_recording() and _needs_gradient(x, *given[:-1]))
     if pattern.packed:
         if weights[0].size(0) % 2 != 0:  # there are no halves
             return None

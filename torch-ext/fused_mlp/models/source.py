@@ -16,7 +16,7 @@ from torch import nn
 ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _GETATTR = "@instead", "@method", "@getattr"
+_INSTEAD, _METHOD, _GETATTR = "@instead", "@method as it was", "@getattr"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
