@@ -1,6 +1,7 @@
 """Loads the kernel as a user does, from the local build, and says on which device the tests run."""
 
 import contextlib
+import gc
 import os
 import random
 import zlib
