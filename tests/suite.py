@@ -1,6 +1,7 @@
 """Loads the kernel as a user does, from the local build, and says on which device the tests run."""
 
 import contextlib
+import gc
 import os
 import random
 import zlib
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if not machine.variants() and any("fused_mlp" in item.fixturenames for item in items):
         raise pytest.UsageError(f"no kernel in {machine.build_folder()}: run `make build`")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: without this, the garbage collector looks at all of it again every few tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc) -> None:
