@@ -81,6 +81,7 @@ def parts() -> dict[str, str]:
         "models": models_table(),
         "generate": generate_table("h100-generate"),
         "generate-mixture": generate_table("h200-generate-mixture"),
+        "generate-static": generate_table("h200-generate-static"),
         "training": training_table(),
         "widths": widths_table(),
         "floors": floors_table(),
