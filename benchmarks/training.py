@@ -39,6 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 from training_providers import (
     ACTIVATIONS,
+    AUTOTUNED,
     DEFAULT,
     PROVIDERS,
     Forward,
@@ -125,7 +126,7 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
         try:
             if reason is None:
                 forward = makers(fused_mlp)[name](mlp)
-                with kernels_of(name, fused_mlp), at_most(clock.left_to_start()):
+                with kernels_of(name, fused_mlp), patience(name, clock):
                     step(forward)
                 for leaf, other in zip(leaves, expected, strict=True):  # QuACK has gate and up in a weight of its own
                     if not (leaf.grad is None and name.startswith("quack")) and not alike(leaf.grad, other):
@@ -175,9 +176,17 @@ def timed(steps: dict[Hashable, Callable[[], object]], clock: Clock, given) -> d
     return found
 
 
+def patience(name: str, clock: Clock) -> contextlib.AbstractContextManager:
+    """Within this, a provider starts. Only one that tries kernels is stopped when its time is over.
+
+    An exception in the middle of a compilation by Dynamo would make every later call of the process fail.
+    """
+    return at_most(clock.left_to_start()) if name in AUTOTUNED else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer: an autotuner may try kernels for minutes."""
+    """Raises TimeoutError in what takes longer."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not ready within {seconds:.0f} s")

@@ -99,6 +99,7 @@ def makers(fused_mlp) -> dict[str, Callable[[GatedMLP], Forward]]:
 
 PROVIDERS = ("gemms", *makers(None))
 DEFAULT = tuple(name for name in PROVIDERS if "sm90" not in name)  # which are forced, to learn from
+AUTOTUNED = ("liger-gemm",)  # which may take minutes at a shape that they have not seen
 ON_HOPPER = torch.cuda.is_available() and gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability())
 
 
