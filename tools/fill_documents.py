@@ -81,6 +81,7 @@ def parts() -> dict[str, str]:
         "models": models_table(),
         "generate": generate_table("h100-generate"),
         "generate-mixture": generate_table("h200-generate-mixture"),
+        "generate-static": generate_table("h200-generate-static"),
         "training": training_table(),
         "widths": widths_table(),
         "floors": floors_table(),
@@ -155,7 +156,7 @@ def models_table() -> str:
         rows.append(
             (
                 f"{result['model']}, {result['size']}",
-                f"{times['eager']['ms']:.2f}",
+                f"{times['eager']['ms']:.2f} ± {models_spread_of(times):.0f}%",
                 f"{times['eager fused']['ms'] / times['eager']['ms']:.2f}",
                 f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
                 f"{captured['graphs fused']['ms'] / captured['graphs']['ms']:.2f}" if captured else "",
@@ -163,6 +164,11 @@ def models_table() -> str:
         )
     heads = ("model, input", "eager, ms", "fused", "an MLP's CPU time, us", "fused, in CUDA graphs")
     return documents.table(heads, rows, left=1)
+
+
+def models_spread_of(times: dict) -> float:
+    """Half of how far the copies of the slower-spread variant lie apart, in percent."""
+    return max(50 * (each["high"] - each["low"]) / each["ms"] for each in times.values())
 
 
 def models_spread() -> str:
@@ -176,7 +182,7 @@ def models_machine() -> str:
     facts = run("h200-models")["machine"]
     return (
         f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, bfloat16, random "
-        f"weights; {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. Ratios "
+        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. Ratios "
         "below 1 are faster; a ratio is to the same mode without fusing."
     )
 
