@@ -182,8 +182,8 @@ def models_machine() -> str:
     facts = run("h200-models")["machine"]
     return (
         f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, bfloat16, random "
-        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. Ratios "
-        "below 1 are faster; a ratio is to the same mode without fusing."
+        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. "
+        "Ratios below 1 are faster; a ratio is to the same mode without fusing."
     )
 
 
