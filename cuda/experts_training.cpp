@@ -56,7 +56,7 @@ class TrainedExperts {
         blocks_(sm90::plan_tiles(routes_).row_tiles),
         multiprocessors_(gpu_of(x).multiprocessors),
         stream_(current_stream(x)),
-        // Of int and of float, in 16-bit elements.
+        // Lists of int and of float, counted in elements of 16 bits.
         lists_(new_dense(x, {2 * (routes_.slots() + blocks_ + 1 + 2 * experts_)})),
         row_weights_(new_dense(x, {2 * rows()})) {
     row_of_slot_ = static_cast<int*>(lists_.mutable_data_ptr());

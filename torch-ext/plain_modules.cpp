@@ -357,7 +357,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   const Owned starts(children(head, head_state.get(), PyTuple_GetItem(of_head, 1)));
   const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(last, 1)) : nullptr);
   if (!ends) return nullptr;
-  // Of the head its activation and projections, of the tail its projection and what hands on.
+  // The head gave its activation and projections, the tail its projection and what hands values on.
   const Owned first_part(PyTuple_GetSlice(starts.get(), 1, PyTuple_Size(starts.get())));
   const Owned last_part(PyTuple_GetSlice(ends.get(), 0, 1));
   const Owned between(PyTuple_GetSlice(ends.get(), 1, PyTuple_Size(ends.get())));

@@ -64,7 +64,7 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
 
 // The router of a mixture, for tokens x [T, in] and a weight [experts, in]: the logits [T, experts], the softmax of the
 // top_k largest [T, top_k], in float32 or where `narrow` in the dtype of x, and the experts that they are of, in int64.
-// Of equal ones the first is chosen. Where `normalized`, the weights of a token are divided by their sum.
+// The first of equal ones is chosen. Where `normalized`, the weights of a token are divided by their sum.
 //
 // On a CPU, raises an error for x of 16 bits.
 std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& weight, int64_t top_k, bool normalized,

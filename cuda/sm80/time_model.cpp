@@ -8,7 +8,7 @@ namespace {
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
 
-// Of operands, and of what the epilogue reads and writes.
+// The bytes of the operands, and those that the epilogue reads and writes.
 double bytes(const GemmProblem& p, int matrices) {
   const double left = p.pair() ? 2.0 : 1.0;
   return 2.0 * (p.m * (left * p.k + static_cast<double>(matrices) * p.n) + products(p) * p.n * p.k);

@@ -33,8 +33,8 @@ constexpr Tuning kTunings[] = {
 };
 
 constexpr double kTiledShareOfBandwidth = 0.70;  // by tiled kernels: few of their bytes are on their way at a time
-// Of training, by what was measured on an H200: the main loop's speed where weights are read as they lie, and the share
-// of the bandwidth by the epilogue of gradients, which the products hide little of.
+// What training takes, as measured on an H200: the share of the main loop's speed where weights are read as they lie,
+// and the share of the bandwidth that the epilogue of gradients reaches, which the products hide little of.
 constexpr double kLyingShare = 0.95;
 constexpr double kGradientShareOfBandwidth = 0.90;
 constexpr double kL2BytesPerCycle = 40.0;  // that reach one multiprocessor

@@ -4,7 +4,7 @@
 // them are loaded. To leave out their wgmma would let a CTA run ahead of those that share its weights in L2, and is
 // slower. A block whose rows are all loaded comes as one box.
 //
-// Of the products of training, a pair's operands lie side by side: its k runs through both. A gradient's rows that are
+// In training the operands of a pair lie side by side: its k runs through both. A gradient's rows that are
 // not filled are zeros, and so are the rows of what it is multiplied by in an outer product, up to a whole step of k
 // there: its k runs through an expert's rows.
 #pragma once
