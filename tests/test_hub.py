@@ -483,6 +483,7 @@ def test_the_card_states_the_facts_of_build_toml():
     assert 'pip install "kernels>=0.15.1"' in card  # the first that knows the names of variants for the stable ABI
     assert "the one variant that fits your torch" in card
     assert "on Linux, x86-64 and aarch64, and one for CPUs on Macs" in card
+    assert 'also where there is no GPU: pass `backend="cpu"` there' in card.replace("\n", " ")
     assert 'On a Mac pass `backend="cpu"`' in card and f"macOS\n{abi.MACOS.removesuffix('.0')} and later" in card
     assert "on aarch64 it has portable C++ alone" in card
     assert f"`{'`, `'.join(f'torch-{backend}' for backend in noarch.BACKENDS)}`" in card

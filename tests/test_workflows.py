@@ -246,6 +246,17 @@ def test_a_job_that_nobody_waits_for_is_cancelled(tmp_path):
     assert hub.cancelled and (tmp_path / "log.txt").exists()
 
 
+def test_what_a_gpu_is_asked():
+    """To test what was staged, where something was, and to fail where a point is above 1.02 of eager."""
+    script = (project.ROOT / ".ci/gpu").read_text()
+    staged = script[script.index('if [ -n "${STAGED:-}" ]') : script.index("\nelse\n")]
+    assert 'tools/release.py try "$STAGED"' in staged
+    measured = re.findall(r"^ *\.venv/bin/python benchmarks/peers\.py (?:.*\\\n)*.*$", script, re.MULTILINE)
+    assert len(measured) == 2
+    assert all("--limit 1.02" in command and command.endswith("|| failed=1") for command in measured)
+    assert script.endswith('\nexit "$failed"\n')
+
+
 def test_the_script_prints_what_the_job_reads():
     assert f"echo '{gpu_job.FIGURES}'\n" in (project.ROOT / ".ci/gpu").read_text()
     assert "exec .ci/gpu\n" in gpu_job.SCRIPT

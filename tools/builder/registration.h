@@ -52,3 +52,13 @@
 #pragma weak _Py_Dealloc
 #pragma weak _Py_FalseStruct
 #pragma weak _Py_NoneStruct
+
+// An empty Python module: importing it loads the library, whose static initialisers register the ops. A binding whose
+// module has functions makes its own.
+#define REGISTER_EXTENSION(name) FUSED_MLP_DEFINE_MODULE(name)
+#define FUSED_MLP_DEFINE_MODULE(name)                                                           \
+  PyMODINIT_FUNC PyInit_##name() {                                                              \
+    static PyModuleDef definition = {                                                           \
+        PyModuleDef_HEAD_INIT, #name, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr}; \
+    return PyModule_Create(&definition);                                                        \
+  }
