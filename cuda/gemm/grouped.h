@@ -23,11 +23,25 @@ struct RowRange {
   int first, count;
 };
 
+// A tile of the fitted loop. An expert's rows are cut into tiles of nearly the same height.
+struct alignas(16) FittedTile {
+  int expert;
+  int first, count;  // tiles, of its expert
+  int rows;          // the first, plus how many steps of kFittedStep there are: the first is a multiple of that
+
+  FUSED_MLP_HOST_DEVICE int row() const { return rows / 16 * 16; }
+  FUSED_MLP_HOST_DEVICE int height() const { return rows % 16 * 16; }
+};
+
+constexpr int kFittedStep = 16;
+constexpr int kMostFittedRows = 192;
+
 // What the blocks are that sorted rows fill.
 struct RowBlocks {
-  const int* codes;                // of every block of rows, a BlockCode; null where rows are not sorted
-  const int* count;                // how many blocks there are
-  const RowRange* rows = nullptr;  // of every expert, in blocks of kTiledBlock rows
+  const int* codes;                    // of every block of rows, a BlockCode; null where there are tiles, or none sorted
+  const int* count;                    // how many blocks, or tiles, there are
+  const RowRange* rows = nullptr;      // of every expert, in blocks of kTiledBlock rows
+  const FittedTile* tiles = nullptr;
 };
 
 // What products of training have besides.
@@ -91,6 +105,8 @@ struct RowSort {
   int* codes;                // [blocks], of RowBlocks
   int* count;                // of blocks: codes and sorted have room for as many as there can be
   RowRange* rows = nullptr;  // of every expert, where it is not null
+  FittedTile* tiles = nullptr;
+  int* tile_count = nullptr;
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };

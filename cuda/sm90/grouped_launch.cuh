@@ -1,6 +1,7 @@
 // Launches the kernels of the experts of a mixture. Instantiated once per dtype.
 #pragma once
 
+#include "fitted_gemm.cuh"
 #include "grouped_gemm.cuh"
 #include "grouped_rows.h"
 #include "grouped_tiles.cuh"
@@ -73,6 +74,48 @@ cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, in
 }
 
 // The same for many tokens.
+template <typename Gemm>
+cudaError_t launch_fitted(const GroupedProblem& p, int64_t rows, int multiprocessors, cudaStream_t stream) {
+  const GemmProblem& g = p.gemm;
+  FittedGemmArgs args{};
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kTileN, Gemm::kBlockK);
+  };
+  bool mapped = map_weight(&args.weight, g.weight) && (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
+                encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if constexpr (Gemm::kKept) {
+    for (auto [map, matrix] : {std::pair{&args.gate, g.training.gate}, std::pair{&args.up, g.training.up}}) {
+      mapped = mapped && encode_tensor_map(map, g.dtype, matrix, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+    }
+  }
+  for (int box = 0; box < kFittedBoxes; ++box) {
+    mapped = mapped && encode_tensor_map(&args.a[box], g.dtype, g.a, rows, g.k, kFittedStep << box, Gemm::kBlockK);
+  }
+  if (!mapped) return cudaErrorInvalidValue;
+  args.epilogue = g.epilogue;
+  args.limits = p.limits;
+  args.blocks = p.blocks;
+  args.n = static_cast<int>(g.n);
+  args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.last_column = last_tile(g.n, Gemm::kTileN);
+  args.tiles_n = ceil_div(g.n, Gemm::kTileN);
+  args.weight_rows = static_cast<int>(p.weight_rows);
+  args.bias_stride = p.bias_stride;
+  args.bias_step = p.bias_step;
+
+  const auto kernel = fitted_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+#ifdef FITTED_EARLY
+  constexpr bool early = true;
+#else
+  constexpr bool early = false;
+#endif
+  return launch_kernel(kernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, early, stream);
+}
+
 template <typename Gemm>
 cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
