@@ -1,6 +1,6 @@
 // The GEMM for rows grouped by weights, for many rows: the experts of a mixture. An expert's rows are cut into tiles of
-// nearly the same height, any multiple of 16 (sorted_rows.cuh), so that few rows are computed in vain. The operands have
-// swapped places for that: 128 weight rows are the M sides of two wgmmas, and a tile's rows are their N side.
+// nearly the same height, any multiple of 16 (sorted_rows.cuh), so that few rows are computed in vain. The operands
+// have swapped places for that: 128 weight rows are the M sides of two wgmmas, and a tile's rows are their N side.
 //
 // A CTA is persistent, with two consumer warpgroups in ping-pong, as in the tiled loop. Of a gated product the first
 // wgmma has gate rows and the second the up rows of the same 64 columns of the output.
@@ -26,7 +26,7 @@ struct FittedGemmArgs {
   CUtensorMap up;
   EpilogueArgs epilogue;
   GateLimits limits;
-  RowBlocks blocks;
+  FittedTiles fitted;
   int n;
   int k_blocks;
   int last_column;  // at which a tile may begin
@@ -82,7 +82,7 @@ struct FittedPlace {
 template <typename Gemm>
 __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
   const auto tile_at = [&](int at) {
-    const int4 bits = __ldg(reinterpret_cast<const int4*>(args.blocks.tiles + at));
+    const int4 bits = __ldg(reinterpret_cast<const int4*>(args.fitted.tiles + at));
     return FittedTile{bits.x, bits.y, bits.z, bits.w};
   };
   const FittedTile any = tile_at(index / args.tiles_n);  // of the same expert
@@ -133,13 +133,12 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
 #pragma unroll
     for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(sums(mma));
   };
-#if 1  // TODO
+  // So that ptxas does not take what the epilogue left there for a write within the pipeline, as in the tiled loop.
 #pragma unroll
   for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
     for (int i = 0; i < kHeight / 2; ++i) accumulator[mma][i] = 0.0f;
   }
-#endif
   int previous = 0;
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
@@ -207,7 +206,7 @@ __device__ __forceinline__ void store_fitted(const FittedGemmArgs& args, Accumul
   const CUtensorMap* to = nullptr;
   int row = 0, column = 0;
   const auto send = [&] { send_boxes<Gemm>(*to, store, row, column); };
-  const auto write = [&](const CUtensorMap& map, const float(&value)[kCount], int at_row, int at_column) {
+  const auto write = [&](const CUtensorMap& map, const float (&value)[kCount], int at_row, int at_column) {
     if (store != 0) send();
     store = next_buffer<Gemm>(stores, buffer);
     to = &map, row = at_row, column = at_column;
@@ -229,8 +228,7 @@ __device__ __forceinline__ void store_fitted(const FittedGemmArgs& args, Accumul
           const int mma = operand == Operand::kUp ? 1 : output;
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            const float sum =
-                accumulator[mma][step * kCount + i] + (i / 2 % 2 == 0 ? biases[mma].x : biases[mma].y);
+            const float sum = accumulator[mma][step * kCount + i] + (i / 2 % 2 == 0 ? biases[mma].x : biases[mma].y);
             take(i, Gemm::kGated ? limited(args.limits, operand, sum) : sum);
           }
         };
@@ -292,8 +290,7 @@ __device__ __forceinline__ void consume_fitted(const FittedGemmArgs& args, const
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, 1)
-    fitted_gemm_kernel(const __grid_constant__ FittedGemmArgs args) {
+__global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __grid_constant__ FittedGemmArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const TiledGemmShared<Gemm> shared(raw_shared);
@@ -310,12 +307,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
-#ifdef FITTED_EARLY
-  wait_for_previous_kernel();
-#endif
   allow_next_kernel();
 
-  const int tiles = __ldg(args.blocks.count) * args.tiles_n;
+  const int tiles = __ldg(args.fitted.count) * args.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {
     shrink_registers<40>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);

@@ -54,11 +54,12 @@ __device__ __forceinline__ int take_rows(int* next, int expert) {
 
 // Cuts an expert's rows into tiles. The higher ones are the first of them or the last, in turns: CTAs that take every
 // other tile have as much to do as the others.
-__device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int first_row, int rows, int first, int count) {
+__device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int first_row, int rows, int first,
+                                          int count) {
   const int steps = (rows + kFittedStep - 1) / kFittedStep;
   for (int i = 0; i < count; ++i) {
     const int mine = steps / count + ((expert % 2 == 0 ? i : count - 1 - i) < steps % count ? 1 : 0);
-    tiles[first + i] = {expert, first, count, first_row + mine};
+    tiles[first + i] = FittedTile::of(expert, first, count, first_row, mine);
     first_row += mine * kFittedStep;
   }
 }
