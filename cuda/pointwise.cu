@@ -94,4 +94,8 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
   });
 }
 
+cudaError_t launch_add(Matrix sum, Matrix term, int64_t cols, cudaStream_t stream) {
+  return run<float, Sum>({{sum, term}, {sum}}, 1, cols, stream);
+}
+
 }  // namespace fused_mlp

@@ -42,7 +42,7 @@ struct alignas(sizeof(T) * Width) Vector {
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The two operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
+// The operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
 template <Activation A, typename T, bool Gated>
 struct Forward {
   static constexpr int kInputs = Gated ? 2 : 1;
@@ -65,6 +65,14 @@ struct Backward {
     } else {
       out[0] = grad * Fn<A, T>::derivative(gate);
     }
+  }
+};
+
+struct Sum {
+  static constexpr int kInputs = 2;
+  static constexpr int kOutputs = 1;
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
+    out[0] = in[0] + in[1];
   }
 };
 
