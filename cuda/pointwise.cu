@@ -50,21 +50,13 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
   return launch<T, 1, Op>(operands, rows, cols - done, stream);
 }
 
-// Calls visit with a null pointer of the element type.
-template <typename Visitor>
-cudaError_t visit_dtype(DType dtype, Visitor&& visit) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return visit(static_cast<float*>(nullptr));
-    case DType::kFloat16:
-      return visit(static_cast<__half*>(nullptr));
-    case DType::kBFloat16:
-      return visit(static_cast<__nv_bfloat16*>(nullptr));
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
+
+cudaError_t launch_sum(Matrix a, Matrix b, Matrix out, int64_t rows, int64_t cols, DType dtype, cudaStream_t stream) {
+  return visit_dtype(dtype, [&](auto* element) {
+    return run<std::remove_pointer_t<decltype(element)>, Sum>({{a, b}, {out}}, rows, cols, stream);
+  });
+}
 
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
                                int64_t activation, cudaStream_t stream) {
@@ -92,10 +84,6 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
     });
     return error;
   });
-}
-
-cudaError_t launch_add(Matrix sum, Matrix term, int64_t cols, cudaStream_t stream) {
-  return run<float, Sum>({{sum, term}, {sum}}, 1, cols, stream);
 }
 
 }  // namespace fused_mlp
