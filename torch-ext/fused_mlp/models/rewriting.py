@@ -128,6 +128,8 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
+    if type(part) is nn.LayerNorm:
+        return sites.NORM
     activation = recognise(part)
     if activation is not None:
         return sites.RELU if activation.name == "relu" else sites.ACTIVATION
@@ -297,8 +299,11 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
     function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
     rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
-    names = _children((start.projection, *start.between, *behind), forward)
-    halves.tails[forward] = halves.Half(forward, names, start, function, function_of(rest, forward, {}))
+    ending = sites.ending_of(tree, start, role)
+    norm = () if ending is None or ending.norm is None else (ending.norm,)
+    names = _children((start.projection, *start.between, *behind, *norm), forward)
+    ends = None if ending is None else (bool(norm), ending.residual_first)
+    halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
 
@@ -319,7 +324,7 @@ def _head(
     called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
     parts = _children((*called, *site.projections), forward) if called else None
     own = None if parts is None else (whole[_name_of_pattern(site.pattern)], parts)
-    return halves.Half(forward, own, site, function_of(tree, forward, {**names, **whole}))
+    return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:

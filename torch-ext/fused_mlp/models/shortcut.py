@@ -37,8 +37,9 @@ class _Known(NamedTuple):
 
 
 _known: Dict[Union[type, str], _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+_OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp")
 # Without what OpOverload does before this in Python.
-_ops = {name: getattr(getattr(native, name), "_op", None) for name in ("linear", "mlp", "gated_linear", "gated_mlp")}
+_ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -49,6 +50,7 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
+            "layer_norm": nn.LayerNorm,
             "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
@@ -80,6 +82,10 @@ if plain is not None:
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
                 (F, "dropout", _originals[F, "dropout"]),
+            ),
+            "of_norms": (
+                (nn.LayerNorm, "forward", obstacles.unpatched(nn.LayerNorm, "forward", nn.modules.normalization)),
+                (F, "layer_norm", obstacles.unpatched(F, "layer_norm", F)),
             ),
         }
     )

@@ -11,18 +11,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
-from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
 
 from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; LAYER: another module, with parameters; HEAD: one that computes the hidden values of an MLP; TAIL: one
+# torch.square; NORM: nn.LayerNorm; LAYER: another module, with parameters; HEAD: one that computes the hidden values of an MLP; TAIL: one
 # that begins with the last projection of an MLP; OTHER: what is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
-HEAD, TAIL = "head", "tail"
-LAYERS = (LAYER, HEAD, TAIL)
+HEAD, TAIL, NORM = "head", "tail", "norm"
+LAYERS = (LAYER, HEAD, TAIL, NORM)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
 GLU, SQUARE, OTHER = "glu", "square", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
@@ -115,6 +115,18 @@ class Start:
     argument: ast.Name
     projection: ast.expr
     between: Tuple[ast.expr, ...]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the code of a module ends with: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
+
+    ``behind`` are the modules that pass h on.
+    """
+
+    behind: Tuple[ast.expr, ...] = ()
+    residual_first: bool = False
+    norm: Optional[ast.expr] = None
 
 
 AnySite = Union[Site, Joint]
@@ -275,6 +287,40 @@ def start_of(function: ast.FunctionDef, role: Role) -> Optional[Start]:
                 reached = is_reached(node, function.body[index], _harmless_calls(role))
                 return Start(node, inner.node, node.func, between) if reached else None
     return None
+
+
+def ending_of(function: ast.FunctionDef, start: Start, role: Role) -> Optional[Ending]:
+    """How a method with two arguments goes on behind its start, if that and nothing else is what it computes."""
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    if len(names) != 3 or given.vararg or given.kwonlyargs or given.kwarg or given.defaults:
+        return None
+    known: Dict[str, Union[str, Ending]] = {names[1]: "given", names[2]: "residual"}
+
+    def computed(node: ast.expr) -> Union[str, Ending, None]:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            left, right = computed(node.left), computed(node.right)
+            if left == "residual" and type(right) is tuple:
+                return Ending(right, True)
+            return Ending(left) if right == "residual" and type(left) is tuple else None
+        if node is start.node:
+            return ()
+        value = computed(node.args[0]) if _is_call(node, role, PASSING, NORM) else None
+        if value is not None and role(node.func) == PASSING:
+            return (*value, node.func) if type(value) is tuple else value if value == "given" else None
+        is_sum = type(value) is Ending and value.norm is None
+        return dataclasses.replace(value, norm=node.func) if is_sum else None
+
+    *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :]
+    for statement in statements:
+        target, value = _assignment(statement)
+        if not isinstance(target, ast.Name) or value is None:
+            return None
+        known[target.id] = computed(value)
+    ending = computed(last.value) if isinstance(last, ast.Return) and last.value is not None else None
+    return ending if type(ending) is Ending else None
 
 
 def _hidden(value: _Value, role: Role) -> Optional[Site]:
