@@ -498,6 +498,17 @@ PyObject* py_fused(PyObject*, PyObject* given) {
   return answered(fused(pattern, x, projections, act, between));
 }
 
+PyObject* py_block(PyObject*, PyObject* given) {
+  PyObject *pattern, *x, *projections, *act, *between;
+  Block block{};
+  if (!PyArg_ParseTuple(given, "OOO!OO!O!OOOO", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type,
+                        &between, &PyTuple_Type, &block.behind, &block.residual, &block.residual_first, &block.norm,
+                        &block.norm_first)) {
+    return nullptr;
+  }
+  return answered(fused(pattern, x, projections, act, between, &block));
+}
+
 PyObject* py_joined(PyObject*, PyObject* given) {
   PyObject *heads, *tails, *owner, *halves, *x, *rest;
   if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
@@ -516,6 +527,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
+    {"block", py_block, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -23,6 +23,9 @@ namespace fused_mlp {
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
 //     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
 //     activation's code. None where it cannot be known, or the op raised RuntimeError.
+//   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first) -> Tensor | None
+//     The same for an MLP of two layers and what is around it, where autograd does not follow: parts behind it that
+//     pass values on, the sum with a residual, and a nn.LayerNorm of the sum, or of x where it comes first, or None.
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
 //     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that

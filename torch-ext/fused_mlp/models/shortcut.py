@@ -111,6 +111,30 @@ def fused(
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
+def block(
+    pattern: Pattern,
+    x: Tensor,
+    projections: Tuple[nn.Module, ...],
+    act: Act,
+    between: Tuple[Union[nn.Module, float], ...],
+    behind: Tuple[Union[nn.Module, float], ...],
+    residual: Tensor,
+    residual_first: bool,
+    norm: Optional[nn.Module],
+    norm_first: bool,
+) -> Tensor:
+    """:func:`fused` of ``norm(x)`` where the norm comes first, what it gives handed on by the parts ``behind``, the sum
+    of that and the residual, and else the norm of the sum; one op where the short way is taken."""
+    if plain is not None and not is_traced():
+        found = plain.block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first)
+        if found is not None:
+            return found
+    given = norm(x) if norm_first else x
+    values = forwards.behind(fused(pattern, given, projections, act, between), behind)
+    values = residual + values if residual_first else values + residual
+    return values if norm is None or norm_first else norm(values)
+
+
 def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
     """The result, given the parameters of the projections and the code of the activation; None if no op computes it."""
     code, count = given[-1], len(given) // 2
