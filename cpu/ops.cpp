@@ -223,6 +223,8 @@ Tensor gemm_rows(const Tensor& flat) {
 
 // What backward.h asks of a backend.
 struct Cpu {
+  static constexpr bool kHasSums = false;
+
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     torch_linear(out, x, weight, bias);
   }
