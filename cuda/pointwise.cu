@@ -52,12 +52,6 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
 
 }  // namespace
 
-cudaError_t launch_sum(Matrix a, Matrix b, Matrix out, int64_t rows, int64_t cols, DType dtype, cudaStream_t stream) {
-  return visit_dtype(dtype, [&](auto* element) {
-    return run<std::remove_pointer_t<decltype(element)>, Sum>({{a, b}, {out}}, rows, cols, stream);
-  });
-}
-
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
                                int64_t activation, cudaStream_t stream) {
   return visit_dtype(dtype, [&](auto* element) {

@@ -8,9 +8,6 @@
 
 namespace fused_mlp {
 
-// out = a + b. out may be one of them.
-cudaError_t launch_sum(Matrix a, Matrix b, Matrix out, int64_t rows, int64_t cols, DType dtype, cudaStream_t stream);
-
 // out = act(gate) * up, or act(gate) where up.data is null. out may be gate or up itself.
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
                                int64_t activation, cudaStream_t stream);

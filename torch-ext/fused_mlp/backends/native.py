@@ -238,7 +238,9 @@ def _(
     norm_first: bool,
 ) -> Tensor:
     values = _like_linear(x, fc2_weight)
-    return values if eps is not None and not norm_first else strides.new_sum(values, residual, residual_first)
+    if eps is not None and not norm_first:
+        return values
+    return residual + values if residual_first else values + residual
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
