@@ -11,13 +11,13 @@ from providers import PARTS
 from rich.console import Console
 from rich.table import Table
 
-METRICS = {"kernel_us": "GPU time", "wall_us": "wall time"}
+METRICS = {"kernel_us": "GPU time", "graph_us": "in CUDA graphs", "wall_us": "wall time"}
 _COLORS = {"ours": "#d62728", "ours-triton": "#ff9896", "gemms": "#bbbbbb"}
 _STYLES = {"pays": "green", "even": "yellow", "does not pay": "bold red"}
 
 
 def metrics(results: list[dict]) -> dict[str, str]:
-    """The times that were measured: GPU time on a GPU alone."""
+    """The times that were measured, of which a CPU has one."""
     figures = next(iter(results[0]["providers"].values()))
     return {key: name for key, name in METRICS.items() if key in figures}
 

@@ -4,6 +4,8 @@
     python benchmarks/peers.py                                   the table of docs/performance.md
     python benchmarks/peers.py --shapes 64,768,3072 --providers eager ours
     python benchmarks/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
+    python benchmarks/peers.py --sweep --graphs --providers eager ours      the same in CUDA graphs
+    python benchmarks/peers.py --between 500 --graphs --providers eager ours    500 shapes between them, drawn at random
     python benchmarks/peers.py --workload linear                 one linear layer with bias and GELU
     python benchmarks/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
     python benchmarks/peers.py --from benchmarks/results/h100-sweep.json --dim 768 --hidden 3072
@@ -16,6 +18,7 @@ there is wall time alone. Peers that cannot run on the machine are left out, and
 import argparse
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -59,6 +62,9 @@ def parse():
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--shapes", nargs="+", help="M,D,H (mlp), M,K,N (linear) or M,H (pointwise)")
     parser.add_argument("--sweep", action="store_true", help="every M and (D, H) of the sweep")
+    parser.add_argument("--between", type=int, metavar="COUNT", help="shapes of the MLP drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --between")
+    parser.add_argument("--graphs", action="store_true", help="time calls in CUDA graphs")
     parser.add_argument("--providers", nargs="+")
     parser.add_argument("--activation", choices=providers.ACTIVATIONS, default=providers.GELU_TANH, help="of the MLP")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -70,8 +76,10 @@ def parse():
     given = parser.parse_args()
     if (given.dim is None) != (given.hidden is None):
         parser.error("--dim and --hidden go together")
-    if given.dim is not None and (given.workload != "mlp" or given.shapes or given.sweep):
-        parser.error("--dim and --hidden are for the MLP, without --shapes and --sweep")
+    if given.dim is not None and (given.workload != "mlp" or given.shapes or given.sweep or given.between):
+        parser.error("--dim and --hidden are for the MLP, without --shapes, --sweep and --between")
+    if given.graphs and not (given.source or torch.cuda.is_available()):
+        parser.error("--graphs needs a GPU")
     if given.activation != providers.GELU_TANH and given.workload != "mlp":
         parser.error("--activation is for the MLP")
     return given
@@ -88,10 +96,22 @@ def wanted_providers(given):
     return [name for name in names if name not in absent]
 
 
+def drawn(count, seed):
+    """Rows and widths as models have them: even in their logarithms, widths multiples of 64."""
+    chance = random.Random(seed)
+
+    def between(low, high, step=1):
+        return round(low * (high / low) ** chance.random() / step) * step
+
+    return [(between(1, 16384), d := between(384, 8192, 64), between(2 * d, 5 * d, 64)) for _ in range(count)]
+
+
 def wanted_shapes(given):
     ms = SWEEP_M if torch.cuda.is_available() else SWEEP_M_CPU
     if given.dim is not None:
         return [(m, given.dim, given.hidden) for m in ms]
+    if given.between:
+        return drawn(given.between, given.seed)
     if given.shapes:
         return [tuple(map(int, shape.split(","))) for shape in given.shapes]
     return [(m, d, h) for d, h in SWEEP_DH for m in ms] if given.sweep else TABLES[given.workload]
@@ -102,12 +122,13 @@ def run(given):
     make_providers, wanted = providers.WORKLOADS[given.workload][0], wanted_providers(given)
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), trust_remote_code=True)
     options = {"activation": given.activation} if given.workload == "mlp" else {}
+    compare = measure.compare_in_graphs if given.graphs else measure.compare
     results = []
     with torch.no_grad():
         for shape in tqdm(wanted_shapes(given), disable=None):
             torch._dynamo.reset()
             made = make_providers(shape, getattr(torch, given.dtype), fused_mlp, wanted, **options)
-            results.append({"shape": shape, "providers": measure.compare(made, given.rounds, given.budget_us)})
+            results.append({"shape": shape, "providers": compare(made, given.rounds, given.budget_us)})
     return {
         "machine": {**measure.machine(), "workload": given.workload, "dtype": given.dtype, **options},
         "results": results,

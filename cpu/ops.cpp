@@ -17,6 +17,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "amx_mlp.h"
 #include "isa.h"
+#include "parallel.h"
 #include "pointwise.h"
 
 namespace fused_mlp {
@@ -38,36 +39,12 @@ const PointwiseKernels& pointwise() {
 
 namespace {
 
-using torch::headeronly::ScalarType;
-
-DType dtype_of(const Tensor& tensor, const char* name) {
-  const ScalarType dtype = tensor.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, name,
-                  " must be float32 or bfloat16 on the CPU, not ", torch::headeronly::toString(dtype));
-  return dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
-}
-
 Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
 
 // Applies kernel(shape, activation, operands...) to all the elements, in parallel.
 template <typename Kernel, typename... Operands>
 void run_pointwise(const Kernel& kernel, PointwiseShape shape, int64_t activation, Operands... operands) {
-  if (shape.rows == 0 || shape.cols == 0) return;
-  constexpr int64_t kGrain = 16384;  // elements worth a thread
-  const int64_t bytes = element_bytes(shape.dtype);
-  const auto from = [bytes](const Matrix& m, int64_t element) {
-    return Matrix{static_cast<char*>(m.data) + element * bytes, m.row_stride};
-  };
-  if (((operands.row_stride == shape.cols) && ...)) {  // one long row, to be cut anywhere
-    torch::stable::parallel_for(0, shape.rows * shape.cols, kGrain, [&](int64_t begin, int64_t end) {
-      kernel(PointwiseShape{shape.dtype, 1, end - begin}, activation, from(operands, begin)...);
-    });
-  } else {
-    torch::stable::parallel_for(0, shape.rows, ceil_div(kGrain, shape.cols), [&](int64_t begin, int64_t end) {
-      kernel(PointwiseShape{shape.dtype, end - begin, shape.cols}, activation,
-             from(operands, begin * operands.row_stride)...);
-    });
-  }
+  for_parts(shape, [&](const PointwiseShape& part, auto... rows) { kernel(part, activation, rows...); }, operands...);
 }
 
 // [..., cols] as [rows, cols], a view wherever the strides admit one.
@@ -246,6 +223,8 @@ Tensor gemm_rows(const Tensor& flat) {
 
 // What backward.h asks of a backend.
 struct Cpu {
+  static constexpr bool kHasSums = false;
+
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     torch_linear(out, x, weight, bias);
   }

@@ -12,6 +12,12 @@ struct PointwiseShape {
   int64_t cols;
 };
 
+// Those of LayerNorm beside the rows: no weight is 1, no bias is 0.
+struct Norm {
+  const void *weight, *bias;
+  float eps;
+};
+
 // The kernels of one instruction set. Arithmetic is in fp32, each result is rounded once. An output may be one of the
 // inputs. `activation` is a code of activation.h.
 struct PointwiseKernels {
@@ -24,6 +30,8 @@ struct PointwiseKernels {
   // dgate = grad * up * act'(gate), dup = grad * act(gate)
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup);
+  // The LayerNorm of each row of x + residual; of x alone where residual.data is null.
+  void (*layer_norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };
 
 // Those of the best instruction set that this CPU has.

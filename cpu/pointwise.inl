@@ -124,6 +124,77 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix 
   }
 }
 
+FUSED_MLP_INLINE float lanes_sum(Vec x) {
+  float sum = 0.0f;
+  for (int i = 0; i < kWidth; ++i) sum += x[i];
+  return sum;
+}
+
+// Sets all but the first `count` elements of a block to 0.
+template <typename T>
+FUSED_MLP_INLINE void clear_rest(Pair& x, int64_t count) {
+  for (int64_t i = count; i < kBlock; ++i) {
+    x.half[kIsBf16<T> ? i % 2 : i / kWidth][kIsBf16<T> ? i / 2 : i % kWidth] = 0.0f;
+  }
+}
+
+// As in cuda/norm.cuh.
+FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
+  const float square = mean * mean;
+  if (square < mean_square) return mean_square - square;
+  return mean_square < 3e38f ? 0.0f : mean_square;
+}
+
+template <typename T>
+void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+  const float share = 1.0f / static_cast<float>(shape.cols);
+  const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const T* x_row = row<T>(x, r);
+    const T* residual_row = residual.data == nullptr ? nullptr : row<T>(residual, r);
+    T* out_row = row<T>(out, r);
+    const auto values_at = [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      Pair values = load(x_row + c, count);
+      if (residual_row != nullptr) {
+        const Pair others = load(residual_row + c, count);
+        for (int h = 0; h < 2; ++h) values.half[h] += others.half[h];
+      }
+      return values;
+    };
+    Vec total = splat(0.0f);
+    for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair values = values_at(c, count);
+      for (int h = 0; h < 2; ++h) total += values.half[h] * share;
+    });
+    const float mean = lanes_sum(total);
+    Vec rests = splat(0.0f), squares = splat(0.0f);
+    for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      Pair values = values_at(c, count);
+      for (Vec& value : values.half) value -= mean;
+      if (count < kBlock) clear_rest<T>(values, count);
+      for (int h = 0; h < 2; ++h) {
+        rests += values.half[h];
+        squares += values.half[h] * values.half[h];
+      }
+    });
+    const float left = lanes_sum(rests) * share;
+    const float scale = 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps);
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      Pair values = values_at(c, count);
+      for (Vec& value : values.half) value = (value - mean - left) * scale;
+      if (weight != nullptr) {
+        const Pair weights = load(weight + c, count);
+        for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h];
+      }
+      if (bias != nullptr) {
+        const Pair biases = load(bias + c, count);
+        for (int h = 0; h < 2; ++h) values.half[h] += biases.half[h];
+      }
+      store(out_row + c, count, values);
+    });
+  }
+}
+
 // Calls visit.template operator()<T, kActivation>() for the run-time dtype and activation.
 template <typename Visitor>
 void visit(DType dtype, int64_t activation, const Visitor& visitor) {
@@ -158,4 +229,9 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
   });
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward};
+static void layer_norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+  const auto rows = shape.dtype == DType::kFloat32 ? layer_norm_rows<float> : layer_norm_rows<BFloat16>;
+  rows(shape, norm, x, residual, out);
+}
+
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, layer_norm};

@@ -50,20 +50,6 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
   return launch<T, 1, Op>(operands, rows, cols - done, stream);
 }
 
-// Calls visit with a null pointer of the element type.
-template <typename Visitor>
-cudaError_t visit_dtype(DType dtype, Visitor&& visit) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return visit(static_cast<float*>(nullptr));
-    case DType::kFloat16:
-      return visit(static_cast<__half*>(nullptr));
-    case DType::kBFloat16:
-      return visit(static_cast<__nv_bfloat16*>(nullptr));
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,

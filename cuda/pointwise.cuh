@@ -1,42 +1,18 @@
-// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so that a
-// compiler of device code alone takes this file.
+// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so
+// that a compiler of device code alone takes this file.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
 
 #include "activations.cuh"
 #include "pointwise.h"
+#include "vector.cuh"
 
 namespace fused_mlp {
 
 constexpr int kThreads = 256;
-constexpr int kVectorBytes = 16;
 constexpr int kUnroll = 2;  // vectors a thread has in flight per operand
-
-template <typename T>
-__device__ __forceinline__ float to_float(T x) {
-  return static_cast<float>(x);
-}
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return x;
-  }
-}
-
-template <typename T, int Width>
-struct alignas(sizeof(T) * Width) Vector {
-  T lane[Width];
-};
 
 // Memory is what bounds these kernels: the finer of the two fits costs nothing.
 template <Activation A, typename T>

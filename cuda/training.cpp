@@ -147,8 +147,19 @@ struct Cuda {
     fused_mlp::linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(out, x, weight, bias);
   }
 
+  static constexpr bool kHasSums = true;
+
   static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), a.get(), b.get()));
+    if (out.scalar_type() == a.scalar_type()) {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), a.get(), b.get()));
+    } else {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), aoti_torch_dtype_float32()));
+    }
+  }
+
+  static void add(const Tensor& sum, const Tensor& term) {
+    const auto row = [](const Tensor& dense) { return Matrix{dense.mutable_data_ptr(), dense.numel()}; };
+    check(launch_sum(row(sum), row(term), row(sum), 1, sum.numel(), DType::kFloat32, current_stream(sum)));
   }
 
   static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
@@ -205,6 +216,29 @@ struct Cuda {
   }
 };
 
+// The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
+Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
+               const OptionalTensor& second_bias, int64_t activation) {
+  bool fused = false;
+  const Layer layer{first.weight, first.up_weight ? &*first.up_weight : nullptr, first.bias, first.up_bias, activation};
+  if (!second_weight) return apply_layer(x, layer, &fused);
+  const Tensor x_rows = Cuda::rows(x);
+  const int64_t rows = x_rows.size(0), block = rows_of_a_block(rows, x_rows.size(1), first.weight.size(0));
+  if (block == rows) {
+    const Tensor hidden = apply_layer(x, layer, &fused);
+    return apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &fused);
+  }
+  const Tensor out = new_dense(x, with_last_size(x, second_weight->size(0)));
+  const Tensor out_rows = matrix_view(out, {rows, out.size(-1)}, {out.size(-1), 1});
+  for (int64_t start = 0; start < rows; start += block) {
+    const int64_t count = std::min(block, rows - start);
+    fused = false;
+    const Tensor hidden = apply_layer(rows_of(x_rows, start, count), layer, &fused);
+    Cuda::linear_into(rows_of(out_rows, start, count), hidden, *second_weight, second_bias);
+  }
+  return out;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tensor& weight,
@@ -215,13 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   const FirstLayer first(weight, up_weight, bias, up_bias, up_first);
   check_training(x, first, second_weight, second_bias, activation);
   const DeviceGuard device_guard(x.get_device_index());
-  if (!keep) {
-    bool fused = false;
-    const Tensor* const up = first.up_weight ? &*first.up_weight : nullptr;
-    Tensor out = apply_layer(x, {first.weight, up, first.bias, first.up_bias, activation}, &fused);
-    if (second_weight) out = apply_layer(out, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &fused);
-    return {out, new_dense(x, {0}), new_dense(x, {0})};
-  }
+  if (!keep) return {forward(x, first, second_weight, second_bias, activation), new_dense(x, {0}), new_dense(x, {0})};
   const TensorRows rows(x);
   const auto sizes = with_last_size(x, weight.size(0));
   KeptGemm fused(Cuda::rows(x), first, activation);

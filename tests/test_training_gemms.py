@@ -8,6 +8,7 @@ import torch
 
 import gemm_kernels
 import machine
+import measure
 import reference
 import sanitizer_cases
 from reference import ACTIVATIONS, assert_no_worse_than_eager, operands, poisoned_memory
@@ -147,6 +148,33 @@ def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype
     exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
     for name, *three in zip(["result", *made], found[0], eager, exact, strict=True):
         assert_no_worse_than_eager(*three, name, roundings=8)
+
+
+@half_dtypes
+@pytest.mark.parametrize("by_column", [False, True])
+@functions
+def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_column, dtype):
+    """Three blocks, the last one short: gradients rounded once, and no more memory than one block takes."""
+    rows, width, hidden = 17000, 64, 4096
+    made = leaves(operands(function, (rows,), (width, hidden, width), dtype=dtype, device=device, biases=True))
+    if by_column:
+        made = {name: tensor.detach().t().contiguous().t().requires_grad_() for name, tensor in made.items()}
+    call = caller(fused_mlp, function, "silu", "recompute")
+    with poisoned_memory(device):
+        found = step(call, made)
+        again = step(call, made, retain=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    eager = step(lambda made: reference.eager(function, made, "silu"), made)
+    wide = leaves({name: tensor.double() for name, tensor in made.items()})
+    exact = step(lambda made: reference.exact(function, made, "silu"), wide)
+    for name, *three in zip(["result", *made], found, eager, exact, strict=True):
+        assert_no_worse_than_eager(*three, name, roundings=8)
+        assert name == "result" or three[0].stride() == made[name].stride()
+    grad, wanted = torch.randn_like(found[0]), list(made.values())
+    _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
+    block, ends = 3 * 8192 * hidden, rows * (2 * width if function != "gated_linear" else width + 3 * hidden)
+    cublas = 2**25  # what its product in float32 works in
+    assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**20
 
 
 @pytest.mark.parametrize("of", ["x", "weight", "bias"])

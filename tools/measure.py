@@ -207,6 +207,29 @@ def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def compare_in_graphs(
+    providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0
+) -> dict[str, dict[str, float]]:
+    """Time of a call of each provider in a CUDA graph, which the CPU cannot keep waiting: graph_us, in turns.
+
+    A turn replays a graph of as many calls as :func:`compare` makes.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        turns = {name: partial(_replay, *_graph_within(run, budget_us)) for name, run in providers.items()}
+        return in_turns(turns, rounds)
+
+
+def _graph_within(run: Callable[[], object], budget_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    calls = iterations_within(run, budget_us)
+    graph = captured(run, calls)
+    graph.replay()  # the first replay uploads the graph
+    return graph, calls
+
+
+def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> dict[str, float]:
+    return {"graph_us": replay_microseconds(graph) / calls}
+
+
 def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -73,6 +73,19 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
   return {half(up_first), half(!up_first)};
 }
 
+// As many rows at once as make what is made again, three matrices [rows, hidden], no larger than x; or all of them
+// where that saves less than it takes: sums in float32 of three gradients of weights, and what is added to one of them.
+inline int64_t rows_of_a_block(int64_t rows, int64_t in, int64_t hidden) {
+  constexpr int64_t kLeast = 8192,
+                    kStep = 256;  // fewer rows would make the sums take more than a twentieth of the time
+  const int64_t block = std::max(kLeast, rows * in / std::max<int64_t>(3 * hidden, 1) / kStep * kStep);
+  return 3 * 2 * (rows - block) > 4 * 4 * in ? block : rows;
+}
+
+inline Tensor rows_of(const Tensor& matrix, int64_t start, int64_t rows) {
+  return matrix_view(matrix, {rows, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)}, start * matrix.stride(0));
+}
+
 // What a backend answers that has no kernel for a product with its epilogue.
 struct NoKernel {
   explicit operator bool() const { return false; }
@@ -84,6 +97,8 @@ struct NoKernel {
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
 //   add_mm(out, a, b)            out += a b
+//   kHasSums                     whether its mm writes the product of float16 or bfloat16 to float32 too, and there is
+//                                add(sum, term), sum += term, of float32 tensors that lie alike and without gaps
 //   batches(weight)              whether two products that make gradients of such weights take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
@@ -103,18 +118,30 @@ class Backward {
         activation_(activation),
         needs_(needs) {}
 
-  // Makes again what a forward has not kept.
+  // Makes again what a forward has not kept, all at once or block by block of rows. In blocks, gradients of weights and
+  // biases are summed in float32 and rounded once.
   std::vector<Tensor> run_again(const Tensor& weight, const OptionalTensor& up_weight,
                                 const OptionalTensor& second_weight, const OptionalTensor& bias,
                                 const OptionalTensor& up_bias) {
-    const auto made = [&](const Tensor& weight, const OptionalTensor& bias) {
-      const Tensor values = new_dense(input_, {x_.size(0), weight.size(0)});
-      Backend::linear_into(values, x_, weight, bias);
-      return values;
-    };
-    const Tensor gate = made(weight, bias);
-    return run(weight, up_weight, second_weight, gate,
-               up_weight ? OptionalTensor(made(*up_weight, up_bias)) : std::nullopt, true);
+    const int64_t rows = x_.size(0), hidden = weight.size(0) / (up_first_ ? 2 : 1);
+    const int64_t block = Backend::kHasSums ? rows_of_a_block(rows, x_.size(1), hidden) : rows;
+    if (block == rows) {
+      make_again(weight, up_weight, second_weight, bias, up_bias);
+      return results();
+    }
+    if (needs(kX)) make_input_gradient(needs(up_weight ? kUpWeight : kWeight));
+    OptionalTensor sums[kOperands];
+    for (int64_t start = 0; start < rows; start += block) {
+      const int64_t count = std::min(block, rows - start);
+      Backward part(rows_of(grad_, start, count), rows_of(x_, start, count), up_first_, activation_, needs_);
+      if (dx_rows_) part.dx_rows_ = rows_of(*dx_rows_, start, count);
+      part.sums_ = sums;
+      part.make_again(weight, up_weight, second_weight, bias, up_bias);
+    }
+    for (int operand = 0; operand < kOperands; ++operand) {
+      if (sums[operand]) found_[operand] = rounded(*sums[operand]);
+    }
+    return results();
   }
 
   // `gate` and `up` are the values before the activation, both in `gate` where the weight holds both: then so are their
@@ -124,6 +151,25 @@ class Backward {
   // hidden_gradients.
   std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                           Tensor gate, OptionalTensor up, bool in_place) {
+    differentiate(weight, up_weight, second_weight, gate, up, in_place);
+    return results();
+  }
+
+ private:
+  void make_again(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                  const OptionalTensor& bias, const OptionalTensor& up_bias) {
+    const auto made = [&](const Tensor& weight, const OptionalTensor& bias) {
+      const Tensor values = new_dense(input_, {x_.size(0), weight.size(0)});
+      Backend::linear_into(values, x_, weight, bias);
+      return values;
+    };
+    Tensor gate = made(weight, bias);
+    OptionalTensor up = up_weight ? OptionalTensor(made(*up_weight, up_bias)) : std::nullopt;
+    differentiate(weight, up_weight, second_weight, gate, up, true);
+  }
+
+  void differentiate(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
+                     Tensor gate, OptionalTensor up, bool in_place) {
     const auto [gate_rows, up_rows] = parts(flat(gate), up ? OptionalTensor(flat(*up)) : std::nullopt);
     const std::array<int64_t, 2> sizes{x_.size(0), gate_rows.size(1)};
     auto fused = [&] {
@@ -138,10 +184,10 @@ class Backward {
         const Tensor values = done && !up_first_ ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
         if (done && (up || up_first_)) release(up ? *up : gate);
-        found_[kSecondWeight] = of_weight(grad_, values, *second_weight);
+        add_found(kSecondWeight, of_weight(grad_, values, *second_weight));
       }
-      if (needs(kSecondBias)) found_[kSecondBias] = of_bias(grad_);
-      if (!needs_first()) return results();
+      if (needs(kSecondBias)) add_found(kSecondBias, of_bias(grad_));
+      if (!needs_first()) return;
       if (!fused) {
         dhidden = new_dense(gate, sizes);
         Backend::mm(*dhidden, grad_, *second_weight);
@@ -157,21 +203,21 @@ class Backward {
       if (fused) {
         const auto values = needs(kSecondWeight) ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
         fused.launch(dgate_rows, dup_rows, values);
-        if (values) found_[kSecondWeight] = of_weight(grad_, *values, *second_weight);
+        if (values) add_found(kSecondWeight, of_weight(grad_, *values, *second_weight));
       } else {
         Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, dgate_rows, dup_rows, activation_);
       }
     }
     dhidden.reset();
 
-    const auto dx = needs(kX) ? OptionalTensor(new_input_gradient(needs(up ? kUpWeight : kWeight))) : std::nullopt;
+    if (needs(kX) && !dx_rows_) make_input_gradient(needs(up ? kUpWeight : kWeight));
     auto both = [&] {
       using Kernel = decltype(Backend::input_gradient(*dgate, weight, *dup, *up_weight));
-      if (!dx || !up || dx->stride(-1) != 1) return Kernel();
+      if (!dx_rows_ || !up || dx_rows_->stride(1) != 1) return Kernel();
       return Backend::input_gradient(*dgate, weight, *dup, *up_weight);
     }();
-    if (both) both.launch(flat(*dx));
-    if (dx && !both) add_to_input(*dx, *dgate, weight, &Backend::mm);
+    if (both) both.launch(*dx_rows_);
+    if (dx_rows_ && !both) add_to_input(*dgate, weight, &Backend::mm);
     const bool batched = needs(kWeight) && needs(kUpWeight) && batches(weight, *up_weight);
     if (batched) {
       Tensor first = new_dense(weight, weight.sizes()), second = new_dense(weight, weight.sizes());
@@ -179,22 +225,19 @@ class Backward {
       found_[kWeight] = first;
       found_[kUpWeight] = second;
     }
-    if (needs(kWeight) && !batched) found_[kWeight] = of_weight(*dgate, x_, weight);
-    if (needs(kBias)) found_[kBias] = of_bias(*dgate);
+    if (needs(kWeight) && !batched) add_found(kWeight, of_weight(*dgate, x_, weight));
+    if (needs(kBias)) add_found(kBias, of_bias(*dgate));
     dgate.reset();
     if (in_place) release(gate);
     if (up) {
-      if (dx && !both) add_to_input(*dx, *dup, *up_weight, &Backend::add_mm);
-      if (needs(kUpWeight) && !batched) found_[kUpWeight] = of_weight(*dup, x_, *up_weight);
-      if (needs(kUpBias)) found_[kUpBias] = of_bias(*dup);
+      if (dx_rows_ && !both) add_to_input(*dup, *up_weight, &Backend::add_mm);
+      if (needs(kUpWeight) && !batched) add_found(kUpWeight, of_weight(*dup, x_, *up_weight));
+      if (needs(kUpBias)) add_found(kUpBias, of_bias(*dup));
       dup.reset();
       if (in_place) release(*up);
     }
-    found_[kX] = dx;
-    return results();
   }
 
- private:
   // Gate and up, of matrices of each or of one that holds both.
   std::pair<Tensor, OptionalTensor> parts(const Tensor& gate, const OptionalTensor& up) const {
     if (!up_first_) return {gate, up};
@@ -210,10 +253,10 @@ class Backward {
     return matrix_view(dense, {x_.size(0), cols}, {cols, 1});
   }
 
-  // An output for the gradient of x in the layout that autograd gives it: column by column for an x that, as a matrix,
+  // Makes room for the gradient of x in the layout that autograd gives it: column by column for an x that, as a matrix,
   // lies so without gaps, else row by row. F.linear makes a matrix of more dimensions if their strides say that it can,
   // those of size 1 included, and always where the weight needs a gradient.
-  Tensor new_input_gradient(bool is_always_matrix) const {
+  void make_input_gradient(bool is_always_matrix) {
     const auto sizes = input_.sizes(), strides = input_.strides();
     const size_t dims = sizes.size();
     const int64_t rows = x_.size(0);
@@ -224,17 +267,18 @@ class Backward {
       const bool is_free = dims > 2 && d + 1 < dims && sizes[d] == 1 && is_always_matrix;
       is_by_column = is_free || strides[d] == by_column[d];
     }
-    return is_by_column ? new_strided(input_, sizes, by_column) : new_dense(input_, sizes);
+    const Tensor dx = is_by_column ? new_strided(input_, sizes, by_column) : new_dense(input_, sizes);
+    dx_rows_ = dx.stride(-1) == 1 ? flat(dx) : matrix_view(dx, {rows, x_.size(1)}, {1, rows});
+    found_[kX] = dx;
   }
 
   // Runs mm or add_mm for dx (+)= grad weight. torch's GEMMs take an output whose rows have adjacent elements.
   template <typename Gemm>
-  void add_to_input(const Tensor& dx, const Tensor& grad, const Tensor& weight, Gemm gemm) const {
-    const int64_t rows = x_.size(0), cols = x_.size(1);
-    if (dx.stride(-1) != 1) {
-      gemm(matrix_view(dx, {cols, rows}, {rows, 1}), transposed(weight), transposed(grad));
+  void add_to_input(const Tensor& grad, const Tensor& weight, Gemm gemm) const {
+    if (dx_rows_->stride(1) != 1) {
+      gemm(transposed(*dx_rows_), transposed(weight), transposed(grad));
     } else {
-      gemm(flat(dx), grad, weight);
+      gemm(*dx_rows_, grad, weight);
     }
   }
 
@@ -244,7 +288,7 @@ class Backward {
   // the same time, which must not be more memory than hidden_gradients has needed.
   bool batches(const Tensor& weight, const Tensor& up_weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
-    return x_.size(0) * (out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
+    return sums_ == nullptr && x_.size(0) * (out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
            Backend::batches(weight);
   }
 
@@ -252,18 +296,37 @@ class Backward {
   Tensor of_weight(const Tensor& grad, const Tensor& x, const Tensor& weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
     if (has_gaps(weight)) {
-      const Tensor result = new_dense(weight, {in, out});
+      const Tensor result = new_dense(weight, {in, out}, sums_dtype());
       Backend::mm(result, transposed(x), grad);
       return transposed(result);
     }
-    const Tensor result = new_dense(weight, {out, in});
+    const Tensor result = new_dense(weight, {out, in}, sums_dtype());
     Backend::mm(result, transposed(grad), x);
     return result;
   }
 
-  static Tensor of_bias(const Tensor& grad) {
+  Tensor of_bias(const Tensor& grad) const {
     const int64_t rows = 0;
-    return torch::stable::sum(grad, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1));
+    return torch::stable::sum(grad, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, sums_dtype());
+  }
+
+  // Of gradients that are terms of sums; else they have the dtype of their operand.
+  std::optional<torch::headeronly::ScalarType> sums_dtype() const {
+    return sums_ == nullptr ? std::nullopt : std::optional(torch::headeronly::ScalarType::Float);
+  }
+
+  void add_found(Operand operand, const Tensor& gradient) {
+    OptionalTensor& found = sums_ == nullptr ? found_[operand] : sums_[operand];
+    if constexpr (Backend::kHasSums) {
+      if (found) return Backend::add(*found, gradient);
+    }
+    found = gradient;
+  }
+
+  Tensor rounded(const Tensor& sum) const {
+    const auto strides = sum.strides();
+    Tensor result = new_strided(input_, sum.sizes(), {strides.begin(), strides.end()});
+    return torch::stable::copy_(result, sum);
   }
 
   // Frees the memory of a tensor that others still refer to, and do not read: autograd, until the op returns.
@@ -286,6 +349,8 @@ class Backward {
   const std::optional<bool> up_first_;
   const int64_t activation_, needs_;
   OptionalTensor found_[kOperands];
+  OptionalTensor dx_rows_;          // the gradient of x as a matrix
+  OptionalTensor* sums_ = nullptr;  // in float32, of a block of rows: what is found is added to them
 };
 
 // `gate` is what a forward has kept, or null; `up` as well.

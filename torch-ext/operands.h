@@ -63,6 +63,34 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
                   " differs in shape from the first operand");
 }
 
+// An MLP with its residual and norm; without a first weight, one layer.
+inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
+                               const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
+                               const Tensor& residual, const OptionalTensor& norm_weight,
+                               const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first) {
+  check_activation(activation);
+  if (fc1_weight) {
+    check_linear(x, *fc1_weight, fc1_bias);
+    check_second(x, *fc1_weight, fc2_weight, fc2_bias);
+  } else {
+    check_linear(x, fc2_weight, fc2_bias);
+  }
+  check_same_kind(residual, "residual", x);
+  const auto sizes = residual.sizes(), of_x = x.sizes();
+  STD_TORCH_CHECK(residual.dim() == x.dim() && std::equal(sizes.begin(), sizes.end() - 1, of_x.begin()) &&
+                      residual.size(-1) == fc2_weight.size(0),
+                  "residual must have the shape of the result");
+  STD_TORCH_CHECK(eps.has_value() || !(norm_first || norm_weight || norm_bias), "a norm must have an eps");
+  const int64_t features = norm_first ? x.size(-1) : fc2_weight.size(0);
+  const auto check_norm = [&](const OptionalTensor& operand, const char* name) {
+    if (!operand.has_value()) return;
+    check_same_kind(*operand, name, x);
+    STD_TORCH_CHECK(operand->dim() == 1 && operand->size(0) == features, name, " must be [features], as it norms");
+  };
+  check_norm(norm_weight, "norm_weight");
+  check_norm(norm_bias, "norm_bias");
+}
+
 // The experts of a mixture: torch_binding.h has their shapes.
 inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                           const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <vector>
 
 namespace fused_mlp {
@@ -42,6 +43,18 @@ struct TensorRows {
   }
 
   bool contiguous() const { return row_stride == cols || rows <= 1; }
+};
+
+// A vector, or none, as adjacent elements: a copy where it has gaps.
+class DenseVector {
+ public:
+  explicit DenseVector(const std::optional<torch::stable::Tensor>& source) : tensor_(source) {
+    if (source && source->size(0) > 1 && source->stride(0) != 1) tensor_ = torch::stable::contiguous(*source);
+  }
+  const void* data() const { return tensor_ ? tensor_->const_data_ptr() : nullptr; }
+
+ private:
+  std::optional<torch::stable::Tensor> tensor_;
 };
 
 }  // namespace fused_mlp

@@ -25,6 +25,7 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+residual_mlp = ops.residual_mlp.default
 training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
@@ -220,6 +221,27 @@ def _(
 ) -> Tensor:
     operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("residual_mlp"))
+def _(
+    x: Tensor,
+    fc1_weight: Optional[Tensor],
+    fc2_weight: Tensor,
+    fc1_bias: Optional[Tensor],
+    fc2_bias: Optional[Tensor],
+    activation: int,
+    residual: Tensor,
+    residual_first: bool,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: Optional[float],
+    norm_first: bool,
+) -> Tensor:
+    values = _like_linear(x, fc2_weight)
+    if eps is not None and not norm_first:
+        return values
+    return residual + values if residual_first else values + residual
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))

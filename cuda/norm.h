@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../torch-ext/matrix.h"
+
+namespace fused_mlp {
+
+// LayerNorm over the columns of x + residual; of x alone where residual.data is null. Without a weight or a bias it is
+// 1 or 0. out may be x itself.
+struct LayerNorm {
+  Matrix x, residual, out;
+  int64_t rows, cols;
+  DType dtype;
+  const void *weight, *bias;
+  float eps;
+};
+cudaError_t launch_layer_norm(const LayerNorm& norm, cudaStream_t stream);
+
+}  // namespace fused_mlp
