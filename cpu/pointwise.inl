@@ -138,7 +138,13 @@ FUSED_MLP_INLINE void clear_rest(Pair& x, int64_t count) {
   }
 }
 
-// As cuda/norm.cuh computes it.
+// As in cuda/norm.cuh.
+FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
+  const float square = mean * mean;
+  if (square < mean_square) return mean_square - square;
+  return mean_square < 3e38f ? 0.0f : mean_square;
+}
+
 template <typename T>
 void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
   const float share = 1.0f / static_cast<float>(shape.cols);
@@ -171,9 +177,8 @@ void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Ma
         squares += values.half[h] * values.half[h];
       }
     });
-    const float left = lanes_sum(rests) * share, difference = lanes_sum(squares) * share - left * left;
-    const float variance = difference < 0.0f ? 0.0f : difference;
-    const float scale = 1.0f / __builtin_sqrtf(variance + norm.eps);
+    const float left = lanes_sum(rests) * share;
+    const float scale = 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
       for (Vec& value : values.half) value = (value - mean - left) * scale;

@@ -48,7 +48,7 @@ def fused(
             return hidden
     *others, last = projections
     found = None if activation is None else _parameters(others)
-    return last(_through(_hidden(pattern, x, others, found, activation, act), between))
+    return _last(_hidden(pattern, x, others, found, activation, act), between, last)
 
 
 def _hidden(
@@ -166,15 +166,10 @@ def _passes(between: Between) -> bool:
     return True
 
 
-def behind(values: Tensor, parts: Between) -> Tensor:
-    """What comes out of parts that need not be called where they plainly hand on what they are given."""
-    return values if obstacles.of_input(values) is None and _passes(parts) else _through(values, parts)
-
-
-def _through(values: Tensor, parts: Between) -> Tensor:
-    for part in parts:
-        values = part(values) if isinstance(part, nn.Module) else F.dropout(values, part, True)
-    return values
+def _last(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
+    for part in between:
+        hidden = part(hidden) if isinstance(part, nn.Module) else F.dropout(hidden, part, True)
+    return projection(hidden)
 
 
 def _parameters(projections: Sequence[nn.Module]) -> Optional[Parameters]:

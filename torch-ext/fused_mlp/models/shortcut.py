@@ -28,6 +28,9 @@ is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another 
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 
 
+_DROPOUT = _originals[F, "dropout"]
+
+
 class _Known(NamedTuple):
     """A class of activations: its forward, the code of its row, and the functions of torch that it calls."""
 
@@ -81,7 +84,7 @@ if plain is not None:
                 (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
-                (F, "dropout", _originals[F, "dropout"]),
+                (F, "dropout", _DROPOUT),
             ),
             "of_norms": (
                 (nn.LayerNorm, "forward", obstacles.unpatched(nn.LayerNorm, "forward", nn.modules.normalization)),
@@ -130,7 +133,12 @@ def block(
         if found is not None:
             return found
     given = norm(x) if norm_first else x
-    values = forwards.behind(fused(pattern, given, projections, act, between), behind)
+    values = fused(pattern, given, projections, act, between)
+    for part in behind:
+        if isinstance(part, nn.Module):
+            values = part(values)
+        elif part or F.dropout is not _DROPOUT:
+            values = F.dropout(values, part, True)
     values = residual + values if residual_first else values + residual
     return values if norm is None or norm_first else norm(values)
 
