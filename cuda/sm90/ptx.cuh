@@ -205,6 +205,13 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which each thread has two adjacent ones of a row, transposed.
+__device__ __forceinline__ uint32_t transposed_matrix(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -42,6 +42,7 @@ struct StreamedShape {
   static constexpr int kGroups = kGroups_;    // wgmmas of 64 rows of one weight, which are columns of the output
   static constexpr int kRows = kGroups * kStreamedColumns;
   static constexpr bool kSaysReadsOnce = false;  // whether the L2 cache is told if weights are read once
+  static constexpr bool kStoresAlone = false;    // whether a CTA that is a cluster by itself stores from registers
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
@@ -68,6 +69,7 @@ template <typename Element, Product kProduct, int kTokens, int kColumns>
 struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns> {
   using Shape = StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns>;
   static constexpr bool kSaysReadsOnce = true;
+  static constexpr bool kStoresAlone = true;
   static_assert(kColumns % kStreamedColumns == 0);
 
   static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
@@ -183,19 +185,21 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   }
 }
 
-// The consumers: multiply the blocks as they arrive, and leave the CTA's sums in shared.partial.
+// The sums of a thread, of both parts, as Wgmma has them.
 template <typename Gemm>
-__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
+using StreamedSums = float[Gemm::kParts * Gemm::kGroups][Gemm::kTokens / 2];
+
+// The consumers: multiply the blocks as they arrive.
+template <typename Gemm>
+__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k,
+                                         StreamedSums<Gemm>& accumulator) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens, false, Gemm::kTransposed>;
   const auto weight_descriptor = [](uint32_t weight, int step) {
     return Gemm::kTransposed ? transposed_wgmma_descriptor(weight + step * kTransposedStepBytes)
                              : wgmma_descriptor(weight + step * kWgmmaStepBytes);
   };
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
   constexpr int kMmas = Gemm::kParts * Gemm::kGroups;
   constexpr int kGroupBytes = Gemm::kWeightBytes / Gemm::kGroups;
-  float accumulator[kMmas][Gemm::kTokens / 2] = {};
   const auto fence = [&] {
 #pragma unroll
     for (int mma = 0; mma < kMmas; ++mma) fence_accumulator(accumulator[mma]);
@@ -218,15 +222,22 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
     wgmma_commit();
     fence();
     wgmma_wait<1>();
-    if (block > k.x && lane == 0) mbarrier_arrive(shared.empty(previous));
+    if (block > k.x && threadIdx.x % 32 == 0) mbarrier_arrive(shared.empty(previous));
     previous = at.stage;
   }
   wgmma_wait<0>();
   fence();
+}
 
+// Leaves the CTA's sums in shared.partial.
+template <typename Gemm>
+__device__ __forceinline__ void lay_down(const StreamedGemmShared<Gemm>& shared,
+                                         const StreamedSums<Gemm>& accumulator) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   named_barrier_sync(1, 128);  // the sums go where the ring was: all warps must be done with it
 #pragma unroll
-  for (int mma = 0; mma < kMmas; ++mma) {
+  for (int mma = 0; mma < Gemm::kParts * Gemm::kGroups; ++mma) {
 #pragma unroll
     for (int i = 0; i < Gemm::kTokens / 2; ++i) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -299,6 +310,47 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
   }
 }
 
+// Stores a tile whose sums are those of one CTA, from registers. Results are transposed on their way: a thread has sums
+// of one column and several tokens, and stores two columns of a token.
+template <typename Gemm>
+__device__ __forceinline__ void store_alone(const StreamedGemmArgs& args, const StreamedTile<Gemm>& tile,
+                                            const StreamedSums<Gemm>& accumulator) {
+  using Element = typename Gemm::Element;
+  constexpr int kCount = Gemm::kTokens / 4;  // results of a thread in 8 columns
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int group = 0; group < Gemm::kGroups; ++group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = group * kStreamedColumns + warp * 16 + half * 8;
+      const auto bias_of = [&](const void* bias) {
+        const int column = min(tile.column + row + lane / 4, args.n - 1);  // past the end nothing is stored
+        return bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + column));
+      };
+      const auto sums = [&](Operand operand, auto&& take) {
+        const int mma = (operand == Operand::kGate ? 0 : Gemm::kGroups) + group;
+        const float bias = bias_of(operand == Operand::kGate ? args.epilogue.bias : args.epilogue.up_bias);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) take(i, accumulator[mma][i / 2 * 4 + half * 2 + i % 2] + bias);
+      };
+      float value[kCount];
+      GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
+      const int column = row + lane % 4 * 2;
+      const bool inside = column < args.columns && tile.column + column < args.n;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const uint32_t pair = transposed_matrix(round_pair<Element>(value[i], value[i + 1]));
+        const int token = i * 4 + lane / 4;
+        if (inside && token < tile.tokens()) {
+          Element* out = static_cast<Element*>(args.out) + tile.out_row(token) * args.out_stride + tile.column + column;
+          *reinterpret_cast<uint32_t*>(out) = pair;
+        }
+      }
+    }
+  }
+}
+
 // Initialises the ring's barriers. The CTA's threads have to meet before they use them.
 template <typename Gemm>
 __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
@@ -320,11 +372,18 @@ template <typename Gemm, typename Tile>
 __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                         const Tile& tile, int rank, int ranks) {
   const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+  const bool alone = Gemm::kStoresAlone && ranks == 1;
   if (threadIdx.x < 128) {
-    multiply<Gemm>(shared, k);
+    StreamedSums<Gemm> accumulator = {};
+    multiply<Gemm>(shared, k, accumulator);
+    if constexpr (Gemm::kStoresAlone) {
+      if (alone) return store_alone<Gemm>(args, tile, accumulator);
+    }
+    lay_down<Gemm>(shared, accumulator);
   } else {
     if (threadIdx.x == 128) stream<Gemm>(args, shared, tile, k);
     __syncwarp();
+    if (alone) return;
   }
   cluster_sync();
   if (threadIdx.x < 128) finish<Gemm>(args, shared, tile, rank, ranks);
