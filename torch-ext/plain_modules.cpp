@@ -454,6 +454,20 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
+PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
+  const Owned state(state_of(module));
+  PyObject* half = state ? running(module, state.get(), wholes) : nullptr;
+  if (half == nullptr) return nullptr;
+  PyObject* names = PyTuple_GetItem(half, 1);
+  const Owned parts(children(module, state.get(), PyTuple_GetItem(names, 1)));
+  if (!parts) return nullptr;
+  const Owned projections(PyTuple_GetSlice(parts.get(), 1, 3));
+  const Owned between(PyTuple_GetSlice(parts.get(), 3, PyTuple_Size(parts.get())));
+  if (!projections || !between) return nullptr;
+  PyObject* act = PyTuple_GetItem(parts.get(), 0);
+  return fused(PyTuple_GetItem(names, 0), x, projections.get(), act, between.get(), &block);
+}
+
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
 
 // None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
@@ -509,6 +523,16 @@ PyObject* py_block(PyObject*, PyObject* given) {
   return answered(fused(pattern, x, projections, act, between, &block));
 }
 
+PyObject* py_block_of(PyObject*, PyObject* given) {
+  PyObject *wholes, *module, *x;
+  Block block{};
+  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &block.behind,
+                        &block.residual, &block.residual_first, &block.norm, &block.norm_first)) {
+    return nullptr;
+  }
+  return answered(block_of(wholes, module, x, block));
+}
+
 PyObject* py_joined(PyObject*, PyObject* given) {
   PyObject *heads, *tails, *owner, *halves, *x, *rest;
   if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
@@ -528,6 +552,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
+    {"block_of", py_block_of, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
