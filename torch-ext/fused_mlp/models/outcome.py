@@ -173,5 +173,5 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    words = (f"{mlp.pattern} in two modules" if mlp.halves else str(mlp.pattern) for mlp in mlps)
+    words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{mlp.around}" for mlp in mlps)
     return ", ".join(dict.fromkeys(words))

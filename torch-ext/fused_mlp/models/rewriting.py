@@ -36,7 +36,7 @@ class FoundMLP:
     """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
 
     ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
-    from being skipped, or None.
+    from being skipped, or None. ``around`` says what else of its block is in the call.
     """
 
     pattern: Pattern
@@ -44,6 +44,7 @@ class FoundMLP:
     act: Optional[Callable]
     between: Dict[str, Any]
     halves: Dict[str, Optional[str]] = field(default_factory=dict)
+    around: str = ""
 
     @property
     def activation(self) -> Optional[Activation]:
@@ -95,7 +96,9 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         if isinstance(site, sites.Joint):
             found += _mlps_across(site, original, module)
             continue
-        site = site.site if isinstance(site, sites.Block) else site
+        around = ""
+        if isinstance(site, sites.Block):
+            around, site = _around(True, site.norm is not None), site.site
         if isinstance(site, sites.Whole):
             continue  # the module's own
         act = _act_of(site.act, original, module)
@@ -103,8 +106,12 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         projections = [list(values_of(node, original, module).items()) for node in site.projections]
         for turn in range(max(map(len, projections), default=1)):  # of a loop
             now = dict(parts[min(turn, len(parts) - 1)] for parts in projections)
-            found.append(FoundMLP(site.pattern, now, act, between))
+            found.append(FoundMLP(site.pattern, now, act, between, around=around))
     return found
+
+
+def _around(is_summed: bool, is_normed: bool) -> str:
+    return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
 def role_of(part: Any) -> Optional[str]:
@@ -391,7 +398,14 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
     projections.update(parts(tail_name, tail, last.forward, start.projection))
     between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
     act, pattern = _act_of(site.act, first.forward, head), replace(site.pattern, whole=True)
-    return FoundMLP(pattern, projections, act, between, words)
+    return FoundMLP(
+        pattern,
+        projections,
+        act,
+        between,
+        words,
+        _around(last.ending is not None, bool(last.ending and last.ending[0])),
+    )
 
 
 # What was found.
