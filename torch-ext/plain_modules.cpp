@@ -243,12 +243,16 @@ Answer is_recorded(PyObject* operands) {
 // What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
 // is not.
 PyObject* known_activation(PyObject* act) {
-  PyObject* key = class_of(act);
-  const Owned state(PyObject_HasAttrString(act, "__dict__") ? PyObject_GetAttr(act, names().state) : nullptr);
-  if (!state || !PyDict_Check(state.get())) return nullptr;
-  if (key == settings.gelu) key = item(state.get(), names().approximate);
-  PyObject* known = key == nullptr ? nullptr : item(settings.known, key);
-  if (known == nullptr) return nullptr;
+  const bool gelu = class_of(act) == settings.gelu;
+  PyObject* known = gelu ? nullptr : item(settings.known, class_of(act));
+  if (known == nullptr && !gelu) return nullptr;
+  const Owned state(state_of(act));
+  if (!state) return nullptr;
+  if (gelu) {
+    PyObject* approximate = item(state.get(), names().approximate);
+    known = approximate == nullptr ? nullptr : item(settings.known, approximate);
+    if (known == nullptr) return nullptr;
+  }
   const Answer plain[] = {has_attribute(class_of(act), names().forward, PyTuple_GetItem(known, 0)),
                           has_attribute(class_of(act), names().call, settings.call), is_bare(state.get()),
                           are_unchanged(PyTuple_GetItem(known, 2))};
@@ -336,31 +340,39 @@ PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject*
   return PyObject_CallObject(op, operands.get());
 }
 
-// The number of attributes of a class, up to those that every module has; negative where there is an error.
-Py_ssize_t count_attributes(PyObject* kind) {
-  const Owned order(PyObject_GetAttr(kind, names().order));
-  if (!order) return -1;
+// The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
+// views, that cost something to make and nothing to ask for their size.
+PyObject* dictionaries_of(PyObject* order) {
   Py_ssize_t count = 0;
-  for (Py_ssize_t i = 0, classes = PyTuple_Size(order.get()); i < classes; ++i) {
-    PyObject* base = PyTuple_GetItem(order.get(), i);
-    if (base == settings.module) break;
-    const Owned attributes(PyObject_GetAttr(base, names().state));
-    const Py_ssize_t own = attributes ? PyObject_Size(attributes.get()) : -1;
-    if (own < 0) return -1;
-    count += own;
+  while (count < PyTuple_Size(order) && PyTuple_GetItem(order, count) != settings.module) ++count;
+  Owned found(PyTuple_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* attributes = PyObject_GetAttr(PyTuple_GetItem(order, i), names().state);
+    if (attributes == nullptr || PyTuple_SetItem(found.get(), i, attributes) != 0) return nullptr;
   }
-  return count;
+  return found.release();
+}
+
+// How many attributes they have; negative where there is an error.
+Py_ssize_t total_size(PyObject* dictionaries) {
+  Py_ssize_t total = 0;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(dictionaries, i));
+    if (size < 0) return -1;
+    total += size;
+  }
+  return total;
 }
 
 // Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
-// missing costs an exception, so that is asked once, and again where the class has got other attributes.
+// missing costs an exception, so that is asked once, and again where the class has got other bases or attributes.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
-  const Owned count(PyLong_FromSsize_t(count_attributes(kind)));
-  if (!count || PyErr_Occurred()) return kError;
+  const Owned order(PyObject_GetAttr(kind, names().order));
+  if (!order) return kError;
   PyObject* known = item(settings.hiding_none, kind);
-  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted &&
-      PyObject_RichCompareBool(PyTuple_GetItem(known, 1), count.get(), Py_EQ) == 1) {
-    return kYes;
+  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get()) {
+    const Owned total(PyLong_FromSsize_t(total_size(PyTuple_GetItem(known, 2))));
+    if (total && PyObject_RichCompareBool(PyTuple_GetItem(known, 3), total.get(), Py_EQ) == 1) return kYes;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
@@ -368,7 +380,10 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
-  const Owned entry(PyTuple_Pack(2, wanted, count.get()));
+  const Owned dictionaries(dictionaries_of(order.get()));
+  const Owned total(dictionaries ? PyLong_FromSsize_t(total_size(dictionaries.get())) : nullptr);
+  if (!total || PyErr_Occurred()) return kError;
+  const Owned entry(PyTuple_Pack(4, wanted, order.get(), dictionaries.get(), total.get()));
   return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
 }
 
