@@ -30,8 +30,6 @@ struct PointwiseKernels {
   // dgate = grad * up * act'(gate), dup = grad * act(gate)
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup);
-  // out = a + b
-  void (*sum)(const PointwiseShape& shape, Matrix a, Matrix b, Matrix out);
   // The LayerNorm of each row of x + residual; of x alone where residual.data is null.
   void (*layer_norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };

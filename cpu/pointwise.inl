@@ -124,20 +124,6 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix 
   }
 }
 
-template <typename T>
-void sum_rows(const PointwiseShape& shape, Matrix a, Matrix b, Matrix out) {
-  for (int64_t r = 0; r < shape.rows; ++r) {
-    const T *a_row = row<T>(a, r), *b_row = row<T>(b, r);
-    T* out_row = row<T>(out, r);
-    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
-      Pair sums = load(a_row + c, count);
-      const Pair others = load(b_row + c, count);
-      for (int h = 0; h < 2; ++h) sums.half[h] += others.half[h];
-      store(out_row + c, count, sums);
-    });
-  }
-}
-
 FUSED_MLP_INLINE float lanes_sum(Vec x) {
   float sum = 0.0f;
   for (int i = 0; i < kWidth; ++i) sum += x[i];
@@ -152,7 +138,13 @@ FUSED_MLP_INLINE void clear_rest(Pair& x, int64_t count) {
   }
 }
 
-// As cuda/norm.cuh computes it.
+// As in cuda/norm.cuh.
+FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
+  const float square = mean * mean;
+  if (square < mean_square) return mean_square - square;
+  return mean_square < 3e38f ? 0.0f : mean_square;
+}
+
 template <typename T>
 void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
   const float share = 1.0f / static_cast<float>(shape.cols);
@@ -185,9 +177,8 @@ void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Ma
         squares += values.half[h] * values.half[h];
       }
     });
-    const float left = lanes_sum(rests) * share, difference = lanes_sum(squares) * share - left * left;
-    const float variance = difference < 0.0f ? 0.0f : difference;
-    const float scale = 1.0f / __builtin_sqrtf(variance + norm.eps);
+    const float left = lanes_sum(rests) * share;
+    const float scale = 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
       for (Vec& value : values.half) value = (value - mean - left) * scale;
@@ -238,13 +229,9 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
   });
 }
 
-static void sum(const PointwiseShape& shape, Matrix a, Matrix b, Matrix out) {
-  shape.dtype == DType::kFloat32 ? sum_rows<float>(shape, a, b, out) : sum_rows<BFloat16>(shape, a, b, out);
-}
-
 static void layer_norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
   const auto rows = shape.dtype == DType::kFloat32 ? layer_norm_rows<float> : layer_norm_rows<BFloat16>;
   rows(shape, norm, x, residual, out);
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, sum, layer_norm};
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, layer_norm};

@@ -40,22 +40,32 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   first.gemm.epilogue.activation = activation;
   const GroupedPlan plan = sm90::plan_grouped(first, device.multiprocessors);
   const bool sorts = plan.sorts;
-  const int64_t slots = sorts ? int64_t{plan.row_tiles} * plan.rows : routes.slots();
+  const int64_t slots = sorts ? plan.sorted_rows : routes.slots();
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
   const Tensor sorted = new_dense(x, {sorts ? slots : 0, rows.cols});
-  const Tensor lists = new_dense(
-      x, {sorts ? (routes.slots() + plan.row_tiles + 1 + 2 * routes.experts) * 2 : 0});  // of int, in 16-bit elements
-  RowSort sort{routes, matrix(rows), rows.cols, plan.rows};
+  const bool fitted = plan.loop == MainLoop::kTiled;
+  const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
+  const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots()) : 0});
+  RowSort sort{routes, matrix(rows), rows.cols, fitted ? kFittedStep : plan.rows};
   if (sorts) {
+    void* tiles = lists.mutable_data_ptr();
+    int* count = static_cast<int*>(tiles) + plan.row_tiles * of_tile / 2;
     sort.sorted = sorted.mutable_data_ptr();
-    sort.row_of_slot = static_cast<int*>(lists.mutable_data_ptr());
-    sort.codes = sort.row_of_slot + routes.slots();
-    sort.count = sort.codes + plan.row_tiles;
-    if (plan.loop == MainLoop::kTiled) sort.rows = reinterpret_cast<RowRange*>(sort.count + 1);
+    sort.row_of_slot = count + 1;
+    if (fitted) {
+      sort.tiles = static_cast<FittedTile*>(tiles);
+      sort.tile_count = count;
+    } else {
+      sort.codes = static_cast<int*>(tiles);
+      sort.count = count;
+    }
     first.gemm.a = {sort.sorted, rows.cols};
   }
-  for (GroupedProblem* problem : {&first, &second}) problem->blocks = {sort.codes, sort.count, sort.rows};
+  for (GroupedProblem* problem : {&first, &second}) {
+    problem->blocks = {sort.codes, sort.count};
+    problem->fitted = {sort.tiles, sort.tile_count};
+  }
   if (limit) first.limits.limit = static_cast<float>(*limit);
   first.limits.up_offset = static_cast<float>(up_offset);
   first.gemm.out.data = hidden.mutable_data_ptr();

@@ -53,16 +53,17 @@ class TrainedExperts {
         activation_(activation),
         dtype_(dtype_of(x, "x")),
         routes_(routes_of(index_, experts_)),
-        blocks_(sm90::plan_tiles(routes_).row_tiles),
+        plan_(sm90::plan_tiles(routes_)),
         multiprocessors_(gpu_of(x).multiprocessors),
         stream_(current_stream(x)),
         // Lists of int and of float, counted in elements of 16 bits.
-        lists_(new_dense(x, {2 * (routes_.slots() + blocks_ + 1 + 2 * experts_)})),
+        lists_(new_dense(x, {2 * (4 * plan_.row_tiles + routes_.slots() + blocks() + 2 + 2 * experts_)})),
         row_weights_(new_dense(x, {2 * rows()})) {
-    row_of_slot_ = static_cast<int*>(lists_.mutable_data_ptr());
+    tiles_ = static_cast<FittedTile*>(lists_.mutable_data_ptr());
+    row_of_slot_ = reinterpret_cast<int*>(tiles_ + plan_.row_tiles);
     codes_ = row_of_slot_ + routes_.slots();
-    count_ = codes_ + blocks_;
-    ranges_ = reinterpret_cast<RowRange*>(count_ + 1);
+    counts_ = codes_ + blocks();
+    ranges_ = reinterpret_cast<RowRange*>(counts_ + 2);
   }
 
   // Those of tokens as rows sorted by expert.
@@ -70,8 +71,10 @@ class TrainedExperts {
     const TensorRows from = addressable_rows(x);
     const Tensor to = new_rows(features_);
     RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
-                 count_};
+                 counts_};
     sort.rows = ranges_;
+    sort.tiles = tiles_;
+    sort.tile_count = counts_ + 1;
     sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
     check(sm90::launch_row_sort(sort, multiprocessors_, stream_));
@@ -147,7 +150,8 @@ class TrainedExperts {
   Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // of float
 
  private:
-  int64_t rows() const { return int64_t{blocks_} * kTiledBlock; }
+  int64_t rows() const { return plan_.sorted_rows; }
+  int64_t blocks() const { return rows() / kTiledBlock; }
   int row_sum_parts() const { return static_cast<int>(hidden_ / kRowSumColumns); }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
@@ -156,7 +160,8 @@ class TrainedExperts {
     p.gemm.kind = kind;
     p.gemm.a = matrix(a);
     p.gemm.epilogue.activation = is_training(kind) ? activation_ : static_cast<int64_t>(Activation::kLinear);
-    p.blocks = {codes_, count_, ranges_};
+    p.blocks = {codes_, counts_, ranges_};
+    p.fitted = {tiles_, counts_ + 1};
     return p;
   }
 
@@ -178,10 +183,12 @@ class TrainedExperts {
   const int64_t experts_, features_, hidden_, activation_;
   const DType dtype_;
   const Routes routes_;
-  const int blocks_, multiprocessors_;
+  const GroupedPlan plan_;
+  const int multiprocessors_;
   const cudaStream_t stream_;
   const Tensor lists_, row_weights_;
-  int *row_of_slot_, *codes_, *count_;
+  FittedTile* tiles_;
+  int *row_of_slot_, *codes_, *counts_;  // two: of blocks and of tiles
   RowRange* ranges_;
 };
 

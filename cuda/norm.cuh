@@ -33,6 +33,13 @@ __device__ __forceinline__ Sums over_row(Sums sums, Sums (&of_warps)[kNormThread
   return sums;
 }
 
+// The mean square without that of the mean that is left in it. What has overflowed stays infinite, and NaN passes.
+__device__ __forceinline__ float variance_of(float mean_square, float mean) {
+  const float square = mean * mean;
+  if (square < mean_square) return mean_square - square;
+  return mean_square < 3e38f ? 0.0f : mean_square;
+}
+
 // blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. The mean is taken first, so that the
 // squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values gives 0.
 template <typename T, int Width>
@@ -94,9 +101,8 @@ __global__ void __launch_bounds__(kNormThreads) layer_norm_kernel(const __grid_c
     }
   });
   sums = over_row(sums, of_warps[1]);
-  const float left = sums.first * share, difference = sums.second * share - left * left;
-  const float variance = difference < 0.0f ? 0.0f : difference;  // NaN passes
-  const float scale = 1.0f / sqrtf(variance + p.eps);
+  const float left = sums.first * share;
+  const float scale = 1.0f / sqrtf(variance_of(sums.second * share, left) + p.eps);
   for_each([&](int64_t col, const Values& values) {
     Vec weight, bias, result;
     if (p.weight != nullptr) weight = *reinterpret_cast<const Vec*>(static_cast<const T*>(p.weight) + col);

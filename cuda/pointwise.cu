@@ -52,12 +52,6 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
 
 }  // namespace
 
-cudaError_t launch_sum(Matrix a, Matrix b, Matrix out, int64_t rows, int64_t cols, DType dtype, cudaStream_t stream) {
-  return visit_dtype(dtype, [&](auto* element) {
-    return run<std::remove_pointer_t<decltype(element)>, Sum>({{a, b}, {out}}, rows, cols, stream);
-  });
-}
-
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
                                int64_t activation, cudaStream_t stream) {
   return visit_dtype(dtype, [&](auto* element) {
@@ -84,6 +78,10 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
     });
     return error;
   });
+}
+
+cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream) {
+  return run<float, Sum>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements, stream);
 }
 
 }  // namespace fused_mlp

@@ -1,4 +1,4 @@
-// The pointwise kernels: sum, and activation, optionally gated, forward and backward. Apart from their launches, so
+// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so
 // that a compiler of device code alone takes this file.
 #pragma once
 
@@ -18,15 +18,7 @@ constexpr int kUnroll = 2;  // vectors a thread has in flight per operand
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
-struct Sum {
-  static constexpr int kInputs = 2;
-  static constexpr int kOutputs = 1;
-  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
-    out[0] = in[0] + in[1];
-  }
-};
-
+// The two operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
 template <Activation A, typename T, bool Gated>
 struct Forward {
   static constexpr int kInputs = Gated ? 2 : 1;
@@ -49,6 +41,14 @@ struct Backward {
     } else {
       out[0] = grad * Fn<A, T>::derivative(gate);
     }
+  }
+};
+
+struct Sum {
+  static constexpr int kInputs = 2;
+  static constexpr int kOutputs = 1;
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
+    out[0] = in[0] + in[1];
   }
 };
 

@@ -8,9 +8,6 @@
 
 namespace fused_mlp {
 
-// out = a + b. out may be one of them.
-cudaError_t launch_sum(Matrix a, Matrix b, Matrix out, int64_t rows, int64_t cols, DType dtype, cudaStream_t stream);
-
 // out = act(gate) * up, or act(gate) where up.data is null. out may be gate or up itself.
 cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows, int64_t cols, DType dtype,
                                int64_t activation, cudaStream_t stream);
@@ -20,5 +17,8 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
 cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Matrix gate_grad, Matrix up_grad,
                                         int64_t rows, int64_t cols, DType dtype, int64_t activation,
                                         cudaStream_t stream);
+
+// sum += term, of float32 and `elements` adjacent elements.
+cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream);
 
 }  // namespace fused_mlp

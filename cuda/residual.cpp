@@ -1,14 +1,13 @@
 // An MLP with the residual and the norm of its block.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/torch_binding.h"
 #include "device.h"
 #include "layer.h"
 #include "norm.h"
-#include "pointwise.h"
 
 namespace fused_mlp {
 namespace {
@@ -51,12 +50,10 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
     apply_norm(values, &residual, norm_weight, norm_bias, *eps, values);
     return values;
   }
-  const Strides strides = sum_strides(values, residual, residual_first);
-  const Tensor out = residual.is_contiguous() ? values : new_strided(values, values.sizes(), strides);
-  const Walk walk(strides, {&values, &residual});
-  check(launch_sum(walk.input(0), walk.input(1), walk.output(out), walk.rows, walk.cols, dtype_of(x, "x"),
-                   current_stream(x)));
-  return out;
+  const Tensor &first = residual_first ? residual : values, &second = residual_first ? values : residual;
+  AtenTensorHandle sum = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(first.get(), second.get(), 1.0, &sum));
+  return Tensor(sum);
 }
 
 }  // namespace fused_mlp

@@ -258,11 +258,34 @@ def routers(op) -> int:
     return 2 * len(cases)
 
 
+def blocks(op, fused_mlp, by_cublas: bool) -> int:
+    """Calls of the block's op: a warp and a block of threads for a row, vectors and elements, more than registers hold;
+    those alone whose product is not cuBLAS's, unless `by_cublas`; how many.
+    """
+    count = 0
+    for rows, n_in, features in (*((m, k, n) for m, k, n in PLAIN if m * n < 400_000), (5, 72, 77), (3, 40, 9001)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, weight, residual, norm, bias = (
+                torch.randn(size, device="cuda").to(dtype)
+                for size in ((rows, n_in), (features, n_in), (rows, features + 8), (features,), (features,))
+            )
+            plan = fused_mlp.explain(fused_mlp.linear, x, weight, bias, None).parts
+            if not by_cublas and not all(part.fused for part in plan):
+                continue
+            print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
+            for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
+                op(x, None, weight, None, bias, 0, view, True, norm, bias, 1e-5, False)
+                torch.cuda.synchronize()
+                count += 1
+    return count
+
+
 def run(tool: str) -> None:
     """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
     from kernels import get_kernel
 
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
+    native = sys.modules[f"{fused_mlp.__name__}.backends.native"]
     calls = 0
     with fused_mlp.backend("cuda"):
         for architecture in gemm_kernels.ARCHITECTURES:
@@ -286,9 +309,10 @@ def run(tool: str) -> None:
                     fused_mlp.experts_mlp(**made, **form)
                 torch.cuda.synchronize()
                 calls += 1
-            calls += trained_experts(sys.modules[f"{fused_mlp.__name__}.backends.native"])
+            calls += trained_experts(native)
+        calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
         if tool != "racecheck":
-            calls += routers(sys.modules[f"{fused_mlp.__name__}.backends.native"].top_k_router)
+            calls += routers(native.top_k_router)
         for architecture, kernel, kind in training_kernels():
             with gemm_kernels.forced(fused_mlp, architecture, kernel):
                 for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):

@@ -88,15 +88,15 @@ def hopper_code(cuobjdump, hopper_cubins) -> dict[str, set[str]]:
 
 
 def test_hopper_gemms_use_tensor_cores_and_tma(hopper_code):
-    loops = {re.search(r"(tiled|streamed|grouped)_gemm_kernel", name)[1] for name in hopper_code}
-    assert loops == {"tiled", "streamed", "grouped"}
+    loops = {re.search(r"(tiled|streamed|grouped|summed|fitted)_gemm_kernel", name)[1] for name in hopper_code}
+    assert loops == {"tiled", "streamed", "grouped", "summed", "fitted"}
     for name, code in hopper_code.items():
         assert {"HGMMA", "UTMALDG"} <= code, f"{name} lacks { ({'HGMMA', 'UTMALDG'} - code) }"
 
 
-# Kernels of experts that train, whose epilogues hold several tiles beside a grouped tile's lists, and the bytes that
-# they keep in local memory. They are measured as they are; no other may, and these no more.
-SPILLED = {"GroupedTilesI.*ProductE3": 184, "GroupedTilesI.*ProductE5": 16}
+# The gradient of experts that train, whose epilogue holds the sums of its rows beside those of the tile, and the bytes
+# that it keeps in local memory. It is measured as it is; no other kernel may, and this one no more.
+SPILLED = {"GroupedTilesI.*ProductE5": 16}
 
 
 def spilled(name: str) -> int:
@@ -143,9 +143,9 @@ def test_the_kernels_are_those_of_the_list(extension, architecture):
 def test_every_grouped_kernel_is_there(hopper_code):
     rows = re.findall(r"VISIT\((\d+)\)", (project.ROOT / "cuda/sm90/grouped_rows.h").read_text())
     names = output("c++filt", *hopper_code).splitlines()
-    tiled = [name for name in names if "GroupedTiles<" in name]
-    assert len(tiled) == 5 * len(gemm_kernels.DTYPES)  # of them three of training
-    assert sum("OuterTiles<" in name for name in names) == len(gemm_kernels.DTYPES)
+    for kernel, count in {"FittedGemm<": 3, "GroupedTiles<": 2, "OuterTiles<": 1}.items():
+        assert sum(kernel in name for name in names) == count * len(gemm_kernels.DTYPES)
+    assert sum("summed_gemm_kernel" in name for name in names) == 2 * len(gemm_kernels.DTYPES)  # transposed or not
     names = [name for name in names if "grouped_gemm_kernel" in name]
     kernel = r"(GroupedGemm|GroupedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
     found = [re.search(kernel, name).groups() for name in names]

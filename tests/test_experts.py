@@ -293,7 +293,11 @@ GROUPED = [
     (33, 1, 3, (72, 40, 104)),
     (43, 3, 70, (1032, 264, 72)),
     (900, 1, 400, (264, 72, 136)),
-    # many tokens: rows in blocks, several tiles to each CTA, tails of columns and of k
+    # a single token, whose results a cluster adds up where it has one CTA or more for each
+    (1, 3, 4, (72, 136, 200)),
+    (1, 6, 9, (264, 520, 72)),
+    (1, 9, 12, (264, 520, 72)),
+    # many tokens: tiles as high as they have to be, several to each CTA, tails of columns and of k
     (4096, 1, 7, (72, 40, 8)),
     (700, 2, 3, (520, 264, 136)),
     (2500, 4, 9, (264, 776, 1032)),
@@ -315,6 +319,12 @@ def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
         form["transposed"] = True
         check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+
+
+@hopper
+def test_tiles_of_every_height(fused_mlp, device):
+    for tokens in range(40, 640, 23):
+        check_grouped(fused_mlp, drawn(tokens, 1, 1, (72, 40, 136), dtype=torch.bfloat16, device=device))
 
 
 @hopper
@@ -682,6 +692,18 @@ def test_by_a_kernel_or_not_at_all(fused_mlp, device):
         assert (found is None) == (device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0))
     given[3].requires_grad_()
     assert calls.experts_by_a_kernel(*given, form) is None
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_short_way_is_not_for_many_rows_of_transposed_weights(fused_mlp, device, monkeypatch, is_transposed):
+    calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
+    made, short = drawn(40, 2, 1, transposed=is_transposed, device=device), []
+    monkeypatch.setattr(calls, "_short_way", lambda *given, **others: short.append(given))
+    for native in (True, False):
+        monkeypatch.setattr(calls.native, "DEVICE_TYPE", "cuda" if native else "cpu")
+        with torch.no_grad():
+            fused_mlp.experts_mlp(**made, transposed=is_transposed)
+    assert len(short) == (1 if is_transposed else 2)
 
 
 class Module(nn.Module):

@@ -40,15 +40,16 @@ TYPES = {
 
 @pytest.fixture
 def whole(fused_mlp, monkeypatch):
-    """The shapes of what goes into whole MLPs that run as one op."""
+    """The shapes of what goes into whole MLPs that run as one op, with what is around them or without."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    taken, op = [], shortcut._ops["mlp"]
+    taken = []
+    for name in ("mlp", "residual_mlp"):
 
-    def spy(x, *args):
-        taken.append(tuple(x.shape))
-        return op(x, *args)
+        def spy(x, *args, op=shortcut._ops[name]):
+            taken.append(tuple(x.shape))
+            return op(x, *args)
 
-    monkeypatch.setitem(shortcut._ops, "mlp", spy)
+        monkeypatch.setitem(shortcut._ops, name, spy)
     return taken
 
 

@@ -155,7 +155,7 @@ def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype
 @functions
 def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_column, dtype):
     """Three blocks, the last one short: gradients rounded once, and no more memory than one block takes."""
-    rows, width, hidden = 17000, 64, 512
+    rows, width, hidden = 17000, 64, 4096
     made = leaves(operands(function, (rows,), (width, hidden, width), dtype=dtype, device=device, biases=True))
     if by_column:
         made = {name: tensor.detach().t().contiguous().t().requires_grad_() for name, tensor in made.items()}
@@ -173,7 +173,8 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
     grad, wanted = torch.randn_like(found[0]), list(made.values())
     _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
     block, ends = 3 * 8192 * hidden, rows * (2 * width if function != "gated_linear" else width + 3 * hidden)
-    assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + 2**20
+    cublas = 2**25  # what its product in float32 works in
+    assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**20
 
 
 @pytest.mark.parametrize("of", ["x", "weight", "bias"])

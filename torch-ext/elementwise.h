@@ -161,15 +161,7 @@ inline Strides product_strides(int64_t activation, const Tensor& gate, const Ten
   return StrideRules(gate.sizes()).product(static_cast<Activation>(activation), strides_of(gate), strides_of(up));
 }
 
-// The strides of values + residual, or of residual + values; the values are dense.
-inline Strides sum_strides(const Tensor& values, const Tensor& residual, bool residual_first) {
-  if (residual.is_contiguous()) return dense_strides(values.sizes());
-  const Strides of_values = strides_of(values), of_residual = strides_of(residual);
-  const StrideRules rules(values.sizes());
-  return residual_first ? rules.binary(of_residual, of_values) : rules.binary(of_values, of_residual);
-}
-
-// The strides of the gradients of act(gate) * up, for gate and up.
+// The strides of its gradients for gate and up.
 inline std::pair<Strides, Strides> gradient_strides(int64_t activation, const Tensor& grad, const Tensor& gate,
                                                     const Tensor& up) {
   if (grad.is_contiguous() && gate.is_contiguous() && up.is_contiguous()) {

@@ -24,11 +24,12 @@ class Owned {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, nn.LayerNorm
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
+  PyObject* layer_norm;
   PyObject* module;           // nn.Module
   PyObject* call;             // nn.Module.__call__ as torch wrote it
   PyObject* original;         // the attribute by which a fused module has the class that it was made from
@@ -44,14 +45,15 @@ struct Settings {
   PyObject* quiet;        // functions that return something true where every call is disturbed
   PyObject* empty;        // dictionaries that hold something there
   PyObject* unchanged;    // triples (owner, name, value): attributes that are another object there
+  PyObject* of_norms;     // the same of nn.LayerNorm
 };
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor",       "parameter",   "linear",   "dropout", "gelu",
-                                     "module",       "call",        "original", "known",   "ops",
-                                     "dtypes",       "on_device",   "refusal",  "blocks",  "is_grad_enabled",
-                                     "is_inference", "hiding_none", "quiet",    "empty",   "unchanged"};
+constexpr const char* kSettings[] = {
+    "tensor",       "parameter",   "linear", "dropout", "gelu",      "layer_norm", "module", "call",
+    "original",     "known",       "ops",    "dtypes",  "on_device", "refusal",    "blocks", "is_grad_enabled",
+    "is_inference", "hiding_none", "quiet",  "empty",   "unchanged", "of_norms"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made once.
@@ -64,6 +66,10 @@ struct Names {
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");
   PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* eps = PyUnicode_InternFromString("eps");
+  PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
@@ -143,24 +149,33 @@ PyObject* state_of(PyObject* module) {
   return state;
 }
 
-// Puts the weight and the bias of a plain linear layer into a tuple.
-Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
-  if (class_of(layer) != settings.linear) return kNo;
-  const Owned state(state_of(layer));
-  if (!state) return kError;
-  const Answer bare = is_bare(state.get());
+// Sets an item of a new tuple to an object, which is borrowed.
+Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
+  Py_INCREF(object);
+  return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
+}
+
+// Puts the weight and the bias of a plain module of a class with both into a tuple.
+Answer read_parameters(PyObject* kind, PyObject* state, PyObject* module, PyObject* operands, Py_ssize_t weight_place,
+                       Py_ssize_t bias_place) {
+  if (class_of(module) != kind) return kNo;
+  const Answer bare = is_bare(state);
   if (bare != kYes) return bare;
-  PyObject* parameters = item(state.get(), names().parameters);
+  PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
   PyObject* weight = item(parameters, names().weight);
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = item(parameters, names().bias);
   if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
   if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
-  Py_INCREF(weight);
-  if (PyTuple_SetItem(operands, weight_place, weight) != 0) return kError;
-  Py_INCREF(bias);
-  return PyTuple_SetItem(operands, bias_place, bias) == 0 ? kYes : kError;
+  const Answer there = put(operands, weight_place, weight);
+  return there == kYes ? put(operands, bias_place, bias) : there;
+}
+
+Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+  const Owned state(state_of(layer));
+  if (!state) return kError;
+  return read_parameters(settings.linear, state.get(), layer, operands, weight_place, bias_place);
 }
 
 // Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
@@ -210,16 +225,17 @@ Answer are_for(PyObject* x) {
   return refused ? answer(refused.get() == Py_None) : kError;
 }
 
-// Whether autograd records a call on x and these operands.
-Answer is_recorded(PyObject* x, PyObject* operands, Py_ssize_t count) {
+// Whether autograd records a call on these operands, among which are tensors, numbers and None.
+Answer is_recorded(PyObject* operands) {
   const Answer enabled = truth(Owned(PyObject_CallObject(settings.is_grad_enabled, nullptr)).get());
   if (enabled != kYes) return enabled;
   const Answer inference = truth(Owned(PyObject_CallObject(settings.is_inference, nullptr)).get());
   if (inference != kNo) return inference == kYes ? kNo : kError;
-  Answer needs = attribute_is_true(x, names().requires_grad);
-  for (Py_ssize_t i = 0; i < count && needs == kNo; ++i) {
+  Answer needs = kNo;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
-    if (operand != Py_None) needs = attribute_is_true(operand, names().requires_grad);
+    const bool tensor = class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
+    if (tensor) needs = attribute_is_true(operand, names().requires_grad);
   }
   return needs;
 }
@@ -242,34 +258,80 @@ PyObject* known_activation(PyObject* act) {
   return known;
 }
 
-// nullptr is an error where one is set, else an answer: it is not known.
-PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject* act, PyObject* between) {
+// What is around an MLP in its block: behind its last projection what may pass values on, a sum with the residual, and
+// the norm, None where there is none.
+struct Block {
+  PyObject* behind;
+  PyObject* residual;
+  PyObject* residual_first;
+  PyObject* norm;
+  PyObject* norm_first;
+};
+
+// Puts weight, bias and eps of a plain nn.LayerNorm over the last dimension into a tuple, in this order.
+Answer read_norm(PyObject* norm, PyObject* x, PyObject* operands, Py_ssize_t place) {
+  const Owned state(state_of(norm));
+  if (!state) return kError;
+  const Answer read = read_parameters(settings.layer_norm, state.get(), norm, operands, place, place + 1);
+  if (read != kYes) return read;
+  const Answer unchanged = are_unchanged(settings.of_norms);
+  if (unchanged != kYes) return unchanged;
+  PyObject* eps = item(state.get(), names().eps);
+  PyObject* normalized = item(state.get(), names().normalized);
+  if (eps == nullptr || normalized == nullptr) return PyErr_Occurred() ? kError : kNo;
+  if (!PyFloat_Check(eps) || !PyTuple_Check(normalized) || PyTuple_Size(normalized) != 1) return kNo;
+  PyObject* weight = PyTuple_GetItem(operands, place);
+  const Owned shape(PyObject_GetAttr(weight, names().shape));
+  const int fits = shape ? PyObject_RichCompareBool(shape.get(), normalized, Py_EQ) : -1;
+  if (fits != 1) return fits < 0 ? kError : kNo;
+  const Owned dtype(PyObject_GetAttr(weight, names().dtype)), wanted(PyObject_GetAttr(x, names().dtype));
+  if (!dtype || !wanted) return kError;
+  return dtype.get() == wanted.get() ? put(operands, place + 2, eps) : kNo;
+}
+
+// Puts a block's residual, its order and its norm into a tuple, as the op has them from a place on.
+Answer read_block(const Block& block, PyObject* x, PyObject* operands, Py_ssize_t place) {
+  if (class_of(block.residual) != settings.tensor) return kNo;
+  PyObject* const given[] = {block.residual, block.residual_first, Py_None, Py_None, Py_None, block.norm_first};
+  for (PyObject* each : given) {
+    if (put(operands, place++, each) != kYes) return kError;
+  }
+  return block.norm == Py_None ? kYes : read_norm(block.norm, x, operands, place - 4);
+}
+
+Answer pass(PyObject* parts) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(parts); i < count; ++i) {
+    const Answer said = passes(PyTuple_GetItem(parts, i));
+    if (said != kYes) return said;
+  }
+  return kYes;
+}
+
+// The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
+// answer: it is not known. With a block, the result is that of the block, and nothing is left.
+PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject* act, PyObject* between,
+                const Block* block = nullptr) {
   const Answer taken = are_for(x);
   if (taken != kYes || is_undisturbed() != kYes) return nullptr;
   PyObject* known = known_activation(act);
-  if (known == nullptr) return nullptr;
-  for (Py_ssize_t i = 0, count = PyTuple_Size(between); i < count; ++i) {
-    if (passes(PyTuple_GetItem(between, i)) != kYes) return nullptr;
-  }
-  // The op's arguments: x, weights, biases, code.
-  const Py_ssize_t layers = PyTuple_Size(projections);
-  Owned operands(PyTuple_New(2 * layers + 2));
+  if (known == nullptr || pass(between) != kYes || (block != nullptr && pass(block->behind) != kYes)) return nullptr;
+  // The op's arguments: x, weights, biases, code, and those of the block, which are of an MLP with two layers.
+  const Py_ssize_t layers = PyTuple_Size(projections), plain = 2 * layers + 2;
+  if (block != nullptr && layers != 2) return nullptr;
+  Owned operands(PyTuple_New(block == nullptr ? plain : plain + 6));
   if (!operands) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     if (read_linear(PyTuple_GetItem(projections, i), operands.get(), 1 + i, 1 + layers + i) != kYes) return nullptr;
   }
   PyObject* code = PyTuple_GetItem(known, 1);
-  Py_INCREF(x);
-  Py_INCREF(code);
-  if (PyTuple_SetItem(operands.get(), 0, x) != 0 || PyTuple_SetItem(operands.get(), 2 * layers + 1, code) != 0) {
-    return nullptr;
-  }
+  if (put(operands.get(), 0, x) != kYes || put(operands.get(), plain - 1, code) != kYes) return nullptr;
+  if (block != nullptr && read_block(*block, x, operands.get(), plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(pattern, names().packed);
-  const Answer recorded = packed == kNo ? is_recorded(x, operands.get(), 2 * layers + 1) : packed;
-  if (recorded == kError) return nullptr;
+  const Answer recorded = packed == kNo ? is_recorded(operands.get()) : packed;
+  if (recorded == kError || (recorded == kYes && block != nullptr)) return nullptr;
   if (recorded == kYes) return operands.release();
   const Owned name(PyObject_GetAttr(pattern, names().op));
-  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  PyObject* op = name ? item(settings.ops, block == nullptr ? name.get() : names().block_op) : nullptr;
   if (op == nullptr) return nullptr;
   return PyObject_CallObject(op, operands.get());
 }
@@ -341,7 +403,17 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves) {
   return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
 }
 
-PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x) {
+// Whether nothing was found because it is not known, or cannot be asked; the error is forgotten then.
+bool is_answer() {
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_RuntimeError, PyExc_TypeError};
+  for (PyObject* error : meant) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
+// `rest` are the arguments of the tail behind its first one.
+PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
   const Owned state(state_of(owner));
   const Owned both(state ? children(owner, state.get(), halves) : nullptr);
   if (!both) return nullptr;
@@ -357,15 +429,27 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   const Owned starts(children(head, head_state.get(), PyTuple_GetItem(of_head, 1)));
   const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(last, 1)) : nullptr);
   if (!ends) return nullptr;
-  // The head gave its activation and projections, the tail its projection and what hands values on.
+  // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
+  PyObject* ending = PyTuple_GetItem(last, 2);
+  const bool normed = ending != Py_None && PyObject_IsTrue(PyTuple_GetItem(ending, 0)) == 1;
+  const Py_ssize_t count = PyTuple_Size(ends.get()) - normed;
   const Owned first_part(PyTuple_GetSlice(starts.get(), 1, PyTuple_Size(starts.get())));
   const Owned last_part(PyTuple_GetSlice(ends.get(), 0, 1));
-  const Owned between(PyTuple_GetSlice(ends.get(), 1, PyTuple_Size(ends.get())));
+  const Owned between(PyTuple_GetSlice(ends.get(), 1, count));
   if (!first_part || !last_part || !between) return nullptr;
   const Owned projections(PySequence_Concat(first_part.get(), last_part.get()));
   if (!projections) return nullptr;
   PyObject* act = PyTuple_GetItem(starts.get(), 0);
-  const Owned result(fused(PyTuple_GetItem(of_head, 0), x, projections.get(), act, between.get()));
+  PyObject* pattern = PyTuple_GetItem(of_head, 0);
+  if (ending != Py_None && PyTuple_Size(rest) == 1) {
+    const Owned nothing(PyTuple_New(0));
+    if (!nothing) return nullptr;
+    const Block block{nothing.get(), PyTuple_GetItem(rest, 0), PyTuple_GetItem(ending, 1),
+                      normed ? PyTuple_GetItem(ends.get(), count) : Py_None, Py_False};
+    PyObject* const whole = fused(pattern, x, projections.get(), act, between.get(), &block);
+    if (whole != nullptr || !is_answer()) return whole;
+  }
+  const Owned result(fused(pattern, x, projections.get(), act, between.get()));
   if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
   return PyTuple_Pack(3, result.get(), last, tail);
 }
@@ -374,12 +458,7 @@ PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLo
 
 // None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
 PyObject* answered(PyObject* found) {
-  if (found != nullptr) return found;
-  PyObject* const meant[] = {PyExc_AttributeError, PyExc_RuntimeError, PyExc_TypeError};
-  for (PyObject* error : meant) {
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
-  }
-  if (PyErr_Occurred()) return nullptr;
+  if (found != nullptr || !is_answer()) return found;
   Py_RETURN_NONE;
 }
 
@@ -419,13 +498,24 @@ PyObject* py_fused(PyObject*, PyObject* given) {
   return answered(fused(pattern, x, projections, act, between));
 }
 
-PyObject* py_joined(PyObject*, PyObject* given) {
-  PyObject *heads, *tails, *owner, *halves, *x;
-  if (!PyArg_ParseTuple(given, "O!O!OO!O", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
-                        &x)) {
+PyObject* py_block(PyObject*, PyObject* given) {
+  PyObject *pattern, *x, *projections, *act, *between;
+  Block block{};
+  if (!PyArg_ParseTuple(given, "OOO!OO!O!OOOO", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type,
+                        &between, &PyTuple_Type, &block.behind, &block.residual, &block.residual_first, &block.norm,
+                        &block.norm_first)) {
     return nullptr;
   }
-  return answered(joined(heads, tails, owner, halves, x));
+  return answered(fused(pattern, x, projections, act, between, &block));
+}
+
+PyObject* py_joined(PyObject*, PyObject* given) {
+  PyObject *heads, *tails, *owner, *halves, *x, *rest;
+  if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
+                        &x, &PyTuple_Type, &rest)) {
+    return nullptr;
+  }
+  return answered(joined(heads, tails, owner, halves, x, rest));
 }
 
 }  // namespace
@@ -437,6 +527,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
+    {"block", py_block, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

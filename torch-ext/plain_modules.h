@@ -23,11 +23,16 @@ namespace fused_mlp {
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
 //     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
 //     activation's code. None where it cannot be known, or the op raised RuntimeError.
-//   joined(heads, tails, owner, names, x) -> (Tensor, half of the tail, tail) | None
+//   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first) -> Tensor | None
+//     The same for an MLP of two layers and what is around it, where autograd does not follow: parts behind it that
+//     pass values on, the sum with a residual, and a nn.LayerNorm of the sum, or of x where it comes first, or None.
+//   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
-//     gives. The dictionaries hold halves by forwards, a half being a tuple that begins with (forward, names): of a
-//     head (pattern, (name of the activation, names of projections)), of a tail the names of its projection and of the
-//     dropout in it, or None.
+//     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that
+//     begins with (forward, names, ending): of a head (pattern, (name of the activation, names of projections)), of a
+//     tail the names of its projection, of the dropout in it and of the norm, or None. Where the tail ends with the sum
+//     with what it is given besides, the ending is (whether a norm follows, whether what is given comes first): the op
+//     may then compute that too, and the result is that of the tail.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

@@ -25,9 +25,31 @@ struct RowRange {
 
 // What the blocks are that sorted rows fill.
 struct RowBlocks {
-  const int* codes;                // of every block of rows, a BlockCode; null where rows are not sorted
+  const int* codes;                // of every block of rows, a BlockCode; null where there are none
   const int* count;                // how many blocks there are
   const RowRange* rows = nullptr;  // of every expert, in blocks of kTiledBlock rows
+};
+
+constexpr int kFittedStep = 16;       // the height of a fitted tile is a multiple of this,
+constexpr int kMostFittedRows = 192;  // and at most so much
+
+// A tile of sorted rows that is as high as it has to be. All the tiles of an expert have nearly the same height.
+struct alignas(16) FittedTile {
+  int expert;
+  int first, count;  // of its expert's tiles
+  int rows;          // the first, which is a multiple of kFittedStep, plus the number of steps
+
+  static FUSED_MLP_HOST_DEVICE FittedTile of(int expert, int first, int count, int row, int steps) {
+    return {expert, first, count, row | steps};
+  }
+  FUSED_MLP_HOST_DEVICE int row() const { return rows & -kFittedStep; }
+  FUSED_MLP_HOST_DEVICE int height() const { return rows % kFittedStep * kFittedStep; }
+};
+static_assert(kMostFittedRows < kFittedStep * kFittedStep, "the steps of a height are less than a step");
+
+struct FittedTiles {
+  const FittedTile* tiles;
+  const int* count;
 };
 
 // What products of training have besides.
@@ -63,6 +85,7 @@ struct GroupedProblem {
   int64_t bias_step;    // from column to column
   GateLimits limits;
   RowBlocks blocks;
+  FittedTiles fitted{};
   bool outer = false;  // in place of all of this: every expert's a^T weight, [rows, m] and [rows, n], as [experts m, n]
   GroupedTraining training{};
 };
@@ -80,17 +103,20 @@ struct SortedTraining {
 constexpr int kZeroRows = 64;
 
 // Rows of tokens to rows of slots, sorted by expert. Each expert's rows fill blocks of block_rows, the last of them in
-// part: what stands in its other rows is left, but for training.
+// part: what stands in its other rows is left, but for training. Of blocks, of experts and of tiles those lists are
+// written that are not null.
 struct RowSort {
   Routes routes;
-  Matrix x;                  // [tokens, k], 16-bit elements
-  int64_t k;                 // a multiple of 8
-  int block_rows;            // at most 128
-  void* sorted;              // [blocks * block_rows, k]
-  int* row_of_slot;          // [slots], -1 where skipped
-  int* codes;                // [blocks], of RowBlocks
-  int* count;                // of blocks: codes and sorted have room for as many as there can be
-  RowRange* rows = nullptr;  // of every expert, where it is not null
+  Matrix x;                     // [tokens, k], 16-bit elements
+  int64_t k;                    // a multiple of 8
+  int block_rows;               // at most 128
+  void* sorted;                 // [blocks * block_rows, k]
+  int* row_of_slot;             // [slots], -1 where skipped
+  int* codes;                   // [blocks], of RowBlocks
+  int* count;                   // of blocks: codes and sorted have room for as many as there can be
+  RowRange* rows = nullptr;     // of every expert
+  FittedTile* tiles = nullptr;  // where a block is a multiple of kFittedStep rows
+  int* tile_count = nullptr;    // likewise
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };
@@ -120,13 +146,15 @@ struct WeightGradient {
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
   MainLoop loop;
-  bool sorts;     // rows, into blocks of a tile's height
-  int rows;       // of a tile, at most
-  int row_tiles;  // at most, however the slots fall on the experts
-  int split_k;    // CTAs of a cluster that share a tile, each with a part of k
+  bool sorts;           // rows, into blocks of a tile's height
+  int rows;             // of a tile, at most
+  int row_tiles;        // at most, however the slots fall on the experts
+  int split_k;          // CTAs of a cluster that share a tile, each with a part of k
+  int sorted_rows = 0;  // at most, where they are sorted
+  bool sums = false;    // whether a cluster has all the slots of a token, and adds up their results
 };
 
-constexpr int kTiledBlock = 128;    // rows of a tiled kernel's tile
+constexpr int kTiledBlock = 128;    // rows of a tile in training
 constexpr int kSearchedSlots = 32;  // at most, where rows are not sorted: a lane for each, in every CTA
 constexpr int kSortedBoxRows = 8;   // those of a swizzle's period: sorted rows come in boxes of as many
 

@@ -1,6 +1,7 @@
 // Launches the kernels of the experts of a mixture. Instantiated once per dtype.
 #pragma once
 
+#include "fitted_gemm.cuh"
 #include "grouped_gemm.cuh"
 #include "grouped_rows.h"
 #include "grouped_tiles.cuh"
@@ -9,8 +10,10 @@
 
 namespace fused_mlp::sm90 {
 
+// With a sum, that of a single token's slots takes the place of their results.
 template <typename Gemm>
-cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream,
+                         const WeightedSum* sum) {
   const GemmProblem& g = p.gemm;
   constexpr int kRowsBytes = sizeof(GroupRows<Gemm::kTokens>);
   static_assert(Gemm::kSharedBytes + kRowsBytes <= Gemm::kSharedLimit, "as many CTAs as the ring was cut for");
@@ -21,7 +24,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
     return encode_tensor_map(map, g.dtype, weight, rows_of_weights, columns_of_weights, Gemm::kRows, Gemm::kBlockK);
   };
-  const int64_t rows = plan.sorts ? int64_t{plan.row_tiles} * plan.rows : p.routes.slots() / p.slots_of_row;
+  const int64_t rows = plan.sorts ? plan.sorted_rows : p.routes.slots() / p.slots_of_row;
   args.box_rows = plan.sorts ? kSortedBoxRows : 1;
   const bool mapped = encode_tensor_map(&args.gemm.a, g.dtype, g.a, rows, g.k, args.box_rows, Gemm::kBlockK) &&
                       map_weight(&args.gemm.weight, g.weight) &&
@@ -44,18 +47,28 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.bias_step = p.bias_step;
   args.tiles_n = ceil_div(g.n, Gemm::kRows);
 
-  const auto kernel = grouped_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
-  if (error != cudaSuccess) return error;
-  const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
+  const int slots = p.routes.slots(), cluster = sum == nullptr ? plan.split_k : slots * plan.split_k;
+  const int ctas = sum == nullptr ? plan.row_tiles * args.tiles_n * plan.split_k : args.tiles_n * cluster;
   const int shared =
-      g.follows_gemm
-          ? std::max(Gemm::kSharedBytes,
-                     shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes)
-          : Gemm::kSharedBytes;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm || args.follows_sort,
-                       stream);
+      g.follows_gemm ? std::max(Gemm::kSharedBytes,
+                                shared_bytes_to_spread<Gemm>(plan.rows, ctas, cluster, multiprocessors) - kRowsBytes)
+                     : Gemm::kSharedBytes;
+  const auto launch = [&](auto kernel, std::atomic<uint64_t>& devices_done) {
+    const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
+    if (error != cudaSuccess) return error;
+    return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, cluster, g.follows_gemm || args.follows_sort,
+                         stream);
+  };
+  static std::atomic<uint64_t> devices_done{0}, devices_done_summed{0};
+  if constexpr (!Gemm::kGated && Gemm::kTokens == 8) {
+    if (sum != nullptr) {
+      args.gemm.out = sum->out;
+      args.slot_weights = sum->weights;
+      args.weight_type = sum->type;
+      return launch(summed_gemm_kernel<Gemm>, devices_done_summed);
+    }
+  }
+  return launch(grouped_gemm_kernel<Gemm>, devices_done);
 }
 
 // At which the last tile may begin.
@@ -74,22 +87,56 @@ cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, in
 
 // The same for many tokens.
 template <typename Gemm>
+cudaError_t launch_fitted(const GroupedProblem& p, int rows, int multiprocessors, cudaStream_t stream) {
+  const GemmProblem& g = p.gemm;
+  FittedGemmArgs args{};
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
+  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
+    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, g.k, Gemm::kTileN, Gemm::kBlockK);
+  };
+  bool mapped = map_weight(&args.weight, g.weight) && (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
+                encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  if constexpr (Gemm::kKept) {
+    for (auto [map, matrix] : {std::pair{&args.gate, g.training.gate}, std::pair{&args.up, g.training.up}}) {
+      mapped = mapped && encode_tensor_map(map, g.dtype, matrix, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+    }
+  }
+  for (int box = 0; box < kFittedBoxes; ++box) {
+    mapped = mapped && encode_tensor_map(&args.a[box], g.dtype, g.a, rows, g.k, kFittedStep << box, Gemm::kBlockK);
+  }
+  if (!mapped) return cudaErrorInvalidValue;
+  args.epilogue = g.epilogue;
+  args.limits = p.limits;
+  args.fitted = p.fitted;
+  args.n = static_cast<int>(g.n);
+  args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.last_column = last_tile(g.n, Gemm::kTileN);
+  args.tiles_n = ceil_div(g.n, Gemm::kTileN);
+  args.weight_rows = static_cast<int>(p.weight_rows);
+  args.bias_stride = p.bias_stride;
+  args.bias_step = p.bias_step;
+
+  const auto kernel = fitted_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, false, stream);
+}
+
+// Products of training that read weights as they lie.
+template <typename Gemm>
 cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
   typename Gemm::Args args{};
-  const int64_t rows = int64_t{plan.row_tiles} * Gemm::kBlockM;
-  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + (Gemm::kTransposed ? g.k : g.n);
-  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
-    const int64_t columns = Gemm::kTransposed ? g.n : g.k;
-    return encode_tensor_map(map, g.dtype, weight, rows_of_weights, columns, Gemm::kBoxRowsB, Gemm::kBlockK);
-  };
+  const int64_t rows = plan.sorted_rows;
+  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.k;
   const auto map_rows = [&](CUtensorMap* map, int box_rows) {
     return encode_tensor_map(map, g.dtype, g.a, rows, g.k, box_rows, Gemm::kBlockK);
   };
   bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
-                map_weight(&args.weight, g.weight) && (!Gemm::kGated || map_weight(&args.up_weight, g.up_weight)) &&
+                encode_tensor_map(&args.weight, g.dtype, g.weight, rows_of_weights, g.n, Gemm::kBoxRowsB, 64) &&
                 encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
-  if constexpr (Gemm::kKept || Gemm::kGradient) {
+  if constexpr (Gemm::kGradient) {
     GemmProblem of_rows = g;
     of_rows.m = rows;
     mapped = mapped && encode_training_maps<Gemm>(of_rows, Gemm::kBoxRowsA, &args);
@@ -100,13 +147,10 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
   args.last_row = std::numeric_limits<int>::max();
   args.last_column = Gemm::kGradient ? std::numeric_limits<int>::max() : last_tile(g.n, Gemm::kTileN);
-  args.tiles_m = plan.row_tiles;
+  args.tiles_m = ceil_div(rows, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.blocks = p.blocks;
   args.weight_rows = static_cast<int>(p.weight_rows);
-  args.bias_stride = p.bias_stride;
-  args.bias_step = p.bias_step;
-  args.limits = p.limits;
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.tiles_m} * args.tiles_n, multiprocessors, stream);
 }
@@ -134,16 +178,17 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
 }
 
 template <typename Element>
-cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream,
+                           const WeightedSum* sum) {
   if (plan.loop == MainLoop::kTiled) {
     return p.gemm.gated()
-               ? launch_blocks<GroupedTiles<Element, Product::kGated, 192>>(p, plan, multiprocessors, stream)
-               : launch_blocks<GroupedTiles<Element, Product::kPlain, 192>>(p, plan, multiprocessors, stream);
+               ? launch_fitted<FittedGemm<Element, Product::kGated>>(p, plan.sorted_rows, multiprocessors, stream)
+               : launch_fitted<FittedGemm<Element, Product::kPlain>>(p, plan.sorted_rows, multiprocessors, stream);
   }
 #define FUSED_MLP_LAUNCH_GROUPED(GEMM, PRODUCT, ROWS)                                               \
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
       p.gemm.product() == Product::k##PRODUCT)                                                      \
-    return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream);
+    return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream, sum);
 #define FUSED_MLP_LAUNCH(ROWS)                             \
   FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS)       \
   FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)       \
@@ -160,11 +205,11 @@ template <typename Element>
 cudaError_t launch_grouped_training(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors,
                                     cudaStream_t stream) {
   if (p.outer) {
-    return launch_outer<OuterTiles<Element>>(p, int64_t{plan.row_tiles} * plan.rows, multiprocessors, stream);
+    return launch_outer<OuterTiles<Element>>(p, plan.sorted_rows, multiprocessors, stream);
   }
   switch (p.gemm.kind) {
     case Product::kGatedKept:
-      return launch_blocks<GroupedTiles<Element, Product::kGatedKept, 192>>(p, plan, multiprocessors, stream);
+      return launch_fitted<FittedGemm<Element, Product::kGatedKept>>(p, plan.sorted_rows, multiprocessors, stream);
     case Product::kGatedGradient:
       return launch_blocks<GroupedTiles<Element, Product::kGatedGradient, 192>>(p, plan, multiprocessors, stream);
     case Product::kPair:

@@ -41,26 +41,34 @@ int row_tiles(const Routes& routes, int tile) {
 
 }  // namespace
 
-GroupedPlan plan_tiles(const Routes& routes) {
-  return {MainLoop::kTiled, true, kTiledBlock, row_tiles(routes, kTiledBlock), 1};
+GroupedPlan plan_tiles(const Routes& routes, int block_rows) {
+  return {MainLoop::kTiled,
+          true,
+          kMostFittedRows,
+          row_tiles(routes, kMostFittedRows),
+          1,
+          row_tiles(routes, block_rows) * block_rows};
 }
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
   if (rows > kMostStreamedRows && !p.transposed) {
-    return plan_tiles(p.routes);
+    return plan_tiles(p.routes, kFittedStep);
   }
-  const int most = std::end(kRows)[-1];
-  const int* found =
-      std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= std::min<int64_t>(rows, most); });
+  const int highest = std::end(kRows)[-1];
+  const int* found = std::find_if(std::begin(kRows), std::end(kRows),
+                                  [&](int tile) { return tile >= std::min<int64_t>(rows, highest); });
   const int tile = *found;
   const bool sorts = p.routes.slots() > kSearchedSlots;
-  GroupedPlan plan{MainLoop::kStreamed, sorts, tile, row_tiles(p.routes, tile), 1};
+  const int most_tiles = row_tiles(p.routes, tile);
+  GroupedPlan plan{MainLoop::kStreamed, sorts, tile, most_tiles, 1, most_tiles * tile};
 
   // As many CTAs share k as the tiles of all experts leave idle.
   const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
   const int64_t room = std::min<int64_t>(int64_t{kBusyCtas} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
-  while (plan.split_k * 2 <= std::min<int64_t>(room, kMaxStreamedSplitK)) plan.split_k *= 2;
+  plan.sums = p.slots_of_row == 1 && p.routes.tokens == 1 && !p.gemm.gated() && p.routes.top_k <= kMaxStreamedSplitK;
+  const int most = plan.sums ? kMaxStreamedSplitK / p.routes.top_k : kMaxStreamedSplitK;
+  while (plan.split_k * 2 <= std::min<int64_t>(room, most)) plan.split_k *= 2;
   return plan;
 }
 

@@ -18,9 +18,6 @@ struct GroupedOperands {
   CUtensorMap whole_a;  // in boxes of a block
   RowBlocks blocks;
   int weight_rows;
-  int64_t bias_stride;
-  int64_t bias_step;
-  GateLimits limits;
   GroupedTraining training;
 };
 
@@ -50,12 +47,9 @@ struct GroupedTile {
   int row;
   int column;
   int first_weight_row;
-  int64_t first_bias;
-  int64_t bias_step;
   int filled_rows;
 
-  __device__ __forceinline__ int weight_row() const { return first_weight_row + column; }
-  __device__ __forceinline__ int64_t bias_index(int at_column) const { return first_bias + at_column * bias_step; }
+  __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
   // Filled rows, and so many more as make up the last box.
   template <typename Gemm>
   __device__ __forceinline__ int loaded_rows() const {
@@ -97,11 +91,7 @@ struct GroupedTileOrder {
     const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
-    return {first + row,
-            min(at.y * Gemm::kTileN, args.last_column),
-            expert * grouped.weight_rows,
-            expert * grouped.bias_stride,
-            grouped.bias_step,
+    return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert * grouped.weight_rows,
             min(count - row, kTiledBlock)};
   }
 };

@@ -52,11 +52,23 @@ __device__ __forceinline__ int take_rows(int* next, int expert) {
   return first + before;
 }
 
+// Cuts an expert's rows into tiles. The higher ones are the first of them or the last, in turns: CTAs that take every
+// other tile have as much to do as the others.
+__device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int first_row, int rows, int first,
+                                          int count) {
+  const int steps = (rows + kFittedStep - 1) / kFittedStep;
+  for (int i = 0; i < count; ++i) {
+    const int mine = steps / count + ((expert % 2 == 0 ? i : count - 1 - i) < steps % count ? 1 : 0);
+    tiles[first + i] = FittedTile::of(expert, first, count, first_row, mine);
+    first_row += mine * kFittedStep;
+  }
+}
+
 // By one warp: turns counts before the CTA's part into rows, the others into all, and has one CTA write down the
 // blocks.
 __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& sorted) {
   const int block_rows = args.block_rows;
-  int blocks = 0;
+  int blocks = 0, tiles = 0;
   for (int begin = 0; begin < args.routes.experts; begin += 32) {
     const int expert = begin + static_cast<int>(threadIdx.x);
     const int slots = expert < args.routes.experts ? sorted.next[expert] + sorted.rest[expert] : 0;
@@ -68,7 +80,13 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
       sorted.rest[expert] = slots;
       sorted.first[expert] = first * block_rows;
     }
-    if (blockIdx.x == 0) {
+    if (args.tiles != nullptr) {
+      const int count = (slots + kMostFittedRows - 1) / kMostFittedRows;
+      const int end = sum_of_lanes(count);
+      if (blockIdx.x == 0) cut_tiles(args.tiles, expert, first * block_rows, slots, tiles + end - count, count);
+      tiles += __shfl_sync(0xFFFFFFFF, end, 31);
+    }
+    if (blockIdx.x == 0 && args.codes != nullptr) {
       for (int block = 0; block < mine; ++block) {
         const int rows = min(slots - block * block_rows, block_rows);
         args.codes[first + block] = BlockCode::of(expert, rows).code;
@@ -76,7 +94,10 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
     }
     blocks += __shfl_sync(0xFFFFFFFF, last, 31);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.count = blocks;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (args.codes != nullptr) *args.count = blocks;
+    if (args.tiles != nullptr) *args.tile_count = tiles;
+  }
 }
 
 // Copies the rows of the slots of a part. A warp reads a token's row once, kSortChunks columns of it for each lane, and

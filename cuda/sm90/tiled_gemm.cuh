@@ -108,11 +108,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
                                        tile.column);
       } else {
-        if constexpr (Gemm::kGrouped) {
-          load_filled_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile);
-        } else {
-          tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
-        }
+        tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
       }
     }

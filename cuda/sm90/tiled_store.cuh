@@ -126,11 +126,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
       const int step_column = Gemm::step_column(step);
       const int first = step_column / 2;  // accumulator
       float value[kCount];
-      const auto sums = [&](Operand operand, auto&& take_sum) {
-        const auto take = [&](int i, float sum) {
-          if constexpr (Gemm::kGrouped && Gemm::kGated) sum = limited(args.limits, operand, sum);
-          take_sum(i, sum);
-        };
+      const auto sums = [&](Operand operand, auto&& take) {
         if (operand == Operand::kGate) {
           for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
         } else {

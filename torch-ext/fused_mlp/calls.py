@@ -132,7 +132,7 @@ def experts_mlp(
     form: experts.Form,
 ) -> Tensor:
     given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    result = _short_way("experts_mlp", given, *form)
+    result = _short_experts(given, form)
     if result is not None:
         return result
     operands.check_experts_mlp(*given, *form[1:])
@@ -148,13 +148,20 @@ def experts_mlp(
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
     """``experts_mlp`` where a backend takes the call as one, else None."""
     *given, form = arguments
-    result = _short_way("experts_mlp", given, *form)
+    result = _short_experts(given, form)
     if result is None:
         result = _recorded_experts(given, form)
     if result is not None:
         return result
     chosen = _experts_backend(given, form)
     return None if chosen is None or chosen is reference else experts_mlp(*arguments)
+
+
+def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
+    """``_short_way``, but for what the op computes as well, in more time than its parts."""
+    if form.transposed and native.has_many_rows(given[1], given[3]):
+        return None
+    return _short_way("experts_mlp", given, *form)
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:

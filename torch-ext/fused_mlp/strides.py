@@ -23,14 +23,6 @@ def new_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     return gate.new_empty_strided(gate.shape, of_product(gate, up, activation))
 
 
-def new_sum(values: Tensor, residual: Tensor, residual_first: bool) -> Tensor:
-    """An uninitialised tensor for ``residual + values``, or for ``values + residual``, of values that are dense."""
-    if residual.is_contiguous():
-        return values.new_empty(values.shape)
-    summands = (residual, values) if residual_first else (values, residual)
-    return values.new_empty_strided(values.shape, _Rules(values.shape).binary(*(each.stride() for each in summands)))
-
-
 def new_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
     """Uninitialised tensors for the gradients of gate and up."""
     if grad.is_contiguous() and gate.is_contiguous() and up.is_contiguous():

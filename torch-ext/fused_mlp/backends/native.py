@@ -104,7 +104,8 @@ _MOST_TRANSPOSED_ROWS = 32
 
 def has_many_rows(top_k_index: Tensor, gate_up_weight: Tensor) -> bool:
     """Whether transposed weights on a GPU are left to torch's products."""
-    return DEVICE_TYPE == "cuda" and top_k_index.numel() > _MOST_TRANSPOSED_ROWS * gate_up_weight.shape[0]
+    most = _MOST_TRANSPOSED_ROWS * (gate_up_weight.shape[0] if gate_up_weight.dim() == 3 else 0)
+    return DEVICE_TYPE == "cuda" and top_k_index.numel() > most
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:
@@ -238,7 +239,9 @@ def _(
     norm_first: bool,
 ) -> Tensor:
     values = _like_linear(x, fc2_weight)
-    return values if eps is not None and not norm_first else strides.new_sum(values, residual, residual_first)
+    if eps is not None and not norm_first:
+        return values
+    return residual + values if residual_first else values + residual
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))

@@ -70,7 +70,7 @@ class Part:
         if self.kernel == "grouped":
             how = f"few rows an expert, the weights of those chosen stream past tiles of at most {self.block_m}{split}"
         elif self.kernel == "grouped_tiled":
-            how = f"rows sorted into blocks of {self.block_m}, each of one expert"
+            how = f"rows sorted by expert, in tiles of at most {self.block_m}, each as high as its expert's rows need"
         elif self.kernel == "streamed":
             how = f"few rows, the weights stream past tiles of {self.block_m}{split}"
         else:

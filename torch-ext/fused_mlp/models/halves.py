@@ -43,12 +43,15 @@ class Half(NamedTuple):
     A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)), of a tail its projection and the modules that may hand on what they are given. ``rest`` is a tail's
-    forward from behind its projection on, given what comes out of that, where they do.
+    projections)), of a tail its projection, the modules that may hand on what they are given, and the norm that
+    ``ending`` tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where
+    they do. ``ending`` is (whether a norm follows, whether its argument comes first), where all of that is a sum with
+    the tail's other argument.
     """
 
     forward: FunctionType
     names: Optional[Tuple[Any, ...]]
+    ending: Optional[Tuple[bool, bool]]
     found: Any
     function: Callable[..., Any]
     rest: Optional[Callable[..., Any]] = None
@@ -62,8 +65,10 @@ tails: Dict[Callable[..., Any], Half] = {}
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
     """:func:`joined` of the children of a module under these names."""
     if _plain is not None and not _is_traced():
-        found = _plain.joined(heads, tails, owner, names, x)
+        found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
         if found is not None:
+            if type(found) is not tuple:
+                return found
             result, half, tail = found
             return half.rest(tail, result, *rest, **named)
     tail, head = names

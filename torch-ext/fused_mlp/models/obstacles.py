@@ -96,15 +96,9 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    state = module.__dict__  # several times as fast as attributes of a module, which go through its __getattr__
-    if (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-    ):
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "hooks"
-    own = state.get("forward")
+    own = module.__dict__.get("forward")
     if own is not None:
         function = getattr(own, "__func__", None)
         known = function in (type(module).forward, linear_forward)
@@ -130,15 +124,14 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
-    parameters = projection.__dict__["_parameters"]  # asked first, it is several times as fast as the attribute
-    weight = parameters["weight"] if "weight" in parameters else projection.weight  # noqa: SIM401 (which asks both)
+    weight = projection.weight
     if type(weight) not in (nn.Parameter, Tensor):
         return f"a weight of type {type(weight).__name__}"
     if not weight.dtype.is_floating_point:
         return f"a weight of {weight.dtype}"
     if weight.layout is not torch.strided:
         return f"a weight of {weight.layout}"
-    bias = parameters["bias"] if "bias" in parameters else projection.bias  # noqa: SIM401
+    bias = projection.bias
     return (weight if kind is nn.Linear else weight.t()), bias
 
 

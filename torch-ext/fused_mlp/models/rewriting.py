@@ -95,6 +95,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         if isinstance(site, sites.Joint):
             found += _mlps_across(site, original, module)
             continue
+        site = site.site if isinstance(site, sites.Block) else site
         act = _act_of(site.act, original, module)
         between = {_name(node): _between(node, original, module) for node in site.between}
         projections = [list(values_of(node, original, module).items()) for node in site.projections]
@@ -128,6 +129,8 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
+    if type(part) is nn.LayerNorm:
+        return sites.NORM
     activation = recognise(part)
     if activation is not None:
         return sites.RELU if activation.name == "relu" else sites.ACTIVATION
@@ -216,7 +219,7 @@ def _rewritten(
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        patterns = [site.pattern for site in found if isinstance(site, sites.Site)]
+        patterns = [site.pattern for site in found if not isinstance(site, sites.Joint)]
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names) if name == "forward" else None
         instead = Instead(switching.FUSED, name, function, switching.instead_of(name, function, function))
@@ -238,6 +241,8 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
 def _call(memory: str, site: sites.AnySite) -> ast.expr:
     if isinstance(site, sites.Joint):
         return _joined(memory, site)
+    if isinstance(site, sites.Block):
+        return _block(memory, site)
     act = _act(site.act)
     if site.pattern.pointwise:
         gate, up = site.inputs
@@ -255,6 +260,14 @@ def _joined(memory: str, site: sites.Joint) -> ast.expr:
     if len(owners) == 1 and isinstance(owner := getattr(site.tail, "value", None), ast.Name):
         name, given = "joined children", (owner, ast.Constant(tuple(half.attr for half in halves)))
     return _made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
+
+
+def _block(memory: str, block: sites.Block) -> ast.expr:
+    """The call of what computes the MLP, with what is around it behind its own arguments."""
+    call = _call(memory, block.site)
+    nothing = ast.Constant(None)
+    around = (ast.Tuple(list(block.behind), ast.Load()), block.residual, ast.Constant(block.residual_first))
+    return _made_call("block", *call.args, *around, block.norm or nothing, ast.Constant(block.norm_first))
 
 
 def _act(act: sites.Act) -> ast.expr:
@@ -297,8 +310,11 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
     function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
     rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
-    names = _children((start.projection, *start.between, *behind), forward)
-    halves.tails[forward] = halves.Half(forward, names, start, function, function_of(rest, forward, {}))
+    ending = sites.ending_of(tree, start, role)
+    norm = () if ending is None or ending.norm is None else (ending.norm,)
+    names = _children((start.projection, *start.between, *behind, *norm), forward)
+    ends = None if ending is None else (bool(norm), ending.residual_first)
+    halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
 
@@ -319,7 +335,7 @@ def _head(
     called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
     parts = _children((*called, *site.projections), forward) if called else None
     own = None if parts is None else (whole[_name_of_pattern(site.pattern)], parts)
-    return halves.Half(forward, own, site, function_of(tree, forward, {**names, **whole}))
+    return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
@@ -437,6 +453,11 @@ def _product(left, right):
     return left * right
 
 
-_CALLS = {"joined": halves.joined, "joined children": halves.joined_children, "finished": halves.finished}
+_CALLS = {
+    "block": shortcut.block,
+    "joined": halves.joined,
+    "joined children": halves.joined_children,
+    "finished": halves.finished,
+}
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 _NAMES = {f"@{name}": function for name, function in _CALLS.items()}

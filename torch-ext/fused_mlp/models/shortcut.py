@@ -28,6 +28,9 @@ is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another 
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 
 
+_DROPOUT = _originals[F, "dropout"]
+
+
 class _Known(NamedTuple):
     """A class of activations: its forward, the code of its row, and the functions of torch that it calls."""
 
@@ -37,8 +40,9 @@ class _Known(NamedTuple):
 
 
 _known: Dict[Union[type, str], _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+_OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp")
 # Without what OpOverload does before this in Python.
-_ops = {name: getattr(getattr(native, name), "_op", None) for name in ("linear", "mlp", "gated_linear", "gated_mlp")}
+_ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -49,6 +53,7 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
+            "layer_norm": nn.LayerNorm,
             "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
@@ -79,7 +84,11 @@ if plain is not None:
                 (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
-                (F, "dropout", _originals[F, "dropout"]),
+                (F, "dropout", _DROPOUT),
+            ),
+            "of_norms": (
+                (nn.LayerNorm, "forward", obstacles.unpatched(nn.LayerNorm, "forward", nn.modules.normalization)),
+                (F, "layer_norm", obstacles.unpatched(F, "layer_norm", F)),
             ),
         }
     )
@@ -103,6 +112,35 @@ def fused(
             return found
         _learn(act)  # for the next call
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
+
+
+def block(
+    pattern: Pattern,
+    x: Tensor,
+    projections: Tuple[nn.Module, ...],
+    act: Act,
+    between: Tuple[Union[nn.Module, float], ...],
+    behind: Tuple[Union[nn.Module, float], ...],
+    residual: Tensor,
+    residual_first: bool,
+    norm: Optional[nn.Module],
+    norm_first: bool,
+) -> Tensor:
+    """:func:`fused` of ``norm(x)`` where the norm comes first, what it gives handed on by the parts ``behind``, the sum
+    of that and the residual, and else the norm of the sum; one op where the short way is taken."""
+    if plain is not None and not is_traced():
+        found = plain.block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first)
+        if found is not None:
+            return found
+    given = norm(x) if norm_first else x
+    values = fused(pattern, given, projections, act, between)
+    for part in behind:
+        if isinstance(part, nn.Module):
+            values = part(values)
+        elif part or F.dropout is not _DROPOUT:
+            values = F.dropout(values, part, True)
+    values = residual + values if residual_first else values + residual
+    return values if norm is None or norm_first else norm(values)
 
 
 def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:

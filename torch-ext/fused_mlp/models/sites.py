@@ -11,18 +11,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
-from typing import Callable, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
 
 from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; LAYER: another module, with parameters; HEAD: one that computes the hidden values of an MLP; TAIL: one
-# that begins with the last projection of an MLP; OTHER: what is known to be none of these.
+# torch.square; NORM: nn.LayerNorm; LAYER: another module, with parameters; HEAD: one that computes the hidden values of
+# an MLP; TAIL: one that begins with the last projection of an MLP; OTHER: what is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
-HEAD, TAIL = "head", "tail"
-LAYERS = (LAYER, HEAD, TAIL)
+HEAD, TAIL, NORM = "head", "tail", "norm"
+LAYERS = (LAYER, HEAD, TAIL, NORM)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
 GLU, SQUARE, OTHER = "glu", "square", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
@@ -117,7 +117,53 @@ class Start:
     between: Tuple[ast.expr, ...]
 
 
-AnySite = Union[Site, Joint]
+@dataclass(frozen=True)
+class Ending:
+    """What the code of a module ends with: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
+
+    ``behind`` are the modules that pass h on.
+    """
+
+    behind: Tuple[ast.expr, ...] = ()
+    residual_first: bool = False
+    norm: Optional[ast.expr] = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """``norm(residual + ...(mlp(x)))``, ``residual + ...(mlp(norm(x)))`` or the sum alone, of an MLP in one method.
+
+    ``behind`` is to the sum what ``between`` is to the last projection. The site's own input is what the norm is given,
+    where it comes first.
+    """
+
+    site: Site
+    behind: Tuple[ast.expr, ...]
+    residual: ast.Name
+    residual_first: bool
+    norm: Optional[ast.expr] = None
+    norm_first: bool = False
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.site.pattern
+
+    @property
+    def act(self) -> Act:
+        return self.site.act
+
+    @property
+    def read(self) -> FrozenSet[ast.Name]:
+        return self.site.read
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        norm = () if self.norm is None else (self.norm,)
+        return (*self.site.parts, *self.behind, self.residual, *norm)
+
+
+AnySite = Union[Site, Joint, Block]
 
 
 def rewrite(
@@ -212,14 +258,54 @@ def _sites(
     if not isinstance(place.block[place.index], _SIMPLE):
         return
     for node in _expressions(place.block[place.index]):
-        for match in (_joint, _whole, _hidden, _pointwise):
-            site = match(_Value(node, place), role)
-            absorbed = _absorbed(site, node, place, role) if site is not None and wanted(site) else None
+        for site in _matches(_Value(node, place), role):
+            absorbed = _absorbed(site, node, place, role) if wanted(site) else None
             if absorbed is not None:
                 yield site, node, absorbed
 
 
 # Patterns. P is a projection, A an activation.
+
+
+def _matches(value: _Value, role: Role) -> Iterator[AnySite]:
+    """What a value may be, the largest first."""
+    yield from _blocks_of(value, role)
+    for match in (_joint, _whole, _hidden, _pointwise):
+        site = match(value, role)
+        if site is not None:
+            yield site
+
+
+def _blocks_of(value: _Value, role: Role) -> Iterator[Block]:
+    """``norm(residual + ...(whole))``, ``residual + ...(whole of norm(x))``, ``residual + ...(whole)``"""
+    norm, summed = None, value
+    if _is_call(value.node, role, NORM):
+        norm, summed = value.node.func, value.part(value.node.args[0])
+    if summed.half is not None or not (isinstance(summed.node, ast.BinOp) and isinstance(summed.node.op, ast.Add)):
+        return
+    left, right = summed.node.left, summed.node.right
+    for residual, other in ((left, right), (right, left)):
+        inner, behind = _through(summed.part(other), role)
+        site = _whole(inner, role) if isinstance(residual, ast.Name) else None
+        if site is None or site.pattern.gated:
+            continue
+        block = Block(site, behind, residual, residual is left, norm)
+        given = None if norm is not None else _normed(inner, role)
+        if given is not None:
+            x, first_norm, read = given
+            normed = dataclasses.replace(site, inputs=(x,), read=site.read | read)
+            yield dataclasses.replace(block, site=normed, norm=first_norm, norm_first=True)
+        yield block
+
+
+def _normed(value: _Value, role: Role) -> Optional[Tuple[ast.expr, ast.expr, FrozenSet[ast.Name]]]:
+    """``x`` and the norm of ``P(...(A(P(norm(x)))))``, and the names that were followed to it."""
+    hidden, _ = _through(value.part(value.node.args[0]), role)
+    _, first = _applied(hidden, role)
+    x = None if first is None else first.part(first.node.args[0])
+    if x is None or x.half is not None or not _is_call(x.node, role, NORM):
+        return None
+    return x.node.args[0], x.node.func, x.read
 
 
 def _whole(value: _Value, role: Role) -> Optional[Site]:
@@ -275,6 +361,40 @@ def start_of(function: ast.FunctionDef, role: Role) -> Optional[Start]:
                 reached = is_reached(node, function.body[index], _harmless_calls(role))
                 return Start(node, inner.node, node.func, between) if reached else None
     return None
+
+
+def ending_of(function: ast.FunctionDef, start: Start, role: Role) -> Optional[Ending]:
+    """How a method with two arguments goes on behind its start, if that and nothing else is what it computes."""
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    if len(names) != 3 or given.vararg or given.kwonlyargs or given.kwarg or given.defaults:
+        return None
+    known: Dict[str, Union[str, Ending]] = {names[1]: "given", names[2]: "residual"}
+
+    def computed(node: ast.expr) -> Union[str, Ending, None]:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            left, right = computed(node.left), computed(node.right)
+            if left == "residual" and type(right) is tuple:
+                return Ending(right, True)
+            return Ending(left) if right == "residual" and type(left) is tuple else None
+        if node is start.node:
+            return ()
+        value = computed(node.args[0]) if _is_call(node, role, PASSING, NORM) else None
+        if value is not None and role(node.func) == PASSING:
+            return (*value, node.func) if type(value) is tuple else value if value == "given" else None
+        is_sum = type(value) is Ending and value.norm is None
+        return dataclasses.replace(value, norm=node.func) if is_sum else None
+
+    *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :]
+    for statement in statements:
+        target, value = _assignment(statement)
+        if not isinstance(target, ast.Name) or value is None:
+            return None
+        known[target.id] = computed(value)
+    ending = computed(last.value) if isinstance(last, ast.Return) and last.value is not None else None
+    return ending if type(ending) is Ending else None
 
 
 def _hidden(value: _Value, role: Role) -> Optional[Site]:

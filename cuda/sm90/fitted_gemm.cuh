@@ -1,0 +1,324 @@
+// The GEMM for rows grouped by weights, for many rows: the experts of a mixture. An expert's rows are cut into tiles of
+// nearly the same height, any multiple of 16 (sorted_rows.cuh), so that few rows are computed in vain. The operands
+// have swapped places for that: 128 weight rows are the M sides of two wgmmas, and a tile's rows are their N side.
+//
+// A CTA is persistent, with two consumer warpgroups in ping-pong, as in the tiled loop. Of a gated product the first
+// wgmma has gate rows and the second the up rows of the same 64 columns of the output.
+#pragma once
+
+#include "../gemm/grouped.h"
+#include "../gemm/tile_order.cuh"
+#include "ring.cuh"
+#include "tiled_layout.cuh"
+#include "tiled_store.cuh"
+#include "wgmma.cuh"
+
+namespace fused_mlp::sm90 {
+
+constexpr int kFittedBoxes = 4;  // of 16, 32, 64 and 128 rows: those of a height's bits bring a tile's rows
+
+struct FittedGemmArgs {
+  CUtensorMap a[kFittedBoxes];
+  CUtensorMap weight;
+  CUtensorMap up_weight;
+  CUtensorMap out;
+  CUtensorMap gate;  // where what is before the activation is kept
+  CUtensorMap up;
+  EpilogueArgs epilogue;
+  GateLimits limits;
+  FittedTiles fitted;
+  int n;
+  int k_blocks;
+  int last_column;  // at which a tile may begin
+  int tiles_n;
+  int weight_rows;
+  int64_t bias_stride;
+  int64_t bias_step;
+};
+
+template <typename Element_, Product kProduct_>
+struct FittedGemm {
+  using Element = Element_;
+  using Args = FittedGemmArgs;
+  static constexpr Product kProduct = kProduct_;
+  static constexpr bool kGated = is_gated(kProduct);
+  static constexpr bool kKept = is_kept(kProduct);
+  static constexpr int kBlockK = sm90::kBlockK;
+  static constexpr int kWeightRows = 128;
+  static constexpr int kMmas = 2;
+  static constexpr int kOutputs = kGated ? 1 : 2;  // wgmmas that have columns of the output of their own
+  static constexpr int kTileN = kOutputs * 64;     // columns of the output
+  static constexpr int kAccumulators = kMostFittedRows / 2;
+  static constexpr int kConsumers = 2;
+  static constexpr int kConsumersOfTile = 1;
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+
+  // Results leave in boxes of a warp's 16 columns and 16 rows. The code of the epilogue covers a chunk of rows.
+  static constexpr int kStepN = 16, kBoxN = 16, kBoxRows = 16;
+  static constexpr int kChunk = 96;
+  static constexpr int kBytesA = kMostFittedRows * kBlockK * sizeof(Element);
+  static constexpr int kBytesB = kWeightRows * kBlockK * sizeof(Element);
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
+  static constexpr int kStoreBytes = kBoxBytes;
+  static constexpr int kStoreBuffers = 4;
+  static constexpr int kSlots = 0, kSlotBytes = 0, kTileBiasBytes = 0;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kFixedBytes = kAlignment + 256 + kConsumers * 4 * kStoreBuffers * kStoreBytes;
+  static constexpr int kStages = (227 * 1024 - kFixedBytes) / kStageBytes;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct FittedPlace {
+  int expert;
+  int row;
+  int height;
+  int column;
+};
+
+// Expert by expert: the weights of no two are read side by side.
+template <typename Gemm>
+__device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
+  const auto tile_at = [&](int at) {
+    const int4 bits = __ldg(reinterpret_cast<const int4*>(args.fitted.tiles + at));
+    return FittedTile{bits.x, bits.y, bits.z, bits.w};
+  };
+  const FittedTile any = tile_at(index / args.tiles_n);  // of the same expert
+  const int2 at = grouped_tile<TileOrder::kGroupM>(index - any.first * args.tiles_n, any.count, args.tiles_n);
+  const FittedTile tile = tile_at(any.first + at.x);
+  return {tile.expert, tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
+}
+
+template <typename Gemm>
+__device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
+                                               int tiles) {
+  constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
+  RingPosition at(Gemm::kStages);
+  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const FittedPlace tile = fitted_place<Gemm>(args, index);
+    const int weight_row = tile.expert * args.weight_rows + tile.column;
+    for (int block = 0; block < args.k_blocks; ++block, at.advance()) {
+      const uint32_t full = shared.full(at.stage);
+      const int k = block * Gemm::kBlockK;
+      mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      mbarrier_arrive_expect(full, tile.height * kRowBytes + Gemm::kBytesB);
+      tma_load(&args.weight, full, shared.b(at.stage), k, weight_row);
+      if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(at.stage) + Gemm::kBytesB / 2, k, weight_row);
+      int row = 0;
+#pragma unroll
+      for (int box = kFittedBoxes - 1; box >= 0; --box) {
+        const int rows = kFittedStep << box;
+        if ((tile.height & rows) == 0) continue;
+        tma_load(&args.a[box], full, shared.a(at.stage) + row * kRowBytes, k, tile.row + row);
+        row += rows;
+      }
+    }
+  }
+}
+
+// accumulator = the product of a tile of kHeight rows, whose blocks of k are at `at`.
+template <typename Gemm, int kHeight, typename OnLastBlock>
+__device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& shared, RingPosition& at,
+                                                Accumulator<Gemm>& accumulator, int k_blocks,
+                                                OnLastBlock&& on_last_block) {
+  using Mma = Wgmma<typename Gemm::Element, kHeight, false, false>;
+  using Sums = float[kHeight / 2];
+  const auto sums = [&](int mma) -> Sums& { return reinterpret_cast<Sums&>(accumulator[mma]); };
+  const auto release = [&](int stage) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.empty(stage));
+  };
+  const auto fence = [&] {
+#pragma unroll
+    for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(sums(mma));
+  };
+  // So that ptxas does not take what the epilogue left there for a write within the pipeline, as in the tiled loop.
+#pragma unroll
+  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+#pragma unroll
+    for (int i = 0; i < kHeight / 2; ++i) accumulator[mma][i] = 0.0f;
+  }
+  int previous = 0;
+  for (int block = 0; block < k_blocks; ++block) {
+    mbarrier_wait(shared.full(at.stage), at.parity);
+    if (block == k_blocks - 1) on_last_block();
+    fence();
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
+#pragma unroll
+      for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+        Mma::multiply(sums(mma),
+                      wgmma_descriptor(shared.b(at.stage) + mma * Gemm::kBytesB / 2 + step * kWgmmaStepBytes),
+                      wgmma_descriptor(shared.a(at.stage) + step * kWgmmaStepBytes), block > 0 || step > 0);
+      }
+    }
+    wgmma_commit();
+    fence();
+    wgmma_wait<1>();
+    if (block > 0) release(previous);
+    previous = at.stage;
+    at.advance();
+  }
+  wgmma_wait<0>();
+  fence();
+  release(previous);
+}
+
+// Calls multiply(height as a constant).
+template <int kHeight, typename Multiply>
+__device__ __forceinline__ void visit_height(int height, Multiply&& multiply) {
+  if constexpr (kHeight < kMostFittedRows) {
+    if (height > kHeight) return visit_height<kHeight + kFittedStep>(height, multiply);
+  }
+  multiply.template operator()<kHeight>();
+}
+
+// The biases of a thread's two columns, eight apart, of an operand; 0 where there are none.
+template <typename Element>
+__device__ __forceinline__ float2 fitted_biases(const FittedGemmArgs& args, const void* biases, int expert,
+                                                int column) {
+  if (biases == nullptr) return make_float2(0.0f, 0.0f);
+  const auto at = [&](int column) {  // past the end nothing is stored
+    const int64_t index = expert * args.bias_stride + min(column, args.n - 1) * args.bias_step;
+    return static_cast<float>(__ldg(static_cast<const Element*>(biases) + index));
+  };
+  return make_float2(at(column), at(column + 8));
+}
+
+// Stores the warp's 16 columns of each output. Leaves the accumulators undefined.
+template <typename Gemm, Activation A>
+__device__ __forceinline__ void store_fitted(const FittedGemmArgs& args, Accumulator<Gemm>& accumulator,
+                                             uint32_t stores, int& buffer, const FittedPlace& tile) {
+  using Element = typename Gemm::Element;
+  constexpr int kCount = kFittedStep / 2;  // results of a thread in a step
+  constexpr int kShift = Gemm::kChunk / 2;
+  const uint32_t thread_offset = store_offset<Gemm>();
+  const int warp_column = tile.column + warp_uniform(threadIdx.x / 32) % 4 * 16;
+  const int thread_column = warp_column + threadIdx.x % 32 / 4;
+  float2 biases[2];
+  biases[0] = fitted_biases<Element>(args, args.epilogue.bias, tile.expert, thread_column);
+  biases[1] = Gemm::kGated ? fitted_biases<Element>(args, args.epilogue.up_bias, tile.expert, thread_column)
+                           : fitted_biases<Element>(args, args.epilogue.bias, tile.expert, thread_column + 64);
+  // A box is sent when the next one is made, so that the fence does not have to wait until it is written.
+  uint32_t store = 0;
+  const CUtensorMap* to = nullptr;
+  int row = 0, column = 0;
+  const auto send = [&] { send_boxes<Gemm>(*to, store, row, column); };
+  const auto write = [&](const CUtensorMap& map, const float (&value)[kCount], int at_row, int at_column) {
+    if (store != 0) send();
+    store = next_buffer<Gemm>(stores, buffer);
+    to = &map, row = at_row, column = at_column;
+    // The four matrices: columns 0 to 7 of rows 0 to 7, then of rows 8 to 15; then columns 8 to 15 likewise.
+    store_matrix_x4_transposed(store + thread_offset, round_pair<Element>(value[0], value[1]),
+                               round_pair<Element>(value[4], value[5]), round_pair<Element>(value[2], value[3]),
+                               round_pair<Element>(value[6], value[7]));
+  };
+#pragma unroll 1
+  for (int chunk = 0; chunk < tile.height; chunk += Gemm::kChunk) {
+#pragma unroll
+    for (int step = 0; step < Gemm::kChunk / kFittedStep; ++step) {
+      if (chunk + step * kFittedStep >= tile.height) break;
+      const int step_row = tile.row + chunk + step * kFittedStep;
+#pragma unroll
+      for (int output = 0; output < Gemm::kOutputs; ++output) {
+        float value[kCount];
+        const auto sums = [&](Operand operand, auto&& take) {
+          const int mma = operand == Operand::kUp ? 1 : output;
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) {
+            const float sum = accumulator[mma][step * kCount + i] + (i / 2 % 2 == 0 ? biases[mma].x : biases[mma].y);
+            take(i, Gemm::kGated ? limited(args.limits, operand, sum) : sum);
+          }
+        };
+        const auto keep = [&](Operand operand, const CUtensorMap& map) {
+          sums(operand, [&](int i, float sum) { value[i] = sum; });
+          write(map, value, step_row, warp_column);
+        };
+        if constexpr (Gemm::kKept) keep(Operand::kGate, args.gate), keep(Operand::kUp, args.up);
+        GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), sums);
+        write(args.out, value, step_row, warp_column + output * 64);
+      }
+    }
+    // The next chunk's accumulators, where the loop's body wants them.
+#pragma unroll
+    for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+#pragma unroll
+      for (int i = 0; i < Gemm::kAccumulators - kShift; ++i) accumulator[mma][i] = accumulator[mma][i + kShift];
+    }
+  }
+  send();
+}
+
+template <typename Gemm>
+__device__ __forceinline__ void consume_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
+                                               int tiles) {
+  const int warp = warp_uniform(threadIdx.x / 32);
+  const int consumer = warp / 4;
+  int buffer = 0;  // for the next store
+  RingPosition at(Gemm::kStages);
+  int index = blockIdx.x;
+  if (consumer == 1) {
+    at.skip(args.k_blocks);
+    index += gridDim.x;
+  }
+  // A warpgroup waits until the other one's whole tile has arrived, as in the tiled loop.
+  constexpr int kTurnBarrier = 1;
+  const bool idle = static_cast<int>(blockIdx.x) >= tiles;
+  if (consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
+  Accumulator<Gemm> accumulator;
+  for (; index < tiles; index += 2 * gridDim.x) {
+    const FittedPlace tile = fitted_place<Gemm>(args, index);
+    named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
+    const auto on_last_block = [&] {
+      if (index + static_cast<int>(gridDim.x) < tiles)
+        named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
+    };
+    visit_height<kFittedStep>(tile.height, [&]<int kHeight>() {
+      multiply_fitted<Gemm, kHeight>(shared, at, accumulator, args.k_blocks, on_last_block);
+    });
+    at.skip(args.k_blocks);
+    visit_activation(args.epilogue.activation, [&]<Activation A>() {
+      store_fitted<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile);
+    });
+  }
+  if (threadIdx.x % 32 == 0) tma_store_wait_read<0>();
+  __syncwarp();
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Gemm>
+__global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __grid_constant__ FittedGemmArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t raw_shared[];
+  const TiledGemmShared<Gemm> shared(raw_shared);
+
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap& map : args.a) prefetch_tensor_map(&map);
+    prefetch_tensor_map(&args.weight);
+    if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
+    prefetch_tensor_map(&args.out);
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+      mbarrier_init(shared.full(stage), 1);
+      mbarrier_init(shared.empty(stage), 4);  // one arrival per warp
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  allow_next_kernel();
+
+  const int tiles = __ldg(args.fitted.count) * args.tiles_n;
+  if (threadIdx.x >= Gemm::kConsumers * 128) {
+    shrink_registers<40>();
+    if (threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);
+    __syncwarp();
+  } else {
+    grow_registers<232>();
+    consume_fitted<Gemm>(args, shared, tiles);
+  }
+#endif
+}
+
+}  // namespace fused_mlp::sm90
