@@ -80,4 +80,8 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
   });
 }
 
+cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream) {
+  return run<float, Sum>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements, stream);
+}
+
 }  // namespace fused_mlp

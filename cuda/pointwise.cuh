@@ -44,6 +44,14 @@ struct Backward {
   }
 };
 
+struct Sum {
+  static constexpr int kInputs = 2;
+  static constexpr int kOutputs = 1;
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
+    out[0] = in[0] + in[1];
+  }
+};
+
 template <int Inputs, int Outputs>
 struct Operands {
   Matrix in[Inputs];

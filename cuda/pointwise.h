@@ -18,4 +18,7 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
                                         int64_t rows, int64_t cols, DType dtype, int64_t activation,
                                         cudaStream_t stream);
 
+// sum += term, of float32 and `elements` adjacent elements.
+cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream);
+
 }  // namespace fused_mlp
