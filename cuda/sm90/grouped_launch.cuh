@@ -170,6 +170,7 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   args.n = static_cast<int>(g.n);
   args.last_row = last_tile(g.m, Gemm::kBlockM);
   args.last_column = last_tile(g.n, Gemm::kTileN);
+  args.step_column = Gemm::kTileN;
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(g.m);
