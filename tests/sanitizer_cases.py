@@ -95,15 +95,14 @@ def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
 
 
 def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """The same, by an architecture's kernels. Those of sm80 are forced one by one, while their case is computed."""
+    """The same, by an architecture's kernels, and each of them forced while its cases are computed."""
     if architecture == "sm90":
         yield from gemms()
-        return
     for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
         if entry[1] in gemm_kernels.TRAINING or not fits(architecture, entry):
             continue
         with gemm_kernels.forced(fused_mlp, architecture, kernel):
-            for count, (function, (rows, n_in, n_out)) in enumerate(forced_shapes(entry)):
+            for count, (function, (rows, n_in, n_out)) in enumerate(forced_shapes(architecture, entry)):
                 for dtype in (torch.bfloat16, torch.float16):
                     activation = ACTIVATIONS[(kernel + count) % len(ACTIVATIONS)]
                     yield (
@@ -155,10 +154,13 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
                 yield what, call
 
 
-def forced_shapes(entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
-    """Function, and rows, in and out, for a kernel of sm80's list: whole tiles, tails of all, and k of less than a
-    block, of some, and of more than the ring holds.
+def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
+    """Function, and rows, in and out, for a kernel of a list: whole tiles, tails of all, and k of less than a block, of
+    some, and of more than the ring holds. Those of sm90 are chosen in other cases too: one is enough.
     """
+    function = "gated_linear" if entry[1] == "Gated" else "linear"
+    if architecture == "sm90":
+        return [(function, (int(entry[2]) + 3, 328, 136))]
     loop, product, rows, width, block_k, *_, stages = entry
     rows, width, block_k, stages = (int(number) for number in (rows, width, block_k, stages))
     columns = width if loop == "streamed" or product == "Plain" else width // 2
@@ -169,7 +171,7 @@ def forced_shapes(entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int
         (2 * rows + 1, block_k - 8, 8),
         (1, block_k * stages, 3 * columns),
     ]
-    return [("gated_linear" if product == "Gated" else "linear", shape) for shape in shapes]
+    return [(function, shape) for shape in shapes]
 
 
 def fits(architecture: str, entry: tuple[str, ...]) -> bool:

@@ -135,7 +135,7 @@ def test_sanitizer_cases_have_tails_for_every_kernel():
     for entry in KERNELS:
         rows, width, block_k = (int(number) for number in entry[2:5])
         columns = width if entry[0] == "streamed" or entry[1] == "Plain" else width // 2
-        shapes = [shape for _, shape in sanitizer_cases.forced_shapes(entry)]
+        shapes = [shape for _, shape in sanitizer_cases.forced_shapes("sm80", entry)]
         assert all(k % 8 == 0 and n % 8 == 0 for _, k, n in shapes)
         for place, size in ((0, rows), (1, block_k), (2, columns)):
             sizes = [shape[place] for shape in shapes]

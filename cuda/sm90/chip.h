@@ -6,14 +6,26 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kBlockK = 64;            // elements of k that a stage of shared memory holds
-constexpr int kStreamedColumns = 64;   // columns of the output in a streamed kernel's tile
+constexpr int kStreamedColumns = 64;   // columns of the output that a wgmma of a streamed kernel computes at most
+constexpr int kStoredColumns = 4;      // that a thread of a streamed kernel stores together: a tile has a multiple
 constexpr int kMaxStreamedSplitK = 8;  // CTAs that share a streamed tile's k: 1, 2, 4 or 8
 
 // Tiled kernels are chosen from this many rows on: with fewer, most of a tile would be empty.
 constexpr int64_t kTiledRows = 33;
 
-// How many CTAs of a streamed kernel, by the rows of its tiles, a multiprocessor holds at once.
-constexpr int streamed_ctas(int rows) { return rows < 32 ? 3 : 2; }
+// How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.
+constexpr int streamed_ctas(int columns) { return columns > kStreamedColumns ? 2 : 3; }
+
+// Where a CTA of a streamed kernel reads no more than this, a deep ring gains nothing, and a third of a
+// multiprocessor's shared memory leaves room for CTAs of the kernel behind it, which start early.
+constexpr int64_t kSmallStreamedCta = 256 << 10;
+
+// Weights of more bytes than this pass through the L2 cache: it keeps none of them until they are read again.
+constexpr int64_t kPassingBytes = 50 << 20;
+
+// Rows of a, those that a tile has too many among them, up to which all tiled kernels wait for the weights rather than
+// for the tensor cores. Up to here tiles are spread evenly over the columns.
+constexpr int64_t kEvenRows = 176;
 
 // The multiprocessors on which clusters of this many CTAs find room. A cluster lies within one GPC, and the GPCs have
 // 16 or 18 multiprocessors each (H100 SXM): about a tenth of the chip is left over by clusters of 4 or 8.

@@ -56,6 +56,18 @@ bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs
          (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
 }
 
+// How far apart the tiles of few rows begin, so that their number fills whole rounds. They overlap then, and compute
+// some columns twice; but where a round waits for memory, it has less to wait for: what two tiles load at about the
+// same time is read once.
+template <typename Gemm>
+int even_step(int64_t n, int tiles_m, int multiprocessors) {
+  const int64_t tiles_n = ceil_div(n, Gemm::kTileN);
+  const int64_t room = ceil_div(tiles_m * tiles_n, multiprocessors) * multiprocessors / tiles_m;
+  if (tiles_n == 1 || tiles_m * Gemm::kBlockM > kEvenRows) return Gemm::kTileN;
+  constexpr int kUnit = 8;
+  return static_cast<int>(ceil_div(n - Gemm::kTileN, (room - 1) * kUnit) * kUnit);
+}
+
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
   typename Gemm::Args args;
@@ -81,7 +93,9 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   // tile is not moved then: that would give its neighbour's results other bits.
   args.last_column = Gemm::kGradient || Gemm::kSplitK > 1 ? kNotMoved : last(p.n, Gemm::kTileN);
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
-  args.tiles_n = ceil_div(p.n, Gemm::kTileN);
+  constexpr bool kMaySpread = Gemm::kSplitK == 1 && !is_training(Gemm::kProduct);
+  args.step_column = kMaySpread ? even_step<Gemm>(p.n, args.tiles_m, multiprocessors) : Gemm::kTileN;
+  args.tiles_n = 1 + ceil_div(std::max<int64_t>(p.n - Gemm::kTileN, 0), args.step_column);
 
   const auto kernel = tiled_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
@@ -95,27 +109,32 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
                        stream);
 }
 
-// The shared memory to ask for, so that CTAs spread over all multiprocessors. A kernel that starts while the one before
-// it drains is placed on the first multiprocessors that have room, several CTAs to each, and leaves others idle. To
-// prevent that, each CTA asks for its share of a multiprocessor's shared memory, even where it needs less. Clusters of
-// more than two CTAs behind a streamed kernel ask for half at most: they fit beside the CTAs that still run, and need
-// not wait until enough neighbouring multiprocessors are empty.
-template <typename Gemm>
-int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
+// Into how many parts a multiprocessor's shared memory is to be cut, so that CTAs spread over all multiprocessors. A
+// kernel that starts while the one before it drains is placed on the first multiprocessors that have room, several CTAs
+// to each, and leaves others idle. To prevent that, each CTA asks for its share of a multiprocessor's shared memory,
+// even where it needs less. Clusters of more than two CTAs behind a streamed kernel ask for half at most: they fit
+// beside the CTAs that still run, and need not wait until enough neighbouring multiprocessors are empty.
+inline int64_t ctas_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
   const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
-  const int64_t share = std::max<int64_t>(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
-  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(share));
+  return std::max<int64_t>(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
 }
 
 template <typename Gemm>
-cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocessors, cudaStream_t stream) {
+int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
+  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(ctas_to_spread(rows, ctas, cluster, multiprocessors)));
+}
+
+template <typename Gemm>
+cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int multiprocessors, cudaStream_t stream) {
   StreamedGemmArgs args;
   args.tiles_m = ceil_div(p.m, Gemm::kTokens);
+  args.columns = chosen.columns();
   const int tokens = ceil_div(p.m, args.tiles_m);
-  const bool mapped =
-      encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBlockK) &&
-      encode_tensor_map(&args.weight, p.dtype, p.weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK) &&
-      (!Gemm::kGated || encode_tensor_map(&args.up_weight, p.dtype, p.up_weight, p.n, p.k, Gemm::kRows, Gemm::kBlockK));
+  const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
+    return encode_tensor_map(map, p.dtype, weight, p.n, p.k, args.columns, Gemm::kBlockK);
+  };
+  const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBlockK) &&
+                      map_weight(&args.weight, p.weight) && (!Gemm::kGated || map_weight(&args.up_weight, p.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.out = p.out.data;
@@ -124,16 +143,23 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
   args.tokens = tokens;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
-  const int ctas = args.tiles_m * ceil_div(p.n, Gemm::kRows) * split_k;
+  const int cluster = chosen.split_k;
+  const int ctas = args.tiles_m * ceil_div(p.n, args.columns) * cluster;
   args.starts_early = p.follows_gemm && (args.tiles_m == 1 || ctas <= multiprocessors);
+  const int64_t weight_bytes = int64_t{Gemm::kParts} * p.n * p.k * sizeof(typename Gemm::Element);
+  args.reads_once = args.tiles_m == 1 && weight_bytes > kPassingBytes;
+  // Each CTA has its share of a multiprocessor's shared memory for its ring.
+  const bool small = !args.starts_early && weight_bytes / (ctas / args.tiles_m) <= kSmallStreamedCta;
+  const int64_t room = ctas_to_spread(args.starts_early ? p.m : kTiledRows, ctas, cluster, multiprocessors);
+  const int64_t share = small ? Gemm::kCtasPerMultiprocessor : std::min<int64_t>(room, Gemm::kCtasPerMultiprocessor);
+  const int shared = Gemm::shared_limit(share);
+  args.stages = std::min(Gemm::stages(args.columns, shared), static_cast<int>(ceil_div(args.k_blocks, cluster)));
 
   const auto kernel = streamed_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
   const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1), devices_done);
   if (error != cudaSuccess) return error;
-  const int shared =
-      args.starts_early ? shared_bytes_to_spread<Gemm>(p.m, ctas, split_k, multiprocessors) : Gemm::kSharedBytes;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, split_k, args.starts_early, stream);
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, cluster, args.starts_early, stream);
 }
 
 #define FUSED_MLP_LAUNCH_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                         \
@@ -143,10 +169,11 @@ cudaError_t launch_streamed(const GemmProblem& p, int split_k, int multiprocesso
 
 template <typename Element>
 cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {
-#define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M)                                                                        \
-  if (kernel.loop == MainLoop::kStreamed && kernel.product == Product::k##PRODUCT && kernel.block_m == BLOCK_M)     \
-    return launch_streamed<StreamedGemm<Element, Product::k##PRODUCT, BLOCK_M>>(p, kernel.split_k, multiprocessors, \
-                                                                                stream);
+#define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M, COLUMNS)                                                                \
+  if (kernel.loop == MainLoop::kStreamed && kernel.product == Product::k##PRODUCT && kernel.block_m == BLOCK_M &&    \
+      kernel.columns() <= COLUMNS)                                                                                   \
+    return launch_streamed<StreamedGemm<Element, Product::k##PRODUCT, BLOCK_M, COLUMNS>>(p, kernel, multiprocessors, \
+                                                                                         stream);
 #define FUSED_MLP_TILED FUSED_MLP_LAUNCH_TILED
 #define FUSED_MLP_TRAINING(...)
 #include "kernels.def"

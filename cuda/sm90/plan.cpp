@@ -28,7 +28,7 @@ constexpr auto kTiledTimes = [] {
 GemmPlan choose(const GemmProblem& p, const Chip& chip) {
   const StreamedTime& streamed = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
-  for_each_candidate(p, [&](size_t index, const GemmKernel& kernel) {
+  for_each_candidate(p, chip.multiprocessors, [&](size_t index, const GemmKernel& kernel) {
     const auto consider = [&](const auto& time) {
       const double microseconds = estimated_microseconds(p, kernel, time, chip);
       if (microseconds < best.microseconds) best = {kernel, microseconds};

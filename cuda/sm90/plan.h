@@ -9,14 +9,15 @@
 
 namespace fused_mlp::sm90 {
 
-// The kernels of kernels.def. Streamed ones are listed once, with split_k 1: theirs is an argument of the launch.
+// The kernels of kernels.def. Streamed ones are listed with their most columns and split_k 1: these are arguments of
+// the launch.
 inline constexpr GemmKernel kKernels[] = {
-#define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M)                                         \
-  {MainLoop::kStreamed,                                                              \
-   Product::k##PRODUCT,                                                              \
-   BLOCK_M,                                                                          \
-   Product::k##PRODUCT == Product::kGated ? 2 * kStreamedColumns : kStreamedColumns, \
-   Schedule::kSwapped,                                                               \
+#define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M, COLUMNS)                  \
+  {MainLoop::kStreamed,                                                \
+   Product::k##PRODUCT,                                                \
+   BLOCK_M,                                                            \
+   Product::k##PRODUCT == Product::kGated ? 2 * (COLUMNS) : (COLUMNS), \
+   Schedule::kSwapped,                                                 \
    1},
 #define FUSED_MLP_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K) \
   {MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K},
@@ -24,14 +25,40 @@ inline constexpr GemmKernel kKernels[] = {
 #include "kernels.def"
 };
 
-// Calls visit(index in kKernels, kernel) for every kernel and split of k that suits the problem's size.
+// Calls visit(kernel) for every number of columns and split of k of a streamed kernel that may be the best for n
+// columns: those that share the columns out evenly over 1, 2, ... CTAs to a multiprocessor, and the most that the
+// kernel has.
 template <typename Visitor>
-void for_each_candidate(const GemmProblem& p, Visitor&& visit) {
+void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, Visitor&& visit) {
+  const int parts = p.gated() ? 2 : 1, most = kernel.columns();
+  const int64_t tiles_m = ceil_div(p.m, kernel.block_m);
+  for (; kernel.split_k <= kMaxStreamedSplitK && kBlockK * (kernel.split_k - 1) < p.k; kernel.split_k *= 2) {
+    int before = 0;
+    const auto visit_columns = [&](int columns) {
+      kernel.block_n = parts * columns;
+      if (columns != before) visit(kernel);
+      before = columns;
+    };
+    visit_columns(most);
+    const int usable = usable_multiprocessors(multiprocessors, kernel.split_k);
+    for (int ctas = 1; ctas <= streamed_ctas(most); ++ctas) {
+      const int64_t tiles = usable * ctas / kernel.split_k / tiles_m;  // of columns, that there is room for
+      if (tiles == 0) continue;
+      const int64_t columns = ceil_div(p.n, tiles * kStoredColumns) * kStoredColumns;
+      if (most - kStreamedColumns < columns && columns <= most) visit_columns(static_cast<int>(columns));
+    }
+  }
+}
+
+// Calls visit(index in kKernels, kernel) for every kernel, split of k and number of columns that suits the problem's
+// size.
+template <typename Visitor>
+void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& visit) {
   constexpr int64_t kStreamedRows = 256;  // streamed kernels are considered up to here,
   constexpr int64_t kStreamedTiles = 4;   // with at most this many tiles of rows: each tile reads all the weights
-  bool rows_fit = false;                  // in one tile of a streamed kernel: a larger one would only be emptier
+  int fitting = 0;  // the rows of the smallest tile that all rows fit in: a larger is only emptier
   for (size_t i = 0; i < std::size(kKernels); ++i) {
-    GemmKernel kernel = kKernels[i];
+    const GemmKernel kernel = kKernels[i];
     if (kernel.product != p.product()) continue;
     if (kernel.loop == MainLoop::kTiled) {
       const bool every_cta_has_k = kernel.split_k == 1 || p.k >= kBlockK * kernel.split_k;
@@ -40,11 +67,10 @@ void for_each_candidate(const GemmProblem& p, Visitor&& visit) {
       continue;
     }
     const int64_t tiles = ceil_div(p.m, kernel.block_m);
-    if (p.m > kStreamedRows || tiles > kStreamedTiles || rows_fit) continue;
-    rows_fit = tiles == 1;
-    for (; kernel.split_k <= kMaxStreamedSplitK && kBlockK * (kernel.split_k - 1) < p.k; kernel.split_k *= 2) {
-      visit(i, kernel);
-    }
+    if (p.m > kStreamedRows || tiles > kStreamedTiles) continue;
+    if (fitting > 0 && kernel.block_m > fitting) continue;
+    if (tiles == 1 && fitting == 0) fitting = kernel.block_m;
+    for_each_cut(p, kernel, multiprocessors, [&](const GemmKernel& cut) { visit(i, cut); });
   }
 }
 

@@ -131,6 +131,27 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
+// What the L2 cache is to do with what a load brings.
+__device__ __forceinline__ uint64_t first_to_leave_l2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t as_usual_in_l2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column, int row,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
                "r"(column), "r"(row)
@@ -182,6 +203,13 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
                "r"(r1), "r"(r2), "r"(r3)
                : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which each thread has two adjacent ones of a row, transposed.
+__device__ __forceinline__ uint32_t transposed_matrix(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&r)[4]) {

@@ -1,6 +1,7 @@
 // The GEMM for few rows of a. Its time is that of reading the weights, so they stream through shared memory once for
-// each tile of rows, and the operands swap places to waste no part of them: 64 weight rows are the M side of the wgmma,
-// and the rows of a (tokens) are its N side. Where there are too few tiles for the chip, a cluster splits k, and adds
+// each tile of rows, and the operands swap places: weight rows are the M side of the wgmma, and the rows of a (tokens)
+// are its N side. A tile has as many columns as share the weights out evenly over the multiprocessors, up to 64 for a
+// wgmma; what a wgmma multiplies beyond them is whatever lies there, and is not stored. A cluster may split k, and adds
 // its CTAs' sums in the order of their ranks through distributed shared memory.
 #pragma once
 
@@ -24,18 +25,24 @@ struct StreamedGemmArgs {
   int k_blocks;
   int tiles_m;
   int tokens;         // in a tile
+  int columns;        // likewise
+  int stages;         // of the ring
   bool starts_early;  // before the kernel that writes a is done
+  bool reads_once;    // weights that the L2 cache cannot keep for another tile, or another call
 };
 
 // The constants of a kernel, of which a multiprocessor holds kCtas at once.
-template <typename Element_, Product kProduct_, int kTokens_, int kCtas>
+template <typename Element_, Product kProduct_, int kTokens_, int kCtas, int kGroups_ = 1>
 struct StreamedShape {
   using Element = Element_;
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kTokens = kTokens_;
-  static constexpr bool kTransposed = false;      // whether weights are [k, n]: M-major operands
-  static constexpr int kRows = kStreamedColumns;  // of one weight, which are columns of the output
+  static constexpr bool kTransposed = false;  // whether weights are [k, n]: M-major operands
+  static constexpr int kGroups = kGroups_;    // wgmmas of 64 rows of one weight, which are columns of the output
+  static constexpr int kRows = kGroups * kStreamedColumns;
+  static constexpr bool kSaysReadsOnce = false;  // whether the L2 cache is told if weights are read once
+  static constexpr bool kStoresAlone = false;    // whether a CTA that is a cluster by itself stores from registers
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
@@ -57,8 +64,24 @@ struct StreamedShape {
   static_assert(kPartialBytes <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
 
-template <typename Element, Product kProduct, int kTokens>
-struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kTokens)> {};
+// For tiles of up to kColumns columns. The ring is cut at the launch, for as many CTAs as a multiprocessor is to hold.
+template <typename Element, Product kProduct, int kTokens, int kColumns>
+struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns> {
+  using Shape = StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns>;
+  static constexpr bool kSaysReadsOnce = true;
+  static constexpr bool kStoresAlone = true;
+  static_assert(kColumns % kStreamedColumns == 0);
+
+  static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
+  static constexpr int stage_bytes(int columns) { return Shape::kParts * part_bytes(columns) + Shape::kTokenBytes; }
+  // What a wgmma of the last stage may read behind the ring.
+  static constexpr int kOverrun = kColumns * Shape::kBlockK * sizeof(Element);
+  static constexpr int stages(int columns, int shared_bytes) {
+    return (shared_bytes - Shape::kAlignment - kOverrun) / (stage_bytes(columns) + 16);
+  }
+  static_assert(stages(kColumns, Shape::kSharedLimit) >= 2);
+  static_assert(Shape::kPartialBytes + Shape::kAlignment <= Shape::kSharedLimit - stage_bytes(kColumns));
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -66,17 +89,28 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kT
 template <typename Gemm>
 struct StreamedGemmShared {
   uint32_t ring;
+  int columns;
+  int stages;
 
-  __device__ __forceinline__ explicit StreamedGemmShared(const void* raw)
-      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
+  __device__ __forceinline__ explicit StreamedGemmShared(const void* raw, int columns = Gemm::kRows,
+                                                         int stages = Gemm::kStages)
+      : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)),
+        columns(columns),
+        stages(stages) {}
+  // A part of a stage begins where the swizzle does, every 8 rows.
+  __device__ __forceinline__ int part_bytes() const {
+    return (columns + 7) / 8 * (Gemm::kWeightBytes / Gemm::kRows * 8);
+  }
+  __device__ __forceinline__ int stage_bytes() const { return Gemm::kParts * part_bytes() + Gemm::kTokenBytes; }
+  __device__ __forceinline__ int loaded_bytes(int tokens) const {
+    return (Gemm::kParts * columns + tokens) * Gemm::kBlockK * sizeof(typename Gemm::Element);
+  }
   __device__ __forceinline__ uint32_t weight(int stage, int part) const {
-    return ring + stage * Gemm::kStageBytes + part * Gemm::kWeightBytes;
+    return ring + stage * stage_bytes() + part * part_bytes();
   }
   __device__ __forceinline__ uint32_t tokens(int stage) const { return weight(stage, Gemm::kParts); }
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return ring + Gemm::kStages * Gemm::kStageBytes + stage * 8;
-  }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return ring + stages * stage_bytes() + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stages + stage); }
   // The sums lie where the ring was.
   __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
     return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
@@ -115,20 +149,26 @@ struct StreamedTile {
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                        const Tile& tile, int2 k) {
-  const uint32_t stage_bytes =
-      Gemm::kParts * Gemm::kWeightBytes + tile.loaded_tokens() * Gemm::kBlockK * sizeof(typename Gemm::Element);
+  const uint32_t stage_bytes = shared.loaded_bytes(tile.loaded_tokens());
+  [[maybe_unused]] const uint64_t policy = args.reads_once ? first_to_leave_l2() : as_usual_in_l2();
+  const auto load_part = [&](const CUtensorMap& weight, int stage, int part, int column) {
+    if constexpr (Gemm::kSaysReadsOnce) {
+      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row(), policy);
+    } else {
+      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row());
+    }
+  };
   const auto load_weights = [&](int stage, int block) {
     if constexpr (Gemm::kTransposed) return tile.load_weights(shared.full(stage), shared.weight(stage, 0), block);
-    const int column = block * Gemm::kBlockK, row = tile.weight_row();
-    tma_load(&args.weight, shared.full(stage), shared.weight(stage, 0), column, row);
-    if (Gemm::kGated) tma_load(&args.up_weight, shared.full(stage), shared.weight(stage, 1), column, row);
+    load_part(args.weight, stage, 0, block * Gemm::kBlockK);
+    if (Gemm::kGated) load_part(args.up_weight, stage, 1, block * Gemm::kBlockK);
   };
   const auto load_tokens = [&](int stage, int block) {
     tile.load_tokens(shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK);
   };
 
   // In the first round, only weights are read until the kernel that writes a is done.
-  const int first_round = min(k.y, k.x + Gemm::kStages);
+  const int first_round = min(k.y, k.x + shared.stages);
   for (int block = k.x; block < first_round; ++block) {
     mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
     load_weights(block - k.x, block);
@@ -136,7 +176,7 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   if (args.starts_early) wait_for_previous_kernel();
   for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
 
-  RingPosition at(Gemm::kStages);
+  RingPosition at(shared.stages);
   for (int block = first_round; block < k.y; ++block, at.advance()) {
     mbarrier_wait(shared.empty(at.stage), at.parity);
     mbarrier_arrive_expect(shared.full(at.stage), stage_bytes);
@@ -145,22 +185,26 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
   }
 }
 
-// The consumers: multiply the blocks as they arrive, and leave the CTA's sums in shared.partial.
+// The sums of a thread, of both parts, as Wgmma has them.
 template <typename Gemm>
-__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
+using StreamedSums = float[Gemm::kParts * Gemm::kGroups][Gemm::kTokens / 2];
+
+// The consumers: multiply the blocks as they arrive.
+template <typename Gemm>
+__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k,
+                                         StreamedSums<Gemm>& accumulator) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens, false, Gemm::kTransposed>;
   const auto weight_descriptor = [](uint32_t weight, int step) {
     return Gemm::kTransposed ? transposed_wgmma_descriptor(weight + step * kTransposedStepBytes)
                              : wgmma_descriptor(weight + step * kWgmmaStepBytes);
   };
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  float accumulator[Gemm::kParts][Gemm::kTokens / 2] = {};
+  constexpr int kMmas = Gemm::kParts * Gemm::kGroups;
+  constexpr int kGroupBytes = Gemm::kWeightBytes / Gemm::kGroups;
   const auto fence = [&] {
 #pragma unroll
-    for (int part = 0; part < Gemm::kParts; ++part) fence_accumulator(accumulator[part]);
+    for (int mma = 0; mma < kMmas; ++mma) fence_accumulator(accumulator[mma]);
   };
-  RingPosition at(Gemm::kStages);
+  RingPosition at(shared.stages);
   int previous = 0;
   for (int block = k.x; block < k.y; ++block, at.advance()) {
     mbarrier_wait(shared.full(at.stage), at.parity);
@@ -169,28 +213,36 @@ __device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared,
 #pragma unroll
     for (int step = 0; step < Gemm::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
-      for (int part = 0; part < Gemm::kParts; ++part) {
-        Mma::multiply(accumulator[part], weight_descriptor(shared.weight(at.stage, part), step),
+      for (int mma = 0; mma < kMmas; ++mma) {
+        const uint32_t weight = shared.weight(at.stage, mma / Gemm::kGroups) + mma % Gemm::kGroups * kGroupBytes;
+        Mma::multiply(accumulator[mma], weight_descriptor(weight, step),
                       wgmma_descriptor(shared.tokens(at.stage) + step * kWgmmaStepBytes), true);
       }
     }
     wgmma_commit();
     fence();
     wgmma_wait<1>();
-    if (block > k.x && lane == 0) mbarrier_arrive(shared.empty(previous));
+    if (block > k.x && threadIdx.x % 32 == 0) mbarrier_arrive(shared.empty(previous));
     previous = at.stage;
   }
   wgmma_wait<0>();
   fence();
+}
 
+// Leaves the CTA's sums in shared.partial.
+template <typename Gemm>
+__device__ __forceinline__ void lay_down(const StreamedGemmShared<Gemm>& shared,
+                                         const StreamedSums<Gemm>& accumulator) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   named_barrier_sync(1, 128);  // the sums go where the ring was: all warps must be done with it
 #pragma unroll
-  for (int part = 0; part < Gemm::kParts; ++part) {
+  for (int mma = 0; mma < Gemm::kParts * Gemm::kGroups; ++mma) {
 #pragma unroll
     for (int i = 0; i < Gemm::kTokens / 2; ++i) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4;
-      store_shared_float(shared.partial(part, token, row), accumulator[part][i]);
+      const int row = mma % Gemm::kGroups * kStreamedColumns + warp * 16 + i / 2 % 2 * 8 + lane / 4;
+      store_shared_float(shared.partial(mma / Gemm::kGroups, token, row), accumulator[mma][i]);
     }
   }
 }
@@ -234,10 +286,10 @@ template <typename Gemm, typename Tile>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                        const Tile& tile, int rank, int ranks) {
   using Element = typename Gemm::Element;
-  constexpr int kQuads = Gemm::kRows / 4;
-  for (int index = rank * 128 + threadIdx.x; index < tile.tokens() * kQuads; index += ranks * 128) {
-    const int token = index / kQuads;
-    const int row = index % kQuads * 4;
+  const int quads = shared.columns / 4;
+  for (int index = rank * 128 + threadIdx.x; index < tile.tokens() * quads; index += ranks * 128) {
+    const int token = index / quads;
+    const int row = index % quads * 4;
     const int column = tile.column + row;
     if (column >= args.n) continue;
     const auto sums = [&](Operand operand, auto&& take) {
@@ -258,6 +310,47 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
   }
 }
 
+// Stores a tile whose sums are those of one CTA, from registers. Results are transposed on their way: a thread has sums
+// of one column and several tokens, and stores two columns of a token.
+template <typename Gemm>
+__device__ __forceinline__ void store_alone(const StreamedGemmArgs& args, const StreamedTile<Gemm>& tile,
+                                            const StreamedSums<Gemm>& accumulator) {
+  using Element = typename Gemm::Element;
+  constexpr int kCount = Gemm::kTokens / 4;  // results of a thread in 8 columns
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int group = 0; group < Gemm::kGroups; ++group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = group * kStreamedColumns + warp * 16 + half * 8;
+      const auto bias_of = [&](const void* bias) {
+        const int column = min(tile.column + row + lane / 4, args.n - 1);  // past the end nothing is stored
+        return bias == nullptr ? 0.0f : static_cast<float>(__ldg(static_cast<const Element*>(bias) + column));
+      };
+      const auto sums = [&](Operand operand, auto&& take) {
+        const int mma = (operand == Operand::kGate ? 0 : Gemm::kGroups) + group;
+        const float bias = bias_of(operand == Operand::kGate ? args.epilogue.bias : args.epilogue.up_bias);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) take(i, accumulator[mma][i / 2 * 4 + half * 2 + i % 2] + bias);
+      };
+      float value[kCount];
+      GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
+      const int column = row + lane % 4 * 2;
+      const bool inside = column < args.columns && tile.column + column < args.n;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const uint32_t pair = transposed_matrix(round_pair<Element>(value[i], value[i + 1]));
+        const int token = i * 4 + lane / 4;
+        if (inside && token < tile.tokens()) {
+          Element* out = static_cast<Element*>(args.out) + tile.out_row(token) * args.out_stride + tile.column + column;
+          *reinterpret_cast<uint32_t*>(out) = pair;
+        }
+      }
+    }
+  }
+}
+
 // Initialises the ring's barriers. The CTA's threads have to meet before they use them.
 template <typename Gemm>
 __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
@@ -266,7 +359,7 @@ __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
     prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
     prefetch_tensor_map(&args.a);
-    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+    for (int stage = 0; stage < shared.stages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
       mbarrier_init(shared.empty(stage), 4);  // one arrival for each of the consumers' warps
     }
@@ -279,11 +372,18 @@ template <typename Gemm, typename Tile>
 __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                         const Tile& tile, int rank, int ranks) {
   const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+  const bool alone = Gemm::kStoresAlone && ranks == 1;
   if (threadIdx.x < 128) {
-    multiply<Gemm>(shared, k);
+    StreamedSums<Gemm> accumulator = {};
+    multiply<Gemm>(shared, k, accumulator);
+    if constexpr (Gemm::kStoresAlone) {
+      if (alone) return store_alone<Gemm>(args, tile, accumulator);
+    }
+    lay_down<Gemm>(shared, accumulator);
   } else {
     if (threadIdx.x == 128) stream<Gemm>(args, shared, tile, k);
     __syncwarp();
+    if (alone) return;
   }
   cluster_sync();
   if (threadIdx.x < 128) finish<Gemm>(args, shared, tile, rank, ranks);
@@ -297,11 +397,11 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
-  const StreamedGemmShared<Gemm> shared(raw_shared);
+  const StreamedGemmShared<Gemm> shared(raw_shared, args.columns, args.stages);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
   const int index = blockIdx.x / ranks;
-  const StreamedTile<Gemm> tile{args, index / args.tiles_m * Gemm::kRows, index % args.tiles_m * args.tokens};
+  const StreamedTile<Gemm> tile{args, index / args.tiles_m * args.columns, index % args.tiles_m * args.tokens};
 
   prepare_to_stream(args, shared);
   __syncthreads();

@@ -31,6 +31,9 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
   constexpr int kShift = Gemm::kChunkM / 2;
   constexpr int kChunks = Gemm::kMmaN / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
   constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
+  constexpr int kSteps = (Gemm::kChunkM + kStepM - 1) / kStepM;
+  // Where the last step would pass the end of the chunk, it begins earlier and repeats some rows.
+  const auto row_of = [](int step) { return at_most(Gemm::kChunkM - kStepM, step * kStepM); };
   const uint32_t thread_offset = store_offset<Gemm>();
 #pragma unroll 1
   for (int chunk = 0; chunk <= kLastChunk; ++chunk) {
@@ -40,18 +43,18 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
     const float2 up_bias = load_bias_of_rows<Element>(Gemm::kGated ? args.epilogue.up_bias : nullptr, column, args.n);
     uint32_t store = 0;
 #pragma unroll
-    for (int step = 0; step < Gemm::kChunkM / kStepM; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       float value[kCount];
       const auto sums = [&](Operand operand, auto&& take) {
         const int part = operand == Operand::kGate ? 0 : 1;
         const float2 added = operand == Operand::kGate ? bias : up_bias;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          take(i, accumulator[part][step * kCount + i] + (i / 2 % 2 == 0 ? added.x : added.y));
+          take(i, accumulator[part][row_of(step) / 2 + i] + (i / 2 % 2 == 0 ? added.x : added.y));
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), sums);
       // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
-      if (step > 0) send_boxes<Gemm>(args.out, store, row + (step - 1) * kStepM, column);
+      if (step > 0) send_boxes<Gemm>(args.out, store, row + row_of(step - 1), column);
       store = next_buffer<Gemm>(stores, buffer);
       // The four matrices: columns 0 to 7 of rows 0 to 7, then of rows 8 to 15; then columns 8 to 15 likewise.
       store_matrix_x4_transposed(store + thread_offset, round_pair<Element>(value[0], value[1]),

@@ -24,6 +24,7 @@ struct TiledGemmArgs {
   int stage_bytes;  // that the TMA brings
   int tiles_m;
   int tiles_n;
+  int step_column;  // from the first column of a tile to that of the next
 };
 
 // What products of training have besides.
@@ -125,7 +126,7 @@ struct TiledGemm {
   static constexpr int kSharedBudget = 227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile -
                                        kAlignment - kConsumers * kSlots * kSlotBytes;
   // Stages come first; the rest is for buffers, at most as many as a tile has stores.
-  static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * kMmaN / 16 : kMmas * kChunks * kSteps;
+  static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * (kMmaN / 16) : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
   static constexpr int kLeastBuffers = kGradient ? 1 : at_most(2, kStoresOfTile);
   static constexpr int kStages = at_most(8, (kSharedBudget - kLeastBuffers * kBufferBytes) / kStageBytes);
@@ -163,7 +164,8 @@ struct TileOrder {
   template <typename Gemm>
   __device__ __forceinline__ Tile tile(int index) const {
     const int2 at = grouped_tile<kGroupM>(index, tiles_m, tiles_n);
-    return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * Gemm::kTileN, args.last_column)};
+    const int step = Gemm::kSplitK > 1 ? Gemm::kTileN : args.step_column;
+    return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * step, args.last_column)};
   }
 };
 

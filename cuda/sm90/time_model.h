@@ -25,14 +25,13 @@ struct TiledTime {
   double start, round, k_block, activation;
 };
 
-// A streamed kernel. Microseconds: start + split * load + (blocks of 64 elements of k per CTA) * block, where
-// block = (k_block + k_row * rows) * load + (round_k_block + round_k_row * rows) * rounds,
-// rows is that of a tile; load is the number of CTAs over saturating * multiprocessors, but at least 1; rounds counts
-// rounds of one CTA per multiprocessor; split is split_2 where k has at least 2 parts, plus split_4 and split_8
-// likewise. The time that the bytes take at least is longer by tail * (the part of the chip that is idle in the last
-// round of as many CTAs as it holds).
+// A streamed kernel. Microseconds: start + cta * most + split + (blocks of 64 elements of k per CTA) * block, where
+// block = k_block + k_row * rows + (shared_k_column * columns + shared_k_row * rows) * most,
+// rows is that of a tile, columns its weight rows; most is the CTAs of the multiprocessor that has most of them; split
+// is split_2 where k has at least 2 parts, plus split_4 and split_8 likewise. The time that the bytes take at least is
+// longer by tail * (the part of the chip that would be idle if all multiprocessors waited for that one).
 struct StreamedTime {
-  double start, split_2, split_4, split_8, k_block, k_row, saturating, round_k_block, round_k_row, tail;
+  double start, cta, split_2, split_4, split_8, k_block, k_row, shared_k_column, shared_k_row, tail;
 };
 
 // A tiled kernel and its constants. All streamed kernels of a product have the same.

@@ -36,15 +36,15 @@ class TiledTime:
 class StreamedTime:
     """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
-    start: float = 2.3
-    split_2: float = 1.3
+    start: float = 2.0
+    cta: float = 0.5
+    split_2: float = 1.0
     split_4: float = 0.5
     split_8: float = 0.5
     k_block: float = 0.1
-    k_row: float = 0.002
-    saturating: float = 0.75
-    round_k_block: float = 0.1
-    round_k_row: float = 0.002
+    k_row: float = 0.001
+    shared_k_column: float = 0.001
+    shared_k_row: float = 0.001
     tail: float = 0.1
 
 

@@ -33,10 +33,11 @@ double estimated(const GemmProblem& p, const GemmKernel& kernel, const double* c
 // Writes every kernel that can compute the shape to `kernels`, if it is not null, and returns how many there are.
 extern "C" int tune_candidates(const tuning::Shape* shape, tuning::Kernel* kernels) {
   int count = 0;
-  sm90::for_each_candidate(problem_of(*shape), [&](size_t, const GemmKernel& kernel) {
-    if (kernels != nullptr) kernels[count] = plain(kernel);
-    ++count;
-  });
+  sm90::for_each_candidate(problem_of(*shape), static_cast<int>(shape->multiprocessors),
+                           [&](size_t, const GemmKernel& kernel) {
+                             if (kernels != nullptr) kernels[count] = plain(kernel);
+                             ++count;
+                           });
   return count;
 }
 
