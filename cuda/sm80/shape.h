@@ -35,17 +35,17 @@ constexpr int tiled_shared_bytes(const Shape& shape) {
 }
 
 // The warps of a streamed kernel share k, and some of them the weight rows. Their sums meet behind the ring, those of
-// a few tokens at a time: what room they leave is the ring's.
+// some tokens at a time.
 constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int ctas,
                                int stages) {
   return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages, ctas};
 }
-constexpr int kTokensOfRound = 8;
+constexpr int streamed_round(int tokens) { return tokens < 16 ? tokens : 16; }
 constexpr int streamed_sum_stride(const Shape& shape) {
   return shape.rows_m + 4;
 }  // floats; keeps lanes on distinct banks
 constexpr int streamed_shared_bytes(const Shape& shape) {
-  return shape.ring_bytes() + shape.warps_k * kTokensOfRound * streamed_sum_stride(shape) * 4;
+  return shape.ring_bytes() + shape.warps_k * streamed_round(shape.rows_n) * streamed_sum_stride(shape) * 4;
 }
 
 // The CTAs of which a multiprocessor's shared memory has room for.

@@ -40,6 +40,7 @@ struct StreamedGemm {
 
   static constexpr Shape kShape =
       streamed_shape(kParts, kTokens, kColumns, kBlockK_, kWarpsM_, kWarpsK_, kCtas_, kStages_);
+  static constexpr int kTokensOfRound = streamed_round(kTokens);
   static constexpr int kSumStride = streamed_sum_stride(kShape);
   static constexpr int kSharedBytes = streamed_shared_bytes(kShape);
   static_assert(kTokens % kTokensOfRound == 0);
@@ -103,7 +104,7 @@ struct StreamedCopies {
 // Where the sums of the warps that share a part of k lie for a token, from those of the tile's first weight row on.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t sums_place(uint32_t sums, int warp_k, int token) {
-  return sums + (warp_k * kTokensOfRound + token) * Gemm::kSumStride * 4;
+  return sums + (warp_k * Gemm::kTokensOfRound + token) * Gemm::kSumStride * 4;
 }
 
 // Writes the warp's sums of the tokens from `first` on to shared memory.
@@ -114,7 +115,7 @@ __device__ __forceinline__ void lay_down(uint32_t shared, const Accumulator<type
 #pragma unroll
   for (int i = 0; i < Gemm::Tile::kTilesM; ++i) {
 #pragma unroll
-    for (int j = 0; j < kTokensOfRound / kMmaN; ++j) {
+    for (int j = 0; j < Gemm::kTokensOfRound / kMmaN; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int row = warp.m * Gemm::Tile::kWarpRowsM + i * kMmaM + c / 2 * 8 + lane / 4;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void store_tokens(uint32_t shared, const StreamedGemm
                                              int first_column) {
   using Element = typename Gemm::Element;
   constexpr int kPieces = Gemm::kColumns / kPiece;
-  for (int index = threadIdx.x; index < kTokensOfRound * kPieces; index += Gemm::Tile::kThreads) {
+  for (int index = threadIdx.x; index < Gemm::kTokensOfRound * kPieces; index += Gemm::Tile::kThreads) {
     const int token = index / kPieces;
     const int row = index % kPieces * kPiece;
     const int column = first_column + row;
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
         reading = after(reading);
       }
 #pragma unroll
-      for (int first = 0; first < Gemm::kTokens; first += kTokensOfRound) {
+      for (int first = 0; first < Gemm::kTokens; first += Gemm::kTokensOfRound) {
         if (first > 0) cta_sync();  // the sums before have been read
         lay_down<Gemm>(shared_sums, sums, place, first);
         cta_sync();
