@@ -41,7 +41,9 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   Tensor values = x;
   if (norm_first) {
     values = new_dense(x, x.sizes());
-    apply_norm(x, nullptr, norm_weight, norm_bias, *eps, values);
+    const bool copied = !x.is_contiguous();
+    if (copied) TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(values.get(), x.get(), 0));
+    apply_norm(copied ? values : x, nullptr, norm_weight, norm_bias, *eps, values);
   }
   values = fc1_weight ? mlp(values, *fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation)
                       : linear(values, fc2_weight, fc2_bias, static_cast<int64_t>(Activation::kLinear));

@@ -41,7 +41,9 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   Tensor values = x;
   if (norm_first) {
     values = new_dense(x, x.sizes());
-    apply_norm(x, nullptr, norm_weight, norm_bias, *eps, values);
+    const bool copied = !x.is_contiguous();
+    if (copied) TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(values.get(), x.get(), 0));
+    apply_norm(copied ? values : x, nullptr, norm_weight, norm_bias, *eps, values);
   }
   bool fused = false;
   if (fc1_weight) values = apply_layer(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);

@@ -214,6 +214,14 @@ MODULE_CHANGES = [
     "isinstance(m.act, nn.Module) and m.act.register_forward_hook(lambda *_: record.append('act'))",
     "isinstance(m.act, nn.Module) and m.act.register_forward_hook(lambda m, args, out: out + 1)",
     "m.drop.register_forward_hook(lambda *_: record.append('drop'))",
+    "m.after.register_forward_hook(lambda *_: record.append('after'))",
+    "m.after.register_forward_hook(lambda m, args, out: out + 1)",
+    "m.after.weight.data.mul_(2)",
+    "m.after.weight, m.after.eps = None, 0.01",
+    "m.after.bias = None",
+    "m.after = nn.Identity()",
+    "m.after.float()",
+    "m.before.normalized_shape = (1,)",
     "m.drop.train(not m.drop.training)",
     "m.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))",
     "m.register_forward_hook(lambda m, args, out: record.append('m'))",
@@ -336,6 +344,8 @@ class Writer:
                 steps.append(Step(("t",), self.draw.choice(BETWEEN).replace("{h}", "{s}"), ("s",)))
                 value = "t"
             steps.append(Step(("out",), f"self.{down}({{{value}}})", (value,)))
+            if self.likely(0.35):
+                steps += self.block(steps.pop())
         else:
             steps.append(Step(("out",), f"{{{value}}} + 0" if self.likely(0.3) else f"{{{value}}}", (value,)))
             del sizes[down]
@@ -343,8 +353,28 @@ class Writer:
             steps.insert(0, Step(("x1",), self.draw.choice(["{x} * 2", "self.before({x})", "{x}"]), ("x",)))
             for k, step in enumerate(steps[1:], 1):
                 if "x" in step.read and self.likely(0.9):
-                    steps[k] = Step(step.names, step.template.replace("{x}", "{x1}"), ("x1",))
+                    read = tuple("x1" if name == "x" else name for name in step.read)
+                    steps[k] = Step(step.names, step.template.replace("{x}", "{x1}"), read)
         return kind, sizes, steps
+
+    def block(self, last: Step) -> list[Step]:
+        """The last step of an MLP, and what is around the MLP: a residual, and a norm behind or none."""
+        steps = [Step(("o",), last.template, last.read)]
+        value = "o"
+        if self.likely(0.4):
+            behind = self.draw.choice(BETWEEN).replace("self.norm", "self.after")
+            steps.append(Step(("p",), behind.replace("{h}", f"{{{value}}}"), (value,)))
+            value = "p"
+        residual = "x"
+        if self.likely(0.5):
+            steps.append(Step(("r",), self.draw.choice(["{x}", "{x}", "{x} * 2", "self.before({x})"]), ("x",)))
+            residual = "r"
+        total = self.draw.choice(["{a} + {b}", "{a} + {b}", "torch.add({a}, {b})", "{a} + {b} + 1", "{a} - {b}"])
+        both = self.draw.sample([value, residual], 2)
+        total = total.replace("{a}", f"{{{both[0]}}}").replace("{b}", f"{{{both[1]}}}")
+        if self.likely(0.5):
+            return [*steps, Step(("out",), total, (value, residual))]
+        return [*steps, Step(("t1",), total, (value, residual)), Step(("out",), "self.after({t1})", ("t1",))]
 
     # The method.
 
@@ -444,6 +474,7 @@ class Writer:
         parts += [f"self.act = {act}"]
         parts += [f"self.drop, self.same, self.norm = nn.Dropout(0.4), nn.Identity(), nn.LayerNorm({self.hidden})"]
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
+        parts += [f"self.after = nn.LayerNorm({self.n_out}, eps=0.1)"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
         parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
         self.draw.shuffle(parts)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import Halves
+from modules import Gated, Halves, Plain
 from reference import FLOAT32_ROUNDING
 from safety import assert_close, x_of
 from test_coverage import built, inputs_of, largest_error
@@ -197,11 +197,28 @@ class Summed(Behind):
         return self.fc2(self.act(self.fc1(normed))) + normed
 
 
+class Around(nn.Module):
+    """ViT's: the MLP is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.dropout = nn.LayerNorm(32), Plain(), nn.Dropout(0.1)
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = hidden_states + residual
+        return hidden_states
+
+
 KINDS = {
     Halves: (False, True, False),
     Behind: (True, True, False),
     InFront: (True, True, True),
     Summed: (False, False, False),
+    Around: (False, True, True),
 }
 
 
@@ -310,7 +327,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [Halves, Behind, InFront], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Halves, Behind, InFront, Around], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
@@ -329,7 +346,47 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     assert len(blocks) == 2 * is_one
 
 
-@pytest.mark.parametrize("kind", [Behind, InFront], ids=lambda kind: kind.__name__)
+def hook(part):
+    part.register_forward_hook(lambda part, args, output: 2 * output)
+
+
+# What is done to the module that is the MLP.
+MLP_CHANGES = {
+    "a hook": lambda module: hook(module.mlp),
+    "a hook of a part": lambda module: hook(module.mlp.fc2),
+    "a hook of the dropout": lambda module: hook(module.dropout),
+    "a forward of its own": lambda module: setattr(module.mlp, "forward", lambda x: 2 * x),
+    "another module": lambda module: setattr(module, "mlp", nn.Linear(32, 32).to(module.norm.weight)),
+    "another activation": lambda module: setattr(module.mlp, "activation_fn", nn.Tanh()),
+    "a gated one": lambda module: setattr(module, "mlp", Gated().to(module.norm.weight)),
+}
+
+
+@pytest.mark.parametrize("change", MLP_CHANGES)
+def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
+    module, fused = fused_pair(fused_mlp, device, Around)
+    for each in (module, fused):
+        torch.manual_seed(0)
+        MLP_CHANGES[change](each)
+    blocks.clear()
+    with torch.no_grad():
+        for x in (x_of(device), x_of(device)):
+            assert_close(fused(x), module(x))
+    assert not blocks
+
+
+def test_blocks_around_modules_are_not_reported(fused_mlp, device):
+    """The MLP is; and both are given back."""
+    module = Around().to(device).eval()
+    report = fused_mlp.fuse_mlps(module)
+    assert [(entry.path, entry.pattern) for entry in report.modules] == [("mlp", "plain")]
+    assert type(module) is not Around and fused_mlp.explain(module).implementation == "fused"
+    assert fused_mlp.fuse_mlps(module).modules == report.modules
+    report.restore()
+    assert type(module) is Around
+
+
+@pytest.mark.parametrize("kind", [Behind, InFront, Around], ids=lambda kind: kind.__name__)
 def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     module.train(), fused.train()
@@ -406,7 +463,7 @@ def test_other_forms(fused_mlp, device, kind):
 
 
 def test_compiled(fused_mlp, device):
-    """The traced parts of a block are those of the source; dropout that is inactive is not among them."""
+    """The traced parts of a block are those of the source; F.dropout that is inactive is not among them."""
     for kind in KINDS:
         module, fused = fused_pair(fused_mlp, device, kind)
         targets = []
@@ -420,11 +477,11 @@ def test_compiled(fused_mlp, device):
         with torch.no_grad():
             assert_close(torch.compile(fused, backend=backend, fullgraph=True)(x), module(x))
         assert sum(".mlp" in target for target in targets) == 1
-        assert kind is Halves or not any("dropout" in target for target in targets)
+        assert kind in (Halves, Around) or not any("dropout" in target for target in targets)
 
 
 # Models, and how many blocks they have.
-MODELS = {"bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
+MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
 
 
 @pytest.mark.parametrize("model_type", MODELS)

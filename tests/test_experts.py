@@ -699,8 +699,8 @@ def test_the_short_way_is_not_for_many_rows_of_transposed_weights(fused_mlp, dev
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     made, short = drawn(40, 2, 1, transposed=is_transposed, device=device), []
     monkeypatch.setattr(calls, "_short_way", lambda *given, **others: short.append(given))
-    for native in (True, False):
-        monkeypatch.setattr(calls.native, "DEVICE_TYPE", "cuda" if native else "cpu")
+    for many in (True, False):
+        monkeypatch.setattr(calls.native, "has_many_rows", lambda *_, many=many: many)
         with torch.no_grad():
             fused_mlp.experts_mlp(**made, transposed=is_transposed)
     assert len(short) == (1 if is_transposed else 2)

@@ -257,10 +257,10 @@ def test_a_method_shows_its_own_lines(fused_mlp, device):
     """An error inside a fused method is found where the original has it."""
     module = Decoder().to(device)
     fused_mlp.fuse_mlps(module)
-    module.norm = None
+    module.self_attn = None
     with pytest.raises(TypeError) as caught:
         module(torch.randn(2, 32, device=device))
-    assert "self.activation_fn(self.fc1(self.norm(hidden_states)))" in str(caught.traceback[-1].statement)
+    assert "hidden_states + self.self_attn(" in str(caught.traceback[-1].statement)
     assert inspect.signature(module.forward) == inspect.signature(Decoder().forward)
 
 

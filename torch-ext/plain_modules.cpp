@@ -243,12 +243,16 @@ Answer is_recorded(PyObject* operands) {
 // What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
 // is not.
 PyObject* known_activation(PyObject* act) {
-  PyObject* key = class_of(act);
-  const Owned state(PyObject_HasAttrString(act, "__dict__") ? PyObject_GetAttr(act, names().state) : nullptr);
-  if (!state || !PyDict_Check(state.get())) return nullptr;
-  if (key == settings.gelu) key = item(state.get(), names().approximate);
-  PyObject* known = key == nullptr ? nullptr : item(settings.known, key);
-  if (known == nullptr) return nullptr;
+  const bool gelu = class_of(act) == settings.gelu;
+  PyObject* known = gelu ? nullptr : item(settings.known, class_of(act));
+  if (known == nullptr && !gelu) return nullptr;
+  const Owned state(state_of(act));
+  if (!state) return nullptr;
+  if (gelu) {
+    PyObject* approximate = item(state.get(), names().approximate);
+    known = approximate == nullptr ? nullptr : item(settings.known, approximate);
+    if (known == nullptr) return nullptr;
+  }
   const Answer plain[] = {has_attribute(class_of(act), names().forward, PyTuple_GetItem(known, 0)),
                           has_attribute(class_of(act), names().call, settings.call), is_bare(state.get()),
                           are_unchanged(PyTuple_GetItem(known, 2))};
@@ -336,31 +340,39 @@ PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject*
   return PyObject_CallObject(op, operands.get());
 }
 
-// The number of attributes of a class, up to those that every module has; negative where there is an error.
-Py_ssize_t count_attributes(PyObject* kind) {
-  const Owned order(PyObject_GetAttr(kind, names().order));
-  if (!order) return -1;
+// The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
+// views, that cost something to make and nothing to ask for their size.
+PyObject* dictionaries_of(PyObject* order) {
   Py_ssize_t count = 0;
-  for (Py_ssize_t i = 0, classes = PyTuple_Size(order.get()); i < classes; ++i) {
-    PyObject* base = PyTuple_GetItem(order.get(), i);
-    if (base == settings.module) break;
-    const Owned attributes(PyObject_GetAttr(base, names().state));
-    const Py_ssize_t own = attributes ? PyObject_Size(attributes.get()) : -1;
-    if (own < 0) return -1;
-    count += own;
+  while (count < PyTuple_Size(order) && PyTuple_GetItem(order, count) != settings.module) ++count;
+  Owned found(PyTuple_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* attributes = PyObject_GetAttr(PyTuple_GetItem(order, i), names().state);
+    if (attributes == nullptr || PyTuple_SetItem(found.get(), i, attributes) != 0) return nullptr;
   }
-  return count;
+  return found.release();
+}
+
+// How many attributes they have; negative where there is an error.
+Py_ssize_t total_size(PyObject* dictionaries) {
+  Py_ssize_t total = 0;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(dictionaries, i));
+    if (size < 0) return -1;
+    total += size;
+  }
+  return total;
 }
 
 // Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
-// missing costs an exception, so that is asked once, and again where the class has got other attributes.
+// missing costs an exception, so that is asked once, and again where the class has got other bases or attributes.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
-  const Owned count(PyLong_FromSsize_t(count_attributes(kind)));
-  if (!count || PyErr_Occurred()) return kError;
+  const Owned order(PyObject_GetAttr(kind, names().order));
+  if (!order) return kError;
   PyObject* known = item(settings.hiding_none, kind);
-  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted &&
-      PyObject_RichCompareBool(PyTuple_GetItem(known, 1), count.get(), Py_EQ) == 1) {
-    return kYes;
+  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get()) {
+    const Owned total(PyLong_FromSsize_t(total_size(PyTuple_GetItem(known, 2))));
+    if (total && PyObject_RichCompareBool(PyTuple_GetItem(known, 3), total.get(), Py_EQ) == 1) return kYes;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
@@ -368,7 +380,10 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
-  const Owned entry(PyTuple_Pack(2, wanted, count.get()));
+  const Owned dictionaries(dictionaries_of(order.get()));
+  const Owned total(dictionaries ? PyLong_FromSsize_t(total_size(dictionaries.get())) : nullptr);
+  if (!total || PyErr_Occurred()) return kError;
+  const Owned entry(PyTuple_Pack(4, wanted, order.get(), dictionaries.get(), total.get()));
   return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
 }
 
@@ -454,6 +469,20 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
+PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
+  const Owned state(state_of(module));
+  PyObject* half = state ? running(module, state.get(), wholes) : nullptr;
+  if (half == nullptr) return nullptr;
+  PyObject* names = PyTuple_GetItem(half, 1);
+  const Owned parts(children(module, state.get(), PyTuple_GetItem(names, 1)));
+  if (!parts) return nullptr;
+  const Owned projections(PyTuple_GetSlice(parts.get(), 1, 3));
+  const Owned between(PyTuple_GetSlice(parts.get(), 3, PyTuple_Size(parts.get())));
+  if (!projections || !between) return nullptr;
+  PyObject* act = PyTuple_GetItem(parts.get(), 0);
+  return fused(PyTuple_GetItem(names, 0), x, projections.get(), act, between.get(), &block);
+}
+
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
 
 // None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
@@ -509,6 +538,16 @@ PyObject* py_block(PyObject*, PyObject* given) {
   return answered(fused(pattern, x, projections, act, between, &block));
 }
 
+PyObject* py_block_of(PyObject*, PyObject* given) {
+  PyObject *wholes, *module, *x;
+  Block block{};
+  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &block.behind,
+                        &block.residual, &block.residual_first, &block.norm, &block.norm_first)) {
+    return nullptr;
+  }
+  return answered(block_of(wholes, module, x, block));
+}
+
 PyObject* py_joined(PyObject*, PyObject* given) {
   PyObject *heads, *tails, *owner, *halves, *x, *rest;
   if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
@@ -528,6 +567,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
+    {"block_of", py_block_of, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -26,6 +26,9 @@ namespace fused_mlp {
 //   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first) -> Tensor | None
 //     The same for an MLP of two layers and what is around it, where autograd does not follow: parts behind it that
 //     pass values on, the sum with a residual, and a nn.LayerNorm of the sum, or of x where it comes first, or None.
+//   block_of(wholes, module, x, behind, residual, residual_first, norm, norm_first) -> Tensor | None
+//     The same of a module that is an MLP and no more. The dictionary holds halves as `joined` has them, with (pattern,
+//     (name of the activation, of both projections, of what is between)).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
 //     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that

@@ -41,25 +41,37 @@ class Half(NamedTuple):
     """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
 
     A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
+    A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)), of a tail its projection, the modules that may hand on what they are given, and the norm that
-    ``ending`` tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where
-    they do. ``ending`` is (whether a norm follows, whether its argument comes first), where all of that is a sum with
-    the tail's other argument.
+    projections)), of a whole MLP the same, with what is between its projections behind them, of a tail its projection,
+    the modules that may hand on what they are given, and the norm that ``ending`` tells of. ``rest`` is a tail's
+    forward from behind its projection on, given what comes out of that, where they do. ``ending`` is (whether a norm
+    follows, whether its argument comes first), where all of that is a sum with the tail's other argument.
     """
 
     forward: FunctionType
     names: Optional[Tuple[Any, ...]]
     ending: Optional[Tuple[bool, bool]]
     found: Any
-    function: Callable[..., Any]
+    function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
 
 
 # By forwards, those of fused modules too.
 heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
+wholes: Dict[Callable[..., Any], Half] = {}
+
+
+def block(module: nn.Module, x: Tensor, *around: Any) -> Tensor:
+    """``shortcut.block`` of a module that is an MLP, and what is around it."""
+    if _plain is not None and not _is_traced():
+        found = _plain.block_of(wholes, module, x, *around)
+        if found is not None:
+            return found
+    norm, norm_first = around[-2:]
+    return shortcut.around(module(norm(x) if norm_first else x), *around)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:

@@ -89,6 +89,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
+    if not mlps:  # they are modules of their own, and have an outcome
+        return None
     reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
     full = any(mlp.projections for mlp in mlps)
     return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))
@@ -171,5 +173,5 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
 
 
 def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
-    words = (f"{mlp.pattern} in two modules" if mlp.halves else str(mlp.pattern) for mlp in mlps)
+    words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{mlp.around}" for mlp in mlps)
     return ", ".join(dict.fromkeys(words))

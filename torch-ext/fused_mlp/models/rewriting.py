@@ -36,7 +36,7 @@ class FoundMLP:
     """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
 
     ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
-    from being skipped, or None.
+    from being skipped, or None. ``around`` says what else of its block is in the call.
     """
 
     pattern: Pattern
@@ -44,6 +44,7 @@ class FoundMLP:
     act: Optional[Callable]
     between: Dict[str, Any]
     halves: Dict[str, Optional[str]] = field(default_factory=dict)
+    around: str = ""
 
     @property
     def activation(self) -> Optional[Activation]:
@@ -95,14 +96,22 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         if isinstance(site, sites.Joint):
             found += _mlps_across(site, original, module)
             continue
-        site = site.site if isinstance(site, sites.Block) else site
+        around = ""
+        if isinstance(site, sites.Block):
+            around, site = _around(True, site.norm is not None), site.site
+        if isinstance(site, sites.Whole):
+            continue  # the module's own
         act = _act_of(site.act, original, module)
         between = {_name(node): _between(node, original, module) for node in site.between}
         projections = [list(values_of(node, original, module).items()) for node in site.projections]
         for turn in range(max(map(len, projections), default=1)):  # of a loop
             now = dict(parts[min(turn, len(parts) - 1)] for parts in projections)
-            found.append(FoundMLP(site.pattern, now, act, between))
+            found.append(FoundMLP(site.pattern, now, act, between, around=around))
     return found
+
+
+def _around(is_summed: bool, is_normed: bool) -> str:
+    return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
 def role_of(part: Any) -> Optional[str]:
@@ -153,7 +162,7 @@ def _role_of_layer(part: nn.Module) -> str:
     return _half(forward, _roles(callees))
 
 
-_WANTED = {sites.PROJECTION, sites.HEAD, *sites.ACTIVATIONS}
+_WANTED = {sites.PROJECTION, sites.HEAD, sites.WHOLE, *sites.ACTIVATIONS}
 _BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
 _ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE}
 
@@ -206,7 +215,8 @@ def _rewritten(
     tree, role = copy.deepcopy(effects.readable(function)), _role_by_text(roles)
 
     def is_known(site: sites.AnySite) -> bool:
-        if isinstance(site, sites.Joint):
+        site = site.site if isinstance(site, sites.Block) else site
+        if not isinstance(site, sites.Site):
             return True
         if site.act.role == sites.SIGMOID:
             return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
@@ -219,9 +229,11 @@ def _rewritten(
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        patterns = [site.pattern for site in found if not isinstance(site, sites.Joint)]
+        computed = [site.site if isinstance(site, sites.Block) else site for site in found]
+        patterns = [site.pattern for site in computed if isinstance(site, sites.Site)]
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names) if name == "forward" else None
+        whole = _whole(tree, function, found) if name == "forward" else None
         instead = Instead(switching.FUSED, name, function, switching.instead_of(name, function, function))
         made = function_of(tree, function, names, instead)
         setattr(made, _SITES, tuple(found))
@@ -230,6 +242,8 @@ def _rewritten(
         _made.add(made)
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
+        if whole is not None:
+            halves.wholes[function] = halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
 
 
@@ -264,10 +278,11 @@ def _joined(memory: str, site: sites.Joint) -> ast.expr:
 
 def _block(memory: str, block: sites.Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
-    call = _call(memory, block.site)
-    nothing = ast.Constant(None)
     around = (ast.Tuple(list(block.behind), ast.Load()), block.residual, ast.Constant(block.residual_first))
-    return _made_call("block", *call.args, *around, block.norm or nothing, ast.Constant(block.norm_first))
+    around += (block.norm or ast.Constant(None), ast.Constant(block.norm_first))
+    if isinstance(block.site, sites.Whole):
+        return _made_call("block of a module", *block.site.parts, *around)
+    return _made_call("block", *_call(memory, block.site).args, *around)
 
 
 def _act(act: sites.Act) -> ast.expr:
@@ -301,7 +316,8 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
         return sites.LAYER
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
-        return sites.HEAD if halves.heads.get(made) is not None else sites.LAYER
+        whole = sites.WHOLE if made in halves.wholes else sites.LAYER
+        return sites.HEAD if halves.heads.get(made) is not None else whole
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
     start = sites.start_of(tree, role)
     if start is None:
@@ -338,6 +354,18 @@ def _head(
     return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
+def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite]) -> Optional[halves.Half]:
+    """The MLP that a forward that was rewritten is, if it does no more than one fused call of plain linear layers."""
+    site, call, arguments = found[0], sites.returned(tree), [*tree.args.posonlyargs, *tree.args.args]
+    is_mlp = isinstance(site, sites.Site) and site.pattern.op == "mlp" and site.act.form == "call"
+    if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+        return None
+    if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
+        return None
+    parts = _children((site.act.callee, *site.projections, *site.between), forward)
+    return None if parts is None else halves.Half(forward, (site.pattern, parts), None, site)
+
+
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
     """The names of what nodes stand for, where all are attributes of the first argument."""
     first = function.__code__.co_varnames[0]
@@ -370,7 +398,14 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
     projections.update(parts(tail_name, tail, last.forward, start.projection))
     between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
     act, pattern = _act_of(site.act, first.forward, head), replace(site.pattern, whole=True)
-    return FoundMLP(pattern, projections, act, between, words)
+    return FoundMLP(
+        pattern,
+        projections,
+        act,
+        between,
+        words,
+        _around(last.ending is not None, bool(last.ending and last.ending[0])),
+    )
 
 
 # What was found.
@@ -455,6 +490,7 @@ def _product(left, right):
 
 _CALLS = {
     "block": shortcut.block,
+    "block of a module": halves.block,
     "joined": halves.joined,
     "joined children": halves.joined_children,
     "finished": halves.finished,

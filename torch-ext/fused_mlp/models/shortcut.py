@@ -134,6 +134,18 @@ def block(
             return found
     given = norm(x) if norm_first else x
     values = fused(pattern, given, projections, act, between)
+    return around(values, behind, residual, residual_first, norm, norm_first)
+
+
+def around(
+    values: Tensor,
+    behind: Tuple[Union[nn.Module, float], ...],
+    residual: Tensor,
+    residual_first: bool,
+    norm: Optional[nn.Module],
+    norm_first: bool,
+) -> Tensor:
+    """What is behind an MLP, part by part."""
     for part in behind:
         if isinstance(part, nn.Module):
             values = part(values)

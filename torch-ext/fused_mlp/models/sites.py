@@ -19,10 +19,11 @@ from .pattern import Pattern
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
 # torch.square; NORM: nn.LayerNorm; LAYER: another module, with parameters; HEAD: one that computes the hidden values of
-# an MLP; TAIL: one that begins with the last projection of an MLP; OTHER: what is known to be none of these.
+# an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an MLP and no more; OTHER: what
+# is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
-HEAD, TAIL, NORM = "head", "tail", "norm"
-LAYERS = (LAYER, HEAD, TAIL, NORM)
+HEAD, TAIL, WHOLE, NORM = "head", "tail", "whole", "norm"
+LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
 GLU, SQUARE, OTHER = "glu", "square", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
@@ -130,6 +131,20 @@ class Ending:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """``module(x)``, of a module that is an MLP and no more."""
+
+    module: ast.expr
+    inputs: Tuple[ast.expr, ...]
+    read: FrozenSet[ast.Name]
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        return (self.module, *self.inputs)
+
+
+@dataclass(frozen=True)
 class Block:
     """``norm(residual + ...(mlp(x)))``, ``residual + ...(mlp(norm(x)))`` or the sum alone, of an MLP in one method.
 
@@ -137,20 +152,12 @@ class Block:
     where it comes first.
     """
 
-    site: Site
+    site: Union[Site, Whole]
     behind: Tuple[ast.expr, ...]
     residual: ast.Name
     residual_first: bool
     norm: Optional[ast.expr] = None
     norm_first: bool = False
-
-    @property
-    def pattern(self) -> Pattern:
-        return self.site.pattern
-
-    @property
-    def act(self) -> Act:
-        return self.site.act
 
     @property
     def read(self) -> FrozenSet[ast.Name]:
@@ -286,26 +293,21 @@ def _blocks_of(value: _Value, role: Role) -> Iterator[Block]:
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
         inner, behind = _through(summed.part(other), role)
-        site = _whole(inner, role) if isinstance(residual, ast.Name) else None
-        if site is None or site.pattern.gated:
+        if inner.half is not None or not isinstance(residual, ast.Name):
             continue
-        block = Block(site, behind, residual, residual is left, norm)
-        given = None if norm is not None else _normed(inner, role)
-        if given is not None:
-            x, first_norm, read = given
-            normed = dataclasses.replace(site, inputs=(x,), read=site.read | read)
-            yield dataclasses.replace(block, site=normed, norm=first_norm, norm_first=True)
+        site, first = _whole(inner, role), inner
+        if _is_call(inner.node, role, WHOLE):
+            site = Whole(inner.node.func, (inner.node.args[0],), inner.read)
+        elif site is None or site.pattern.gated:
+            continue
+        else:  # the first projection
+            hidden, _ = _through(inner.part(inner.node.args[0]), role)
+            _, first = _applied(hidden, role)
+        block, x = Block(site, behind, residual, residual is left, norm), first.part(first.node.args[0])
+        if norm is None and x.half is None and _is_call(x.node, role, NORM):
+            normed = dataclasses.replace(site, inputs=(x.node.args[0],), read=site.read | x.read)
+            yield dataclasses.replace(block, site=normed, norm=x.node.func, norm_first=True)
         yield block
-
-
-def _normed(value: _Value, role: Role) -> Optional[Tuple[ast.expr, ast.expr, FrozenSet[ast.Name]]]:
-    """``x`` and the norm of ``P(...(A(P(norm(x)))))``, and the names that were followed to it."""
-    hidden, _ = _through(value.part(value.node.args[0]), role)
-    _, first = _applied(hidden, role)
-    x = None if first is None else first.part(first.node.args[0])
-    if x is None or x.half is not None or not _is_call(x.node, role, NORM):
-        return None
-    return x.node.args[0], x.node.func, x.read
 
 
 def _whole(value: _Value, role: Role) -> Optional[Site]:
