@@ -214,7 +214,9 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   if (rows.expert < 0) {
     wait_for_previous_kernel();  // as above
   } else if (threadIdx.x < 128) {
-    multiply<Gemm>(shared, k);
+    StreamedSums<Gemm> accumulator = {};
+    multiply<Gemm>(shared, k, accumulator);
+    lay_down<Gemm>(shared, accumulator);
   } else {
     if (threadIdx.x == 128) stream<Gemm>(args.gemm, shared, tile, k);
     __syncwarp();
