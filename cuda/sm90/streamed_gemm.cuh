@@ -191,8 +191,8 @@ using StreamedSums = float[Gemm::kParts * Gemm::kGroups][Gemm::kTokens / 2];
 
 // The consumers: multiply the blocks as they arrive.
 template <typename Gemm>
-__device__ __forceinline__ void accumulate(const StreamedGemmShared<Gemm>& shared, int2 k,
-                                           StreamedSums<Gemm>& accumulator) {
+__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k,
+                                         StreamedSums<Gemm>& accumulator) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kTokens, false, Gemm::kTransposed>;
   const auto weight_descriptor = [](uint32_t weight, int step) {
     return Gemm::kTransposed ? transposed_wgmma_descriptor(weight + step * kTransposedStepBytes)
@@ -245,14 +245,6 @@ __device__ __forceinline__ void lay_down(const StreamedGemmShared<Gemm>& shared,
       store_shared_float(shared.partial(mma / Gemm::kGroups, token, row), accumulator[mma][i]);
     }
   }
-}
-
-// The consumers' work where the sums are added up from shared.partial.
-template <typename Gemm>
-__device__ __forceinline__ void multiply(const StreamedGemmShared<Gemm>& shared, int2 k) {
-  StreamedSums<Gemm> accumulator = {};
-  accumulate<Gemm>(shared, k, accumulator);
-  lay_down<Gemm>(shared, accumulator);
 }
 
 // Adds the sums of the cluster for one token and four adjacent weight rows, in the order of the ranks.
@@ -383,7 +375,7 @@ __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const Stre
   const bool alone = Gemm::kStoresAlone && ranks == 1;
   if (threadIdx.x < 128) {
     StreamedSums<Gemm> accumulator = {};
-    accumulate<Gemm>(shared, k, accumulator);
+    multiply<Gemm>(shared, k, accumulator);
     if constexpr (Gemm::kStoresAlone) {
       if (alone) return store_alone<Gemm>(args, tile, accumulator);
     }
