@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch._inductor.utils import run_and_get_code
 
 import machine
 import reference
@@ -314,44 +313,3 @@ def test_cpu_ops_refuse_float16(fused_mlp):
     half = torch.randn(4, 8).half()
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         ops.act_and_mul(half, half, 2)
-
-
-@pytest.fixture
-def offered(fused_mlp):
-    """The ops that inductor may compose itself, which on a GPU are offered to it, and here by the test."""
-    native, inductor = (importlib.import_module(f"{fused_mlp.__name__}.backends.{name}") for name in NAMES)
-    table, _ = (importlib.import_module(f"torch._inductor.{name}") for name in ("decomposition", "lowering"))
-    composed = importlib.import_module(f"{fused_mlp.__name__}.backends.reference")
-    before = dict(table.decompositions)
-    inductor.offer(native.linear, composed.linear, weights=1)
-    inductor.offer(native.mlp, composed.mlp, weights=2)
-    yield
-    table.decompositions.clear()
-    table.decompositions.update(before)
-    table.fast_random_decomps.cache_clear()
-
-
-NAMES = ("native", "inductor")
-
-
-@pytest.mark.usefixtures("offered")
-@pytest.mark.parametrize(
-    ("function", "most", "graphs", "is_op"),
-    [
-        ("mlp", 5e10, False, False),
-        ("linear", 5e10, False, False),
-        ("mlp", 1e6, False, True),
-        ("mlp", 5e10, True, True),
-        ("gated_mlp", 5e10, False, True),
-    ],
-)
-def test_who_computes_a_small_mlp(fused_mlp, device, function, most, graphs, is_op, monkeypatch):
-    """Inductor itself, where the host's time counts and the MLP has no gate; else the op."""
-    made = operands(function, (64,), (64, 128, 64), device=device, dtype=torch.bfloat16)
-    monkeypatch.setattr(importlib.import_module(f"{fused_mlp.__name__}.backends.inductor"), "_SMALL", most)
-    op = importlib.import_module(f"{fused_mlp.__name__}.backends.native").ops.name
-    with torch.no_grad(), torch._inductor.config.patch({"triton.cudagraphs": graphs, "force_disable_caches": True}):
-        result, codes = run_and_get_code(torch.compile(call(fused_mlp, function)), made)
-    assert (f"torch.ops.{op}.{function}" in codes[0]) == is_op
-    expected = call(fused_mlp, function)(made).float()
-    assert (result.float() - expected).norm() <= 2e-2 * expected.norm()

@@ -74,6 +74,20 @@ def test_what_is_fitted_chooses_near_the_best(monkeypatch, model):
         assert np.mean(blind) > 0.3, "any choice is as good"
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 17408, 5120), (32, 5120, 17408), (64, 1096, 8), (200, 51000, 72)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_tiles_share_the_columns_out(model, kind, m, n, k):
+    parts = 2 if kind == "gated" else 1
+    cuts = [kernel for kernel in model.candidates(kind, m, n, k) if not kernel.tiled]
+    assert len(cuts) == len(set(cuts)) > 0
+    for cut in cuts:
+        columns = cut.block_n // parts
+        assert cut.block_n % (4 * parts) == 0 and 0 < columns <= (128 if kind == "gated" else 64)
+    if n == 17408 and kind == "gated":
+        tiles = [-(-n // (cut.block_n // 2)) for cut in cuts if cut.split_k == 1]
+        assert 3 * MULTIPROCESSORS in tiles, "three to each multiprocessor"
+
+
 def test_rows_of_torch(model):
     """Faster from 100 rows to 200; by a little at 20, which is not worth more lost at 40."""
     timed = points(model, [(512, 2048)], [20, 40, 100, 200, 400])

@@ -157,6 +157,7 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   if (!mapped) return cudaErrorInvalidValue;
   args.n = static_cast<int>(g.n);
   args.last_row = last_tile(g.m, Gemm::kBlockM);
+  args.step_column = Gemm::kTileN;
   args.last_column = last_tile(g.n, Gemm::kTileN);
   args.step_column = Gemm::kTileN;
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
