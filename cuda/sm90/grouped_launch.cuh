@@ -159,7 +159,6 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   args.last_row = last_tile(g.m, Gemm::kBlockM);
   args.step_column = Gemm::kTileN;
   args.last_column = last_tile(g.n, Gemm::kTileN);
-  args.step_column = Gemm::kTileN;
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(g.m);
