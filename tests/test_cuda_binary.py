@@ -88,8 +88,8 @@ def hopper_code(cuobjdump, hopper_cubins) -> dict[str, set[str]]:
 
 
 def test_hopper_gemms_use_tensor_cores_and_tma(hopper_code):
-    loops = {re.search(r"(tiled|streamed|grouped|summed|fitted)_gemm_kernel", name)[1] for name in hopper_code}
-    assert loops == {"tiled", "streamed", "grouped", "summed", "fitted"}
+    loops = {re.search(r"(tiled|streamed|grouped|fitted)_gemm_kernel", name)[1] for name in hopper_code}
+    assert loops == {"tiled", "streamed", "grouped", "fitted"}
     for name, code in hopper_code.items():
         assert {"HGMMA", "UTMALDG"} <= code, f"{name} lacks { ({'HGMMA', 'UTMALDG'} - code) }"
 
@@ -146,7 +146,6 @@ def test_every_grouped_kernel_is_there(hopper_code):
     names = output("c++filt", *hopper_code).splitlines()
     for kernel, count in {"FittedGemm<": 4, "GroupedTiles<": 2, "OuterTiles<": 1}.items():
         assert sum(kernel in name for name in names) == count * len(gemm_kernels.DTYPES)
-    assert sum("summed_gemm_kernel" in name for name in names) == 2 * len(gemm_kernels.DTYPES)  # transposed or not
     names = [name for name in names if "grouped_gemm_kernel" in name]
     kernel = r"(GroupedGemm|GroupedTransposed)<(\w+), \(fused_mlp::Product\)(\d), (\d+)>"
     found = [re.search(kernel, name).groups() for name in names]

@@ -293,7 +293,7 @@ GROUPED = [
     (33, 1, 3, (72, 40, 104)),
     (43, 3, 70, (1032, 264, 72)),
     (900, 1, 400, (264, 72, 136)),
-    # a single token, whose results a cluster adds up where it has one CTA or more for each
+    # a single token
     (1, 3, 4, (72, 136, 200)),
     (1, 6, 9, (264, 520, 72)),
     (1, 9, 12, (264, 520, 72)),

@@ -161,7 +161,6 @@ struct GroupedPlan {
   int split_k;           // CTAs of a cluster that share a tile, each with a part of k
   int sorted_rows = 0;   // at most, where they are sorted
   bool gathers = false;  // whether the first layer takes rows of tokens from where they lie: the sort lists them
-  bool sums = false;     // whether a cluster has all the slots of a token, and adds up their results
 };
 
 constexpr int kTiledBlock = 128;    // rows of a tile in training

@@ -9,7 +9,7 @@ namespace fused_mlp::sm90 {
 // Defined in grouped_bf16.cu and grouped_fp16.cu, by grouped_launch.cuh.
 template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, int multiprocessors,
-                           cudaStream_t stream, const WeightedSum* sum);
+                           cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_grouped_training(const GroupedProblem& problem, const GroupedPlan& plan, int multiprocessors,
                                     cudaStream_t stream);
@@ -24,9 +24,8 @@ cudaError_t launch(const GroupedProblem& first, const GroupedProblem& second, co
   if (sum.routes.slots() > 0) {
     for (const GroupedProblem* problem : {&first, &second}) {
       const GroupedPlan plan = plan_grouped(*problem, multiprocessors);
-      const bool sums = problem == &second && plan.sums;
-      const cudaError_t error = launch_grouped<Element>(*problem, plan, multiprocessors, stream, sums ? &sum : nullptr);
-      if (error != cudaSuccess || sums) return error;
+      const cudaError_t error = launch_grouped<Element>(*problem, plan, multiprocessors, stream);
+      if (error != cudaSuccess) return error;
     }
   }
   return launch_weighted_sum<Element>(sum, stream);
@@ -47,10 +46,10 @@ cudaError_t launch_product(const GroupedProblem& problem, int multiprocessors, c
   const bool trains = problem.outer || is_training(problem.gemm.kind);
   if (problem.gemm.dtype == DType::kFloat16) {
     return trains ? launch_grouped_training<__half>(problem, plan, multiprocessors, stream)
-                  : launch_grouped<__half>(problem, plan, multiprocessors, stream, nullptr);
+                  : launch_grouped<__half>(problem, plan, multiprocessors, stream);
   }
   return trains ? launch_grouped_training<__nv_bfloat16>(problem, plan, multiprocessors, stream)
-                : launch_grouped<__nv_bfloat16>(problem, plan, multiprocessors, stream, nullptr);
+                : launch_grouped<__nv_bfloat16>(problem, plan, multiprocessors, stream);
 }
 
 cudaError_t launch_sum(const WeightedSum& sum, cudaStream_t stream) {

@@ -112,7 +112,7 @@ struct GatheredRows {
     }
   }
 
-  __device__ __forceinline__ void copy(uint32_t a, int k, int height) const {
+  __device__ __forceinline__ void copy(uint32_t full, uint32_t a, int k, int height) const {
     const int column = k + chunk() * 8;
     const int bytes = column < gather.k ? 16 : 0;  // k is a multiple of 8
     const char* from = static_cast<const char*>(gather.x.data) + (bytes > 0 ? column * 2 : 0);
@@ -122,7 +122,7 @@ struct GatheredRows {
       if (i * kFittedStep >= height) break;
       copy_async(to + i * kFittedStep * 128, from + uint64_t{chunks[i]} * 16, bytes);
     }
-    copy_async_commit();
+    arrive_with_copies(full);
   }
 };
 
@@ -134,15 +134,6 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
   const bool first = threadIdx.x == Gemm::kConsumers * 128;
   [[maybe_unused]] GatheredRows gathered{args.gather};
   RingPosition at(Gemm::kStages);
-  // Stages whose rows are on their way. When they are there they have to be made known to the wgmma's proxy.
-  constexpr int kLag = Gemm::kStages - 2;
-  [[maybe_unused]] RingPosition behind(Gemm::kStages);
-  [[maybe_unused]] int lag = 0;
-  const auto arrive = [&] {
-    fence_shared_to_async();
-    mbarrier_arrive(shared.full(behind.stage));
-    behind.advance();
-  };
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const FittedPlace tile = fitted_place<Gemm>(args, index);
     const int weight_row = tile.expert * args.weight_rows + tile.column;
@@ -157,13 +148,7 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
         if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(at.stage) + Gemm::kBytesB / 2, k, weight_row);
       }
       if constexpr (Gemm::kGathers) {
-        gathered.copy(shared.a(at.stage), k, tile.height);
-        if (lag == kLag) {
-          copy_async_wait<kLag>();
-          arrive();
-        } else {
-          ++lag;
-        }
+        gathered.copy(full, shared.a(at.stage), k, tile.height);
         continue;
       }
       int row = 0;
@@ -175,10 +160,6 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
         row += rows;
       }
     }
-  }
-  if constexpr (Gemm::kGathers) {
-    copy_async_wait<0>();
-    for (; lag > 0; --lag) arrive();
   }
 }
 
@@ -207,6 +188,7 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
     if (block == k_blocks - 1) on_last_block();
+    if constexpr (Gemm::kGathers) fence_shared_to_async();  // what other threads have copied, before wgmma reads it
     fence();
     wgmma_fence();
 #pragma unroll

@@ -22,10 +22,8 @@ struct GroupedGemmArgs {
   int64_t bias_stride;
   int64_t bias_step;
   int tiles_n;
-  bool follows_sort;         // starts before the kernel is done that writes the blocks
-  bool interleaved;          // where weights are transposed: whether columns of gate and up alternate
-  const void* slot_weights;  // of a sum in the place of the slots' results
-  WeightType weight_type;
+  bool follows_sort;  // starts before the kernel is done that writes the blocks
+  bool interleaved;   // where weights are transposed: whether columns of gate and up alternate
 };
 
 // More CTAs than of a dense product: tiles of rows are many, and some of them do not exist.
@@ -132,17 +130,13 @@ struct GroupTile {
   }
   __device__ __forceinline__ int64_t out_row(int token) const { return rows.targets[token]; }
 
-  // A sum of four adjacent columns with an expert's biases, if there are any.
-  __device__ __forceinline__ float4 biased(const void* biases, int expert, float4 sum, int first) const {
-    if (biases == nullptr) return sum;
-    const Element* bias = static_cast<const Element*>(biases) + expert * args.bias_stride;
-    const auto at = [&](int column) { return static_cast<float>(__ldg(bias + column * args.bias_step)); };
-    return make_float4(sum.x + at(first), sum.y + at(first + 1), sum.z + at(first + 2), sum.w + at(first + 3));
-  }
-
   __device__ __forceinline__ float4 finished(Operand operand, float4 sum, int first) const {
     const void* biases = operand == Operand::kGate ? args.gemm.epilogue.bias : args.gemm.epilogue.up_bias;
-    sum = biased(biases, rows.expert, sum, first);
+    if (biases != nullptr) {
+      const Element* bias = static_cast<const Element*>(biases) + rows.expert * args.bias_stride;
+      const auto at = [&](int column) { return static_cast<float>(__ldg(bias + column * args.bias_step)); };
+      sum = make_float4(sum.x + at(first), sum.y + at(first + 1), sum.z + at(first + 2), sum.w + at(first + 3));
+    }
     if constexpr (!Gemm::kGated) return sum;
     const auto bounded = [&](float value) { return limited(args.limits, operand, value); };
     return make_float4(bounded(sum.x), bounded(sum.y), bounded(sum.z), bounded(sum.w));
@@ -172,77 +166,6 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     return;
   }
   compute(args.gemm, shared, GroupTile<Gemm>{args, rows, index % args.tiles_n * Gemm::kRows}, rank, ranks);
-#endif
-}
-
-// The second layer of a single token, with the sum of its slots' results. A cluster has as many CTAs for each slot as
-// share its k, and its first one adds up their sums, times the weights, in the order of the slots: a launch less.
-template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
-    summed_gemm_kernel(const __grid_constant__ GroupedGemmArgs args) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Element = typename Gemm::Element;
-  constexpr int kMost = Gemm::kMaxCluster;
-  extern __shared__ uint8_t raw_shared[];
-  __shared__ GroupRows<Gemm::kTokens> rows;
-  const StreamedGemmShared<Gemm> shared(raw_shared);
-  const int ranks = cluster_size(), rank = cluster_rank();
-  const int split = ranks / args.routes.top_k, slot = rank / split, part = rank % split;
-  const GroupTile<Gemm> tile{args, rows, static_cast<int>(blockIdx.x) / ranks * Gemm::kRows};
-  const int2 k{part * args.gemm.k_blocks / split, (part + 1) * args.gemm.k_blocks / split};
-  // Four adjacent columns are those of a thread.
-  const int row = threadIdx.x * 4, column = tile.column + row;
-  const bool adds = rank == 0 && row < Gemm::kRows && column < args.gemm.n;
-
-  prepare_to_stream(args.gemm, shared);
-  if (threadIdx.x == 0) {
-    rows.expert = expert_of(args.routes, slot);
-    rows.count = 1;
-    rows.sources[0] = slot;
-  }
-  __syncthreads();
-  allow_next_kernel();
-  int experts[kMost];
-  float weights[kMost];
-  if (adds) {
-#pragma unroll
-    for (int source = 0; source < kMost; ++source) {
-      experts[source] = source < ranks ? expert_of(args.routes, source / split) : -1;
-      weights[source] = source < ranks ? weight_of(args.slot_weights, args.weight_type, source / split) : 0.0f;
-    }
-  }
-  if (rows.expert < 0) {
-    wait_for_previous_kernel();  // as above
-  } else if (threadIdx.x < 128) {
-    StreamedSums<Gemm> accumulator = {};
-    multiply<Gemm>(shared, k, accumulator);
-    lay_down<Gemm>(shared, accumulator);
-  } else {
-    if (threadIdx.x == 128) stream<Gemm>(args.gemm, shared, tile, k);
-    __syncwarp();
-  }
-  cluster_sync();
-  if (adds) {
-    float4 terms[kMost];
-#pragma unroll
-    for (int source = 0; source < kMost; ++source) {
-      if (experts[source] >= 0) terms[source] = load_cluster_float4(map_to_rank(shared.partial(0, 0, row), source));
-    }
-    float4 total{};
-#pragma unroll
-    for (int source = 0; source < kMost; ++source) {
-      if (experts[source] < 0) continue;
-      float4 term = terms[source];
-      if (source % split == 0) term = tile.biased(args.gemm.epilogue.bias, experts[source], term, column);
-      total.x = fmaf(weights[source], term.x, total.x);
-      total.y = fmaf(weights[source], term.y, total.y);
-      total.z = fmaf(weights[source], term.z, total.z);
-      total.w = fmaf(weights[source], term.w, total.w);
-    }
-    *reinterpret_cast<uint2*>(static_cast<Element*>(args.gemm.out) + column) =
-        make_uint2(round_pair<Element>(total.x, total.y), round_pair<Element>(total.z, total.w));
-  }
-  cluster_sync();  // no CTA exits while its sums are still read
 #endif
 }
 

@@ -10,10 +10,8 @@
 
 namespace fused_mlp::sm90 {
 
-// With a sum, that of a single token's slots takes the place of their results.
 template <typename Gemm>
-cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream,
-                         const WeightedSum* sum) {
+cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
   constexpr int kRowsBytes = sizeof(GroupRows<Gemm::kTokens>);
   static_assert(Gemm::kSharedBytes + kRowsBytes <= Gemm::kSharedLimit, "as many CTAs as the ring was cut for");
@@ -47,28 +45,18 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.bias_step = p.bias_step;
   args.tiles_n = ceil_div(g.n, Gemm::kRows);
 
-  const int slots = p.routes.slots(), cluster = sum == nullptr ? plan.split_k : slots * plan.split_k;
-  const int ctas = sum == nullptr ? plan.row_tiles * args.tiles_n * plan.split_k : args.tiles_n * cluster;
+  const auto kernel = grouped_gemm_kernel<Gemm>;
+  static std::atomic<uint64_t> devices_done{0};
+  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
+  if (error != cudaSuccess) return error;
+  const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
   const int shared =
-      g.follows_gemm ? std::max(Gemm::kSharedBytes,
-                                shared_bytes_to_spread<Gemm>(plan.rows, ctas, cluster, multiprocessors) - kRowsBytes)
-                     : Gemm::kSharedBytes;
-  const auto launch = [&](auto kernel, std::atomic<uint64_t>& devices_done) {
-    const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
-    if (error != cudaSuccess) return error;
-    return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, cluster, g.follows_gemm || args.follows_sort,
-                         stream);
-  };
-  static std::atomic<uint64_t> devices_done{0}, devices_done_summed{0};
-  if constexpr (!Gemm::kGated && Gemm::kTokens == 8) {
-    if (sum != nullptr) {
-      args.gemm.out = sum->out;
-      args.slot_weights = sum->weights;
-      args.weight_type = sum->type;
-      return launch(summed_gemm_kernel<Gemm>, devices_done_summed);
-    }
-  }
-  return launch(grouped_gemm_kernel<Gemm>, devices_done);
+      g.follows_gemm
+          ? std::max(Gemm::kSharedBytes,
+                     shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes)
+          : Gemm::kSharedBytes;
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm || args.follows_sort,
+                       stream);
 }
 
 // At which the last tile may begin.
@@ -171,7 +159,6 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   args.last_row = last_tile(g.m, Gemm::kBlockM);
   args.step_column = Gemm::kTileN;
   args.last_column = last_tile(g.n, Gemm::kTileN);
-  args.step_column = Gemm::kTileN;
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(g.m);
@@ -182,8 +169,7 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
 }
 
 template <typename Element>
-cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream,
-                           const WeightedSum* sum) {
+cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.loop == MainLoop::kTiled) {
     if (p.gather.token_of_row != nullptr) {
       return launch_fitted<FittedGemm<Element, Product::kGated, true>>(p, plan.sorted_rows, multiprocessors, stream);
@@ -195,7 +181,7 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
 #define FUSED_MLP_LAUNCH_GROUPED(GEMM, PRODUCT, ROWS)                                               \
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
       p.gemm.product() == Product::k##PRODUCT)                                                      \
-    return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream, sum);
+    return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream);
 #define FUSED_MLP_LAUNCH(ROWS)                       \
   FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS) \
   FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)

@@ -61,9 +61,9 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
     plan.gathers = p.gemm.gated() && rows <= kMostGatheredRows;
     return plan;
   }
-  const int highest = std::end(kRows)[-1];
-  const int* found = std::find_if(std::begin(kRows), std::end(kRows),
-                                  [&](int tile) { return tile >= std::min<int64_t>(rows, highest); });
+  const int most = std::end(kRows)[-1];
+  const int* found =
+      std::find_if(std::begin(kRows), std::end(kRows), [&](int tile) { return tile >= std::min<int64_t>(rows, most); });
   const int tile = *found;
   const bool sorts = p.routes.slots() > kSearchedSlots;
   const int most_tiles = row_tiles(p.routes, tile);
@@ -72,11 +72,7 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   // As many CTAs share k as the tiles of all experts leave idle.
   const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
   const int64_t room = std::min<int64_t>(int64_t{kBusyCtas} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
-  const int64_t ctas = p.routes.slots() * ceil_div(p.gemm.n, kStreamedColumns);
-  plan.sums = p.slots_of_row == 1 && p.routes.tokens == 1 && !p.gemm.gated() && p.routes.top_k <= kMaxStreamedSplitK &&
-              ctas <= int64_t{kBusyCtas} * multiprocessors;
-  const int most = plan.sums ? kMaxStreamedSplitK / p.routes.top_k : kMaxStreamedSplitK;
-  while (plan.split_k * 2 <= std::min<int64_t>(room, most)) plan.split_k *= 2;
+  while (plan.split_k * 2 <= std::min<int64_t>(room, kMaxStreamedSplitK)) plan.split_k *= 2;
   return plan;
 }
 
