@@ -43,15 +43,16 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const int64_t slots = sorts ? plan.sorted_rows : routes.slots();
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
-  const Tensor sorted = new_dense(x, {sorts ? slots : 0, rows.cols});
   const bool fitted = plan.loop == MainLoop::kTiled;
+  const bool gathers = plan.gathers && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
+  const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
-  const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots()) : 0});
+  const int64_t gathered = gathers ? slots : 0;
+  const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered) : 0});
   RowSort sort{routes, matrix(rows), rows.cols, fitted ? kFittedStep : plan.rows};
   if (sorts) {
     void* tiles = lists.mutable_data_ptr();
     int* count = static_cast<int*>(tiles) + plan.row_tiles * of_tile / 2;
-    sort.sorted = sorted.mutable_data_ptr();
     sort.row_of_slot = count + 1;
     if (fitted) {
       sort.tiles = static_cast<FittedTile*>(tiles);
@@ -60,7 +61,13 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
       sort.codes = static_cast<int*>(tiles);
       sort.count = count;
     }
-    first.gemm.a = {sort.sorted, rows.cols};
+    if (gathers) {
+      sort.token_of_row = sort.row_of_slot + routes.slots();
+      first.gather = {matrix(rows), rows.cols, sort.token_of_row};
+    } else {
+      sort.sorted = sorted.mutable_data_ptr();
+      first.gemm.a = {sort.sorted, rows.cols};
+    }
   }
   for (GroupedProblem* problem : {&first, &second}) {
     problem->blocks = {sort.codes, sort.count};

@@ -150,7 +150,7 @@ def first(*sizes):
 
 
 FORMS = {
-    "inline": (Decoder, "plain"),
+    "inline": (Decoder, "plain with residual and norm"),
     "method": (Chunked, "plain"),
     "closure": (Inherited, "plain"),
     "function": (Borrowed, "plain"),

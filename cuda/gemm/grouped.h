@@ -71,6 +71,13 @@ struct BlockCode {
   FUSED_MLP_HOST_DEVICE int rows() const { return code & 0xFF; }
 };
 
+// Rows of tokens that a GEMM takes from where they lie, in the order of sorted rows.
+struct RowGather {
+  Matrix x;  // [tokens, k]
+  int64_t k;
+  const int* token_of_row;  // of every row of a fitted tile, filled or not
+};
+
 // A GEMM with a row of the output for every slot, by the weights of the slot's expert. In `gemm`, m is the number of
 // slots; weights and biases are those of expert 0.
 struct GroupedProblem {
@@ -86,6 +93,7 @@ struct GroupedProblem {
   GateLimits limits;
   RowBlocks blocks;
   FittedTiles fitted{};
+  RowGather gather{};  // in the place of gemm.a, where there is a list
   bool outer = false;  // in place of all of this: every expert's a^T weight, [rows, m] and [rows, n], as [experts m, n]
   GroupedTraining training{};
 };
@@ -110,13 +118,14 @@ struct RowSort {
   Matrix x;                     // [tokens, k], 16-bit elements
   int64_t k;                    // a multiple of 8
   int block_rows;               // at most 128
-  void* sorted;                 // [blocks * block_rows, k]
+  void* sorted;                 // [blocks * block_rows, k]; null where rows are gathered
   int* row_of_slot;             // [slots], -1 where skipped
   int* codes;                   // [blocks], of RowBlocks
   int* count;                   // of blocks: codes and sorted have room for as many as there can be
   RowRange* rows = nullptr;     // of every expert
   FittedTile* tiles = nullptr;  // where a block is a multiple of kFittedStep rows
   int* tile_count = nullptr;    // likewise
+  int* token_of_row = nullptr;  // likewise
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };
@@ -146,12 +155,13 @@ struct WeightGradient {
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
   MainLoop loop;
-  bool sorts;           // rows, into blocks of a tile's height
-  int rows;             // of a tile, at most
-  int row_tiles;        // at most, however the slots fall on the experts
-  int split_k;          // CTAs of a cluster that share a tile, each with a part of k
-  int sorted_rows = 0;  // at most, where they are sorted
-  bool sums = false;    // whether a cluster has all the slots of a token, and adds up their results
+  bool sorts;            // rows, into blocks of a tile's height
+  int rows;              // of a tile, at most
+  int row_tiles;         // at most, however the slots fall on the experts
+  int split_k;           // CTAs of a cluster that share a tile, each with a part of k
+  int sorted_rows = 0;   // at most, where they are sorted
+  bool gathers = false;  // whether the first layer takes rows of tokens from where they lie: the sort lists them
+  bool sums = false;     // whether a cluster has all the slots of a token, and adds up their results
 };
 
 constexpr int kTiledBlock = 128;    // rows of a tile in training

@@ -210,7 +210,8 @@ __device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fra
 #pragma unroll
   for (int i = 0; i < Tile::kTilesM; ++i) {
 #pragma unroll
-    for (int j = 0; j < Tile::kTilesN; ++j) {
+    for (int each = 0; each < Tile::kTilesN; ++each) {
+      const int j = i % 2 == 0 ? each : Tile::kTilesN - 1 - each;  // back and forth: each turn uses a fragment twice
       Mma<typename Tile::Element>::multiply(sums[i][j], fragments.m[i], fragments.n[j]);
     }
   }

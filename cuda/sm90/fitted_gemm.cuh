@@ -24,6 +24,7 @@ struct FittedGemmArgs {
   CUtensorMap out;
   CUtensorMap gate;  // where what is before the activation is kept
   CUtensorMap up;
+  RowGather gather;  // in the place of a
   EpilogueArgs epilogue;
   GateLimits limits;
   FittedTiles fitted;
@@ -36,13 +37,14 @@ struct FittedGemmArgs {
   int64_t bias_step;
 };
 
-template <typename Element_, Product kProduct_>
+template <typename Element_, Product kProduct_, bool kGathers_ = false>
 struct FittedGemm {
   using Element = Element_;
   using Args = FittedGemmArgs;
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = is_gated(kProduct);
   static constexpr bool kKept = is_kept(kProduct);
+  static constexpr bool kGathers = kGathers_;  // rows of a are those of tokens, where they lie
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kWeightRows = 128;
   static constexpr int kMmas = 2;
@@ -91,21 +93,79 @@ __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, 
   return {tile.expert, tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
 }
 
+// Rows of tokens, copied to where the TMA would have put them. Eight threads copy 128 bytes of a row.
+struct GatheredRows {
+  static constexpr int kThreads = 128;
+  static_assert(kThreads / 8 == kFittedStep, "the rows of a step are copied at once");
+  const RowGather& gather;
+  uint32_t chunks[kMostFittedRows / kFittedStep];  // of x, where the thread's rows begin
+
+  __device__ __forceinline__ static int chunk() { return threadIdx.x % 8; }
+  __device__ __forceinline__ static int row() { return threadIdx.x % kThreads / 8; }
+
+  __device__ __forceinline__ void find(const FittedPlace& tile) {
+#pragma unroll
+    for (int i = 0; i < kMostFittedRows / kFittedStep; ++i) {
+      const int at = i * kFittedStep;
+      const int token = at < tile.height ? __ldg(gather.token_of_row + tile.row + row() + at) : 0;
+      chunks[i] = token * static_cast<uint32_t>(gather.x.row_stride / 8);
+    }
+  }
+
+  __device__ __forceinline__ void copy(uint32_t a, int k, int height) const {
+    const int column = k + chunk() * 8;
+    const int bytes = column < gather.k ? 16 : 0;  // k is a multiple of 8
+    const char* from = static_cast<const char*>(gather.x.data) + (bytes > 0 ? column * 2 : 0);
+    const uint32_t to = a + row() * 128 + (chunk() ^ row() % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < kMostFittedRows / kFittedStep; ++i) {
+      if (i * kFittedStep >= height) break;
+      copy_async(to + i * kFittedStep * 128, from + uint64_t{chunks[i]} * 16, bytes);
+    }
+    copy_async_commit();
+  }
+};
+
+// Run by one thread, or where rows are gathered by GatheredRows::kThreads.
 template <typename Gemm>
 __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
                                                int tiles) {
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
+  const bool first = threadIdx.x == Gemm::kConsumers * 128;
+  [[maybe_unused]] GatheredRows gathered{args.gather};
   RingPosition at(Gemm::kStages);
+  // Stages whose rows are on their way. When they are there they have to be made known to the wgmma's proxy.
+  constexpr int kLag = Gemm::kStages - 2;
+  [[maybe_unused]] RingPosition behind(Gemm::kStages);
+  [[maybe_unused]] int lag = 0;
+  const auto arrive = [&] {
+    fence_shared_to_async();
+    mbarrier_arrive(shared.full(behind.stage));
+    behind.advance();
+  };
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const FittedPlace tile = fitted_place<Gemm>(args, index);
     const int weight_row = tile.expert * args.weight_rows + tile.column;
+    if constexpr (Gemm::kGathers) gathered.find(tile);
     for (int block = 0; block < args.k_blocks; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       const int k = block * Gemm::kBlockK;
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      mbarrier_arrive_expect(full, tile.height * kRowBytes + Gemm::kBytesB);
-      tma_load(&args.weight, full, shared.b(at.stage), k, weight_row);
-      if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(at.stage) + Gemm::kBytesB / 2, k, weight_row);
+      if (first) {
+        mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
+        tma_load(&args.weight, full, shared.b(at.stage), k, weight_row);
+        if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(at.stage) + Gemm::kBytesB / 2, k, weight_row);
+      }
+      if constexpr (Gemm::kGathers) {
+        gathered.copy(shared.a(at.stage), k, tile.height);
+        if (lag == kLag) {
+          copy_async_wait<kLag>();
+          arrive();
+        } else {
+          ++lag;
+        }
+        continue;
+      }
       int row = 0;
 #pragma unroll
       for (int box = kFittedBoxes - 1; box >= 0; --box) {
@@ -115,6 +175,10 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
         row += rows;
       }
     }
+  }
+  if constexpr (Gemm::kGathers) {
+    copy_async_wait<0>();
+    for (; lag > 0; --lag) arrive();
   }
 }
 
@@ -296,12 +360,12 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __
   const TiledGemmShared<Gemm> shared(raw_shared);
 
   if (threadIdx.x == 0) {
-    for (const CUtensorMap& map : args.a) prefetch_tensor_map(&map);
+    for (int box = 0; box < (Gemm::kGathers ? 0 : kFittedBoxes); ++box) prefetch_tensor_map(&args.a[box]);
     prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) prefetch_tensor_map(&args.up_weight);
     prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      mbarrier_init(shared.full(stage), 1);
+      mbarrier_init(shared.full(stage), 1 + (Gemm::kGathers ? GatheredRows::kThreads : 0));
       mbarrier_init(shared.empty(stage), 4);  // one arrival per warp
     }
     fence_mbarrier_init();
@@ -312,7 +376,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __
   const int tiles = __ldg(args.fitted.count) * args.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {
     shrink_registers<40>();
-    if (threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);
+    if (Gemm::kGathers || threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);
     __syncwarp();
   } else {
     grow_registers<232>();

@@ -102,12 +102,14 @@ cudaError_t launch_fitted(const GroupedProblem& p, int rows, int multiprocessors
     }
   }
   for (int box = 0; box < kFittedBoxes; ++box) {
-    mapped = mapped && encode_tensor_map(&args.a[box], g.dtype, g.a, rows, g.k, kFittedStep << box, Gemm::kBlockK);
+    mapped = mapped && (Gemm::kGathers ||
+                        encode_tensor_map(&args.a[box], g.dtype, g.a, rows, g.k, kFittedStep << box, Gemm::kBlockK));
   }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;
   args.limits = p.limits;
   args.fitted = p.fitted;
+  args.gather = p.gather;
   args.n = static_cast<int>(g.n);
   args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
   args.last_column = last_tile(g.n, Gemm::kTileN);
@@ -167,7 +169,9 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   if (!mapped) return cudaErrorInvalidValue;
   args.n = static_cast<int>(g.n);
   args.last_row = last_tile(g.m, Gemm::kBlockM);
+  args.step_column = Gemm::kTileN;
   args.last_column = last_tile(g.n, Gemm::kTileN);
+  args.step_column = Gemm::kTileN;
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(g.m);
@@ -181,6 +185,9 @@ template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream,
                            const WeightedSum* sum) {
   if (plan.loop == MainLoop::kTiled) {
+    if (p.gather.token_of_row != nullptr) {
+      return launch_fitted<FittedGemm<Element, Product::kGated, true>>(p, plan.sorted_rows, multiprocessors, stream);
+    }
     return p.gemm.gated()
                ? launch_fitted<FittedGemm<Element, Product::kGated>>(p, plan.sorted_rows, multiprocessors, stream)
                : launch_fitted<FittedGemm<Element, Product::kPlain>>(p, plan.sorted_rows, multiprocessors, stream);
@@ -189,12 +196,15 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
       p.gemm.product() == Product::k##PRODUCT)                                                      \
     return launch_tiles<GEMM<Element, Product::k##PRODUCT, ROWS>>(p, plan, multiprocessors, stream, sum);
+#define FUSED_MLP_LAUNCH(ROWS)                       \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS) \
+  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)
+  FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
+#undef FUSED_MLP_LAUNCH
 #define FUSED_MLP_LAUNCH(ROWS)                             \
-  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Plain, ROWS)       \
-  FUSED_MLP_LAUNCH_GROUPED(GroupedGemm, Gated, ROWS)       \
   FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Plain, ROWS) \
   FUSED_MLP_LAUNCH_GROUPED(GroupedTransposed, Gated, ROWS)
-  FUSED_MLP_GROUPED_ROWS(FUSED_MLP_LAUNCH)
+  FUSED_MLP_TRANSPOSED_ROWS(FUSED_MLP_LAUNCH)
 #undef FUSED_MLP_LAUNCH
 #undef FUSED_MLP_LAUNCH_GROUPED
   return cudaErrorInvalidValue;

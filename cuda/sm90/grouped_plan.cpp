@@ -11,11 +11,15 @@ namespace fused_mlp::sm90 {
 namespace {
 
 #define FUSED_MLP_ROWS(ROWS) ROWS,
-constexpr int kRows[] = {FUSED_MLP_GROUPED_ROWS(FUSED_MLP_ROWS)};
+constexpr int kRows[] = {FUSED_MLP_TRANSPOSED_ROWS(FUSED_MLP_ROWS)};
 #undef FUSED_MLP_ROWS
 
-// The usual rows of an expert that has more than 16 on average: from there on the tiled loop is the faster one.
-constexpr int64_t kMostStreamedRows = 24;
+// Usual rows of an expert, from which on the fitted loop is the faster one.
+constexpr int64_t kMostStreamedRows = 16;
+
+// Likewise of one whose rows are gathered: where weights are what takes the time, and copies that are slower than the
+// TMA's do not matter.
+constexpr int64_t kMostGatheredRows = 96;
 
 // CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.
 constexpr int kBusyCtas = 2;
@@ -53,7 +57,9 @@ GroupedPlan plan_tiles(const Routes& routes, int block_rows) {
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
   if (rows > kMostStreamedRows && !p.transposed) {
-    return plan_tiles(p.routes, kFittedStep);
+    GroupedPlan plan = plan_tiles(p.routes, kFittedStep);
+    plan.gathers = p.gemm.gated() && rows <= kMostGatheredRows;
+    return plan;
   }
   const int highest = std::end(kRows)[-1];
   const int* found = std::find_if(std::begin(kRows), std::end(kRows),
@@ -66,7 +72,9 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   // As many CTAs share k as the tiles of all experts leave idle.
   const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
   const int64_t room = std::min<int64_t>(int64_t{kBusyCtas} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
-  plan.sums = p.slots_of_row == 1 && p.routes.tokens == 1 && !p.gemm.gated() && p.routes.top_k <= kMaxStreamedSplitK;
+  const int64_t ctas = p.routes.slots() * ceil_div(p.gemm.n, kStreamedColumns);
+  plan.sums = p.slots_of_row == 1 && p.routes.tokens == 1 && !p.gemm.gated() && p.routes.top_k <= kMaxStreamedSplitK &&
+              ctas <= int64_t{kBusyCtas} * multiprocessors;
   const int most = plan.sums ? kMaxStreamedSplitK / p.routes.top_k : kMaxStreamedSplitK;
   while (plan.split_k * 2 <= std::min<int64_t>(room, most)) plan.split_k *= 2;
   return plan;

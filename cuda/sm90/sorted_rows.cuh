@@ -133,7 +133,11 @@ __device__ __forceinline__ void copy_rows(const RowSort& args, const SortedRows&
 __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRows& sorted) {
   for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
     const int first = sorted.first[expert], count = sorted.rest[expert];
-    if (threadIdx.x == 0) args.rows[expert] = {first, count};
+    if (threadIdx.x == 0 && args.rows != nullptr) args.rows[expert] = {first, count};
+    if (args.token_of_row != nullptr && threadIdx.x < kFittedStep) {  // rows that are not filled have any token
+      const int row = first + count + static_cast<int>(threadIdx.x);
+      if (row < first + (count + kFittedStep - 1) / kFittedStep * kFittedStep) args.token_of_row[row] = 0;
+    }
     if (args.training.row_weights == nullptr) continue;
     const int end = first + (count + kZeroRows - 1) / kZeroRows * kZeroRows;
     auto* rows = static_cast<uint4*>(args.sorted);
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
   __syncthreads();
   if (threadIdx.x < 32) place_experts(args, sorted);
 
-  if (args.rows != nullptr) {
+  if (args.rows != nullptr || args.token_of_row != nullptr) {
     __syncthreads();
     pad_experts(args, sorted);
   }
@@ -173,13 +177,14 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
         const int row = take_rows(sorted.next, expert);
         sorted.rows[i] = expert < 0 ? -1 : row;
         if (i < count) args.row_of_slot[part + i] = sorted.rows[i];
+        if (args.token_of_row != nullptr && expert >= 0) args.token_of_row[row] = (part + i) / args.routes.top_k;
         if (args.training.row_weights != nullptr && expert >= 0) {
           args.training.row_weights[row] = weight_of(args.training.weights, args.training.type, part + i);
         }
       }
     }
     __syncthreads();
-    copy_rows(args, sorted, part, part + count);
+    if (args.sorted != nullptr) copy_rows(args, sorted, part, part + count);
   }
 #endif
 }
