@@ -56,14 +56,14 @@ bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs
          (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
 }
 
-// How far apart the tiles of few rows begin, so that their number fills whole rounds. They overlap then, and compute
-// some columns twice; but where a round waits for memory, it has less to wait for: what two tiles load at about the
-// same time is read once.
+// How far apart the tiles of few rows begin, so that their number fills whole rounds, where there are several. They
+// overlap then, and compute some columns twice; but where a round waits for memory, it has less to wait for: what two
+// tiles load at about the same time is read once.
 template <typename Gemm>
 int even_step(int64_t n, int tiles_m, int multiprocessors) {
   const int64_t tiles_n = ceil_div(n, Gemm::kTileN);
   const int64_t room = ceil_div(tiles_m * tiles_n, multiprocessors) * multiprocessors / tiles_m;
-  if (tiles_n == 1 || tiles_m * Gemm::kBlockM > kEvenRows) return Gemm::kTileN;
+  if (tiles_m * tiles_n <= multiprocessors || tiles_m * Gemm::kBlockM > kEvenRows) return Gemm::kTileN;
   constexpr int kUnit = 8;
   return static_cast<int>(ceil_div(n - Gemm::kTileN, (room - 1) * kUnit) * kUnit);
 }
@@ -93,8 +93,7 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   // tile is not moved then: that would give its neighbour's results other bits.
   args.last_column = Gemm::kGradient || Gemm::kSplitK > 1 ? kNotMoved : last(p.n, Gemm::kTileN);
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
-  constexpr bool kMaySpread = Gemm::kSplitK == 1 && !is_training(Gemm::kProduct);
-  args.step_column = kMaySpread ? even_step<Gemm>(p.n, args.tiles_m, multiprocessors) : Gemm::kTileN;
+  args.step_column = kSpreadsTiles<Gemm> ? even_step<Gemm>(p.n, args.tiles_m, multiprocessors) : Gemm::kTileN;
   args.tiles_n = 1 + ceil_div(std::max<int64_t>(p.n - Gemm::kTileN, 0), args.step_column);
 
   const auto kernel = tiled_gemm_kernel<Gemm>;

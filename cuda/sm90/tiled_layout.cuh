@@ -137,6 +137,10 @@ struct TiledGemm {
   static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");
 };
 
+// Whether the launch may spread the tiles over the columns, rather than put them side by side.
+template <typename Gemm>
+constexpr bool kSpreadsTiles = Gemm::kSwapped && !Gemm::kGrouped && !Gemm::kOuter;
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A tile of the output, by its first row and column: the first row of a, and the first row of each weight.
@@ -164,7 +168,7 @@ struct TileOrder {
   template <typename Gemm>
   __device__ __forceinline__ Tile tile(int index) const {
     const int2 at = grouped_tile<kGroupM>(index, tiles_m, tiles_n);
-    const int step = Gemm::kSplitK > 1 ? Gemm::kTileN : args.step_column;
+    const int step = kSpreadsTiles<Gemm> ? args.step_column : Gemm::kTileN;
     return {min(at.x * Gemm::kBlockM, args.last_row), min(at.y * step, args.last_column)};
   }
 };

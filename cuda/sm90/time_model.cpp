@@ -32,11 +32,12 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   if (!p.gated() && !p.linear()) round += c.activation;
   round /= chip.clock;
   const double floor = bytes(p) / chip.bytes_per_microsecond;
-  // Tiles of few rows are spread evenly, and with them the bytes. Up to 64 rows that is not counted on: streamed
-  // kernels have been the faster ones where it would decide.
+  // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
+  // counted on: streamed kernels have been the faster ones where it would decide.
   constexpr int64_t kCountedFrom = 65;
-  const bool even = kernel.split_k == 1 && !is_training(kernel.product) &&
-                    ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows && p.m >= kCountedFrom;
+  const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
+  const bool even =
+      swapped && rounds > 1 && p.m >= kCountedFrom && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
   return (rounds - 1) * bounded(round, floor_of_full) +
          bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
@@ -47,7 +48,8 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, kernel.columns()) * split_k);
   const int usable = usable_multiprocessors(chip.multiprocessors, split_k);
   const double most = std::ceil(ctas / usable);
-  const double block = c.k_block + c.k_row * rows + (c.shared_k_column * kernel.block_n + c.shared_k_row * rows) * most;
+  const double block = c.k_block + c.k_row * rows + c.tall_k_row * std::max(0, rows - 64) +
+                       (c.shared_k_column * kernel.block_n + c.shared_k_row * rows) * most;
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;

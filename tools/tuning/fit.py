@@ -43,6 +43,7 @@ class StreamedTime:
     split_8: float = 0.5
     k_block: float = 0.1
     k_row: float = 0.001
+    tall_k_row: float = 0.002
     shared_k_column: float = 0.001
     shared_k_row: float = 0.001
     tail: float = 0.1
