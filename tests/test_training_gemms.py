@@ -173,8 +173,8 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
     grad, wanted = torch.randn_like(found[0]), list(made.values())
     _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
     block, ends = 3 * 8192 * hidden, rows * (2 * width if function != "gated_linear" else width + 3 * hidden)
-    cublas = 2**25  # what its product in float32 works in
-    assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**20
+    cublas = 2**25 + 2**25  # that of this thread, and what a product of it in float32 works in
+    assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**23
 
 
 @pytest.mark.parametrize("of", ["x", "weight", "bias"])
