@@ -95,6 +95,7 @@ def parts() -> dict[str, str]:
         "training-machine": training_machine(),
         "sweep": sweep_sentence(),
         "between": between_sentence(),
+        "sweep-graphs": sweep_graphs_sentence(),
         "cpu": cpu_sentence(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -162,11 +163,19 @@ def models_table() -> str:
                 f"{times['eager']['ms']:.2f} ± {models_spread_of(times):.0f}%",
                 f"{times['eager fused']['ms'] / times['eager']['ms']:.2f}",
                 f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
-                *(f"{others[f'{m} fused']['ms'] / others[m]['ms']:.2f}" if m in others else "" for m in COMPILED),
+                *(compiled_ratio(others, mode) for mode in COMPILED),
             )
         )
     heads = ("model, input", "eager, ms", "fused", "an MLP's CPU time, us", *COMPILED.values())
     return documents.table(heads, rows, left=1)
+
+
+def compiled_ratio(times: dict, mode: str) -> str:
+    """Nothing where copies of a variant lie further apart than fusing could make them."""
+    pair = [times[name] for name in (mode, f"{mode} fused") if name in times]
+    if not pair or any(each["high"] - each["low"] > 0.25 * each["ms"] for each in pair):
+        return ""
+    return f"{pair[1]['ms'] / pair[0]['ms']:.2f}"
 
 
 def models_spread_of(times: dict) -> float:
@@ -271,6 +280,16 @@ def sweep_sentence() -> str:
         f"Over {len(results)} shapes ({rows[0]} to {rows[-1]} rows, the widths of {widths} models) the fused MLP takes "
         f"{statistics.median(gpu):.2f} of eager's GPU time at the median and {max(gpu):.2f} at worst, and "
         f"{statistics.median(wall):.2f} and {max(wall):.2f} of its wall time."
+    )
+
+
+def sweep_graphs_sentence() -> str:
+    found = run("h200-sweep-graphs")
+    by_ratio = sorted(ratios(found["results"], "graph_us"))
+    return (
+        f"In CUDA graphs on an {found['machine']['gpu']}, over the same {len(by_ratio)} shapes, it takes "
+        f"{statistics.median(by_ratio):.2f} of eager's time at the median and {by_ratio[-1]:.2f} at worst; it took "
+        f"longer than eager at {sum(ratio > 1 for ratio in by_ratio)} of them."
     )
 
 
