@@ -173,7 +173,7 @@ def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
     [
         (["--dim", "8"], "--dim and --hidden go together"),
         (["--workload", "linear", "--activation", "silu"], "--activation is for the MLP"),
-        (["--dim", "8", "--hidden", "8", "--sweep"], "without --shapes and --sweep"),
+        (["--dim", "8", "--hidden", "8", "--sweep"], "without --shapes, --sweep and --between"),
         (["--dim", "8", "--hidden", "8", "--workload", "linear"], "are for the MLP"),
         (["--from", str(STORED / "h100-sweep.json"), "--dim", "7", "--hidden", "9"], "7 x 9 was not measured"),
     ],
