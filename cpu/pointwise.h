@@ -12,7 +12,7 @@ struct PointwiseShape {
   int64_t cols;
 };
 
-// Those of LayerNorm beside the rows: no weight is 1, no bias is 0.
+// What LayerNorm takes beside the rows. A null weight stands for ones, a null bias for zeros.
 struct Norm {
   const void *weight, *bias;
   float eps;

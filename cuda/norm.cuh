@@ -8,7 +8,7 @@
 namespace fused_mlp {
 
 constexpr int kNormThreads = 256;
-constexpr int kNormVectors = 4;  // of each thread, kept in registers; what is beyond them is read again
+constexpr int kNormVectors = 4;  // that each thread keeps in registers; what is beyond them is read again
 
 struct Sums {
   float first, second;

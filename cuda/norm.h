@@ -8,8 +8,8 @@
 
 namespace fused_mlp {
 
-// LayerNorm over the columns of x + residual; of x alone where residual.data is null. Without a weight or a bias it is
-// 1 or 0. out may be x itself.
+// LayerNorm over the columns of x + residual; of x alone where residual.data is null. A null weight stands for ones, a
+// null bias for zeros. out may be x itself.
 struct LayerNorm {
   Matrix x, residual, out;
   int64_t rows, cols;

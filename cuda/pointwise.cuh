@@ -1,5 +1,5 @@
-// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so
-// that a compiler of device code alone takes this file.
+// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so that a
+// compiler of device code alone takes this file.
 #pragma once
 
 #include <cstdint>

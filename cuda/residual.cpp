@@ -1,9 +1,10 @@
 // An MLP with the residual and the norm of its block.
+#include "../torch-ext/residual.h"
+
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../torch-ext/operands.h"
 #include "../torch-ext/torch_binding.h"
 #include "device.h"
 #include "layer.h"
@@ -12,22 +13,38 @@
 namespace fused_mlp {
 namespace {
 
-// LayerNorm of x, or of its sum with a residual that has its shape.
-void apply_norm(const Tensor& x, const Tensor* residual, const OptionalTensor& weight, const OptionalTensor& bias,
-                double eps, const Tensor& out) {
-  const TensorRows rows(x), other(residual == nullptr ? x : *residual);
-  const DenseVector scale(weight), shift(bias);
-  check(launch_layer_norm({matrix(rows),
-                           residual == nullptr ? kNoMatrix : matrix(other),
-                           {out.mutable_data_ptr(), rows.cols},
-                           rows.rows,
-                           rows.cols,
-                           dtype_of(x, "x"),
-                           scale.data(),
-                           shift.data(),
-                           static_cast<float>(eps)},
-                          current_stream(x)));
-}
+// What residual.h asks of a backend.
+struct Cuda {
+  static void norm(const Tensor& x, const Tensor* residual, const OptionalTensor& weight, const OptionalTensor& bias,
+                   double eps, const Tensor& out) {
+    const TensorRows rows(x), other(residual == nullptr ? x : *residual);
+    const DenseVector scale(weight), shift(bias);
+    check(launch_layer_norm({matrix(rows),
+                             residual == nullptr ? kNoMatrix : matrix(other),
+                             {out.mutable_data_ptr(), rows.cols},
+                             rows.rows,
+                             rows.cols,
+                             dtype_of(x, "x"),
+                             scale.data(),
+                             shift.data(),
+                             static_cast<float>(eps)},
+                            current_stream(x)));
+  }
+
+  static Tensor layers(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
+                       const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation) {
+    bool fused = false;
+    const Tensor hidden =
+        fc1_weight ? apply_layer(x, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused) : x;
+    return apply_layer(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+  }
+
+  static Tensor sum(const Tensor& a, const Tensor& b) {
+    AtenTensorHandle sum = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(a.get(), b.get(), 1.0, &sum));
+    return Tensor(sum);
+  }
+};
 
 }  // namespace
 
@@ -38,24 +55,8 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, norm_weight, norm_bias, eps,
                      norm_first);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
-  Tensor values = x;
-  if (norm_first) {
-    values = new_dense(x, x.sizes());
-    const bool copied = !x.is_contiguous();
-    if (copied) TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(values.get(), x.get(), 0));
-    apply_norm(copied ? values : x, nullptr, norm_weight, norm_bias, *eps, values);
-  }
-  bool fused = false;
-  if (fc1_weight) values = apply_layer(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);
-  values = apply_layer(values, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
-  if (eps && !norm_first) {
-    apply_norm(values, &residual, norm_weight, norm_bias, *eps, values);
-    return values;
-  }
-  const Tensor &first = residual_first ? residual : values, &second = residual_first ? values : residual;
-  AtenTensorHandle sum = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(first.get(), second.get(), 1.0, &sum));
-  return Tensor(sum);
+  return block<Cuda>(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, residual_first, norm_weight,
+                     norm_bias, eps, norm_first);
 }
 
 }  // namespace fused_mlp

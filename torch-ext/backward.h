@@ -76,8 +76,9 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
 // As many rows at once as make what is made again, three matrices [rows, hidden], no larger than x; or all of them
 // where that saves less than it takes: sums in float32 of three gradients of weights, and what is added to one of them.
 inline int64_t rows_of_a_block(int64_t rows, int64_t in, int64_t hidden) {
-  constexpr int64_t kLeast = 8192,
-                    kStep = 256;  // fewer rows would make the sums take more than a twentieth of the time
+  // With fewer rows to a block, the sums would take more than a twentieth of the time.
+  constexpr int64_t kLeast = 8192;
+  constexpr int64_t kStep = 256;
   const int64_t block = std::max(kLeast, rows * in / std::max<int64_t>(3 * hidden, 1) / kStep * kStep);
   return 3 * 2 * (rows - block) > 4 * 4 * in ? block : rows;
 }
@@ -310,7 +311,7 @@ class Backward {
     return torch::stable::sum(grad, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, sums_dtype());
   }
 
-  // Of gradients that are terms of sums; else they have the dtype of their operand.
+  // A gradient that is a term of a sum is float32. Others have the dtype of their operand, for which nothing is said.
   std::optional<torch::headeronly::ScalarType> sums_dtype() const {
     return sums_ == nullptr ? std::nullopt : std::optional(torch::headeronly::ScalarType::Float);
   }

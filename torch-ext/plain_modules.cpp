@@ -225,12 +225,17 @@ Answer are_for(PyObject* x) {
   return refused ? answer(refused.get() == Py_None) : kError;
 }
 
-// Whether autograd records a call on these operands, among which are tensors, numbers and None.
-Answer is_recorded(PyObject* operands) {
+Answer is_recording() {
   const Answer enabled = truth(Owned(PyObject_CallObject(settings.is_grad_enabled, nullptr)).get());
   if (enabled != kYes) return enabled;
   const Answer inference = truth(Owned(PyObject_CallObject(settings.is_inference, nullptr)).get());
-  if (inference != kNo) return inference == kYes ? kNo : kError;
+  return inference == kError ? kError : answer(inference == kNo);
+}
+
+// Whether autograd records a call on these operands, among which are tensors, numbers and None.
+Answer is_recorded(PyObject* operands) {
+  const Answer recording = is_recording();
+  if (recording != kYes) return recording;
   Answer needs = kNo;
   for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
@@ -427,8 +432,16 @@ bool is_answer() {
   return PyErr_Occurred() == nullptr;
 }
 
+// Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
+// records: asked first, it saves all other questions.
+bool is_followed(PyObject* x) {
+  return class_of(x) == settings.tensor && attribute_is_true(x, names().requires_grad) == kYes &&
+         is_recording() == kYes;
+}
+
 // `rest` are the arguments of the tail behind its first one.
 PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
+  if (is_followed(x)) return nullptr;
   const Owned state(state_of(owner));
   const Owned both(state ? children(owner, state.get(), halves) : nullptr);
   if (!both) return nullptr;
@@ -470,6 +483,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
 }
 
 PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
+  if (is_followed(x)) return nullptr;
   const Owned state(state_of(module));
   PyObject* half = state ? running(module, state.get(), wholes) : nullptr;
   if (half == nullptr) return nullptr;
@@ -535,7 +549,7 @@ PyObject* py_block(PyObject*, PyObject* given) {
                         &block.norm_first)) {
     return nullptr;
   }
-  return answered(fused(pattern, x, projections, act, between, &block));
+  return answered(is_followed(x) ? nullptr : fused(pattern, x, projections, act, between, &block));
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {

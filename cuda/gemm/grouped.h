@@ -30,13 +30,13 @@ struct RowBlocks {
   const RowRange* rows = nullptr;  // of every expert, in blocks of kTiledBlock rows
 };
 
-constexpr int kFittedStep = 16;       // the height of a fitted tile is a multiple of this,
-constexpr int kMostFittedRows = 192;  // and at most so much
+constexpr int kFittedStep = 16;       // the height of a fitted tile is a multiple of this
+constexpr int kMostFittedRows = 192;  // the greatest height of a fitted tile
 
 // A tile of sorted rows that is as high as it has to be. All the tiles of an expert have nearly the same height.
 struct alignas(16) FittedTile {
   int expert;
-  int first, count;  // of its expert's tiles
+  int first, count;  // the expert's first tile, and how many it has
   int rows;          // the first, which is a multiple of kFittedStep, plus the number of steps
 
   static FUSED_MLP_HOST_DEVICE FittedTile of(int expert, int first, int count, int row, int steps) {

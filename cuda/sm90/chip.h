@@ -23,8 +23,8 @@ constexpr int64_t kSmallStreamedCta = 256 << 10;
 // Weights of more bytes than this pass through the L2 cache: it keeps none of them until they are read again.
 constexpr int64_t kPassingBytes = 50 << 20;
 
-// Rows of a, those that a tile has too many among them, up to which all tiled kernels wait for the weights rather than
-// for the tensor cores. Up to here tiles are spread evenly over the columns.
+// Up to this many rows of a, rounded up to whole tiles, all tiled kernels wait for the weights rather than for the
+// tensor cores, and tiles are spread evenly over the columns.
 constexpr int64_t kEvenRows = 176;
 
 // The multiprocessors on which clusters of this many CTAs find room. A cluster lies within one GPC, and the GPCs have

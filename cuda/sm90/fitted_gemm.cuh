@@ -15,7 +15,8 @@
 
 namespace fused_mlp::sm90 {
 
-constexpr int kFittedBoxes = 4;  // of 16, 32, 64 and 128 rows: those of a height's bits bring a tile's rows
+// Boxes have 16, 32, 64 and 128 rows. Those whose bits a tile's height has bring its rows.
+constexpr int kFittedBoxes = 4;
 
 struct FittedGemmArgs {
   CUtensorMap a[kFittedBoxes];
@@ -87,7 +88,7 @@ __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, 
     const int4 bits = __ldg(reinterpret_cast<const int4*>(args.fitted.tiles + at));
     return FittedTile{bits.x, bits.y, bits.z, bits.w};
   };
-  const FittedTile any = tile_at(index / args.tiles_n);  // of the same expert
+  const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile that is looked for
   const int2 at = grouped_tile<TileOrder::kGroupM>(index - any.first * args.tiles_n, any.count, args.tiles_n);
   const FittedTile tile = tile_at(any.first + at.x);
   return {tile.expert, tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
@@ -98,7 +99,7 @@ struct GatheredRows {
   static constexpr int kThreads = 128;
   static_assert(kThreads / 8 == kFittedStep, "the rows of a step are copied at once");
   const RowGather& gather;
-  uint32_t chunks[kMostFittedRows / kFittedStep];  // of x, where the thread's rows begin
+  uint32_t chunks[kMostFittedRows / kFittedStep];  // where the thread's rows begin in x, in steps of 16 bytes
 
   __device__ __forceinline__ static int chunk() { return threadIdx.x % 8; }
   __device__ __forceinline__ static int row() { return threadIdx.x % kThreads / 8; }

@@ -73,7 +73,7 @@ cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, in
                        Gemm::kSharedBytes, 1, false, stream);
 }
 
-// The same for many tokens.
+// Products of inference with many tokens, and the first layer of training.
 template <typename Gemm>
 cudaError_t launch_fitted(const GroupedProblem& p, int rows, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
@@ -157,7 +157,6 @@ cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocess
   if (!mapped) return cudaErrorInvalidValue;
   args.n = static_cast<int>(g.n);
   args.last_row = last_tile(g.m, Gemm::kBlockM);
-  args.step_column = Gemm::kTileN;
   args.last_column = last_tile(g.n, Gemm::kTileN);
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);

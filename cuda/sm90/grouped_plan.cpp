@@ -14,11 +14,11 @@ namespace {
 constexpr int kRows[] = {FUSED_MLP_TRANSPOSED_ROWS(FUSED_MLP_ROWS)};
 #undef FUSED_MLP_ROWS
 
-// Usual rows of an expert, from which on the fitted loop is the faster one.
+// With more usual rows of an expert the fitted loop is the faster one.
 constexpr int64_t kMostStreamedRows = 16;
 
-// Likewise of one whose rows are gathered: where weights are what takes the time, and copies that are slower than the
-// TMA's do not matter.
+// Up to this many usual rows the first layer gathers them: reading the weights takes the time there, and it does not
+// matter that such copies are slower than the TMA's.
 constexpr int64_t kMostGatheredRows = 96;
 
 // CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.

@@ -158,7 +158,7 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 
 def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
-    """``_short_way``, but for what the op computes as well, in more time than its parts."""
+    """``_short_way``, unless the parts take less time than the op: many rows of transposed weights."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
     return _short_way("experts_mlp", given, *form)

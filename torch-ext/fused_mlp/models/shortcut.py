@@ -126,8 +126,11 @@ def block(
     norm: Optional[nn.Module],
     norm_first: bool,
 ) -> Tensor:
-    """:func:`fused` of ``norm(x)`` where the norm comes first, what it gives handed on by the parts ``behind``, the sum
-    of that and the residual, and else the norm of the sum; one op where the short way is taken."""
+    """The block of an MLP: ``norm(residual + behind(mlp(x)))``, or where the norm comes first ``residual +
+    behind(mlp(norm(x)))``; without a norm the sum.
+
+    One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
+    """
     if plain is not None and not is_traced():
         found = plain.block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first)
         if found is not None:
