@@ -5,7 +5,7 @@ module there is asked again each time. So none is asked: Dynamo traces the metho
 functions and all, and then the nodes that it recorded for an MLP become one of an op. What is guarded is what is
 without fusing, and what is recorded in another way than an MLP stays as it is.
 
-Nodes that nothing uses any more stay in the graph, which compilers drop: somebody's hook may hold what comes out of them.
+Nodes that nothing uses any more stay in the graph, which compilers drop: somebody's hook may hold what they compute.
 """
 
 from __future__ import annotations
