@@ -94,7 +94,8 @@ def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
 def test_one_layer_under_autograd_runs_as_its_source(fused_mlp, device, long_way):
     module, fused = fused_pair(fused_mlp, Intermediate(), device)
     long_way.clear()
-    output, expected = fused(x_of(device)), module(x_of(device))
+    x = x_of(device)
+    output, expected = fused(x), module(x)
     assert torch.equal(output, expected)
     assert type(output.grad_fn) is type(expected.grad_fn)  # torch's own node
     assert long_way == []
