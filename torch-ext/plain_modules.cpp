@@ -171,7 +171,8 @@ Answer is_bare(PyObject* state, bool recording) {
   return PyErr_Occurred() ? kError : kYes;
 }
 
-// The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is shorter.
+// The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is
+// shorter.
 PyObject* state_of(PyObject* module) {
   const Owned state(PyObject_GenericGetAttr(module, names().state));
   if (state && !PyDict_Check(state.get())) {
@@ -573,6 +574,17 @@ PyObject* py_are_items(PyObject*, PyObject* given) {
   return boolean(are_items(dictionary, pairs));
 }
 
+PyObject* py_is_recorded(PyObject*, PyObject* operands) {
+  const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
+  if (count < 1) return PyErr_Format(PyExc_TypeError, "operands must be a tuple with an input, got %R", operands);
+  bool plain = are_for(PyTuple_GetItem(operands, 0)) == kYes && is_undisturbed() == kYes;
+  for (Py_ssize_t i = 1; plain && i < count; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    plain = operand == Py_None || class_of(operand) == settings.parameter || class_of(operand) == settings.tensor;
+  }
+  return answered(plain ? boolean(is_recorded(operands)) : nullptr);
+}
+
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 PyObject* py_fused(PyObject*, PyObject* given) {
@@ -632,6 +644,7 @@ PyMethodDef plain_module_methods[] = {
     {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
+    {"is_recorded", py_is_recorded, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
     {"block_of", py_block_of, METH_VARARGS, nullptr},

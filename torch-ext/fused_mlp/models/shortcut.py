@@ -180,7 +180,9 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
         if not recorded:
             return _ops[name](x, *weights, *biases, code)
         refused = training.refusal(name) is not None
-        return None if refused else training.run(name, (x, *weights, *biases), code, pattern.memory, up_first)
+        if refused:
+            return None
+        return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
 
