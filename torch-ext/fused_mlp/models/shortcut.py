@@ -62,8 +62,8 @@ if plain is not None:
             "dtypes": native._DTYPES,
             "on_device": f"is_{native.DEVICE_TYPE}",
             "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
+            "every_gpu": native.takes_every_gpu,
             "blocks": dispatch._open_blocks,
-            "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
             "hiding_none": {},
             "quiet": (
