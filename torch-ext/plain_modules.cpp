@@ -577,12 +577,13 @@ PyObject* py_are_items(PyObject*, PyObject* given) {
 PyObject* py_is_recorded(PyObject*, PyObject* operands) {
   const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
   if (count < 1) return PyErr_Format(PyExc_TypeError, "operands must be a tuple with an input, got %R", operands);
-  bool plain = are_for(PyTuple_GetItem(operands, 0)) == kYes && is_undisturbed() == kYes;
+  bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
   for (Py_ssize_t i = 1; plain && i < count; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
     plain = operand == Py_None || class_of(operand) == settings.parameter || class_of(operand) == settings.tensor;
   }
-  return answered(plain ? boolean(is_recorded(operands)) : nullptr);
+  const Answer recording = plain ? is_recording() : kNo;
+  return answered(plain ? boolean(recording == kYes ? needs_gradient(operands) : recording) : nullptr);
 }
 
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
