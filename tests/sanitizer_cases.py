@@ -144,7 +144,9 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
 
                 def call(first=first, x=x, down_weight=down_weight, code=code):
                     (weight, up), (bias, up_bias) = first
-                    _, gate, kept_up = native.training_forward(x, weight, up, None, bias, up_bias, None, code, True, None)
+                    _, gate, kept_up = native.training_forward(
+                        x, weight, up, None, bias, up_bias, None, code, True, None
+                    )
                     needs = 1 if up is not None else 1 << 4  # x; of a plain MLP the bias, which takes no product
                     needs |= by_cublas << 3
                     given = (x, weight, up, down_weight, bias, up_bias, gate, None if up is None else kept_up)
