@@ -68,7 +68,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
         return (), 0
     x, weight = given[:2]
     names = ("fc1",) if op == "mlp" else ("gate", "up")
-    if _is_first_frozen(*_full(op, given)):
+    if is_first_frozen(*_full(op, given)):
         names = ("hidden",)
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
@@ -76,7 +76,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
     """How the products with an epilogue of training would be computed."""
     given = _full(op, given)
-    if memory == KEPT and _is_first_frozen(*given):
+    if memory == KEPT and is_first_frozen(*given):
         return ()
     return native.plan_training(given, activation, memory == KEPT)
 
@@ -88,7 +88,7 @@ def run(op: str, given: Operands, activation: int, memory: str, up_first: Option
     second weight may be None.
     """
     given, keep = _full(op, given), memory == KEPT
-    if keep and not given[1].requires_grad and _is_first_frozen(*given):
+    if keep and not given[1].requires_grad and is_first_frozen(*given):
         hidden = _first_layer(given, activation, up_first, native)
         return F.linear(hidden, given[3], given[6])
     if _is_compiling() or _dispatch_modes():
@@ -119,7 +119,7 @@ def _full(op: str, given: Operands) -> Operands:
     return (x, weight, up_weight, None, bias, up_bias, None)
 
 
-def _is_first_frozen(
+def is_first_frozen(
     x: Tensor,
     weight: Tensor,
     up_weight: Optional[Tensor],

@@ -62,8 +62,8 @@ if plain is not None:
             "dtypes": native._DTYPES,
             "on_device": f"is_{native.DEVICE_TYPE}",
             "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
+            "every_gpu": native.takes_every_gpu,
             "blocks": dispatch._open_blocks,
-            "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
             "hiding_none": {},
             "quiet": (
@@ -107,6 +107,8 @@ def fused(
     if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(pattern, x, projections, act, between)
         if type(found) is tuple:
+            if pattern.op == "linear" and pattern.memory == training.KEPT:
+                return act(projections[0](x))  # autograd follows, and no op records a single layer
             found = _recorded_or_packed(pattern, *found)
         if found is not None:
             return found
