@@ -546,6 +546,19 @@ PyObject* answered(PyObject* found) {
   Py_RETURN_NONE;
 }
 
+// The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
+// PyArg_ParseTuple runs.
+template <size_t kEnd>
+bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[kEnd - 1]) {
+  bool fits = PyTuple_Size(given) == kEnd - 1;
+  for (size_t i = 0; fits && i < kEnd - 1; ++i) {
+    PyObject* const argument = arguments[i] = PyTuple_GetItem(given, i);
+    fits = kinds[i] == 'o' || (kinds[i] == 'd' ? PyDict_Check(argument) : PyTuple_Check(argument));
+  }
+  if (!fits) PyErr_Format(PyExc_TypeError, "arguments must be of the kinds %s, got %R", kinds, given);
+  return fits;
+}
+
 PyObject* py_configure(PyObject*, PyObject* given) {
   if (!PyDict_Check(given)) return PyErr_Format(PyExc_TypeError, "settings must be a dict, got %R", class_of(given));
   Settings read{};
@@ -569,9 +582,8 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
 
 PyObject* py_are_items(PyObject*, PyObject* given) {
-  PyObject *dictionary, *pairs;
-  if (!PyArg_ParseTuple(given, "O!O!", &PyDict_Type, &dictionary, &PyTuple_Type, &pairs)) return nullptr;
-  return boolean(are_items(dictionary, pairs));
+  PyObject* of[2];
+  return unpack(given, "dt", of) ? boolean(are_items(of[0], of[1])) : nullptr;
 }
 
 PyObject* py_is_recorded(PyObject*, PyObject* operands) {
@@ -589,52 +601,38 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 PyObject* py_fused(PyObject*, PyObject* given) {
-  PyObject *pattern, *x, *projections, *act, *between;
-  if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
-    return nullptr;
-  }
-  Few layers, parts;
+  PyObject* of[5];
+  if (!unpack(given, "ootot", of)) return nullptr;
+  Few projections, between;
   const Answer recording = is_recording();
-  const bool known = recording != kError && layers.add_all(projections) && parts.add_all(between);
-  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes) : nullptr);
+  const bool known = recording != kError && projections.add_all(of[2]) && between.add_all(of[4]);
+  const Mlp mlp{of[0], of[1], projections.all(), of[3], between.all()};
+  return answered(known ? fused(mlp, recording == kYes) : nullptr);
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject *pattern, *x, *projections, *act, *between, *behind;
-  Block block{};
-  if (!PyArg_ParseTuple(given, "OOO!OO!O!OOOO", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type,
-                        &between, &PyTuple_Type, &behind, &block.residual, &block.residual_first, &block.norm,
-                        &block.norm_first)) {
-    return nullptr;
-  }
-  Few layers, parts, passing;
+  PyObject* of[10];
+  if (!unpack(given, "ootottoooo", of)) return nullptr;
+  Few projections, between, behind;
   const Answer recording = is_recording();
-  const bool known = is_followed(x, recording) == kNo && layers.add_all(projections) && parts.add_all(between) &&
-                     passing.add_all(behind);
-  block.behind = passing.all();
-  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes, &block) : nullptr);
+  const bool known = is_followed(of[1], recording) == kNo && projections.add_all(of[2]) && between.add_all(of[4]) &&
+                     behind.add_all(of[5]);
+  const Mlp mlp{of[0], of[1], projections.all(), of[3], between.all()};
+  const Block block{behind.all(), of[6], of[7], of[8], of[9]};
+  return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject *wholes, *module, *x, *behind;
-  Block block{};
-  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &behind,
-                        &block.residual, &block.residual_first, &block.norm, &block.norm_first)) {
-    return nullptr;
-  }
-  Few passing;
-  const bool known = passing.add_all(behind);
-  block.behind = passing.all();
-  return answered(known ? block_of(wholes, module, x, block) : nullptr);
+  PyObject* of[8];
+  if (!unpack(given, "dootoooo", of)) return nullptr;
+  Few behind;
+  const bool known = behind.add_all(of[3]);
+  return answered(known ? block_of(of[0], of[1], of[2], {behind.all(), of[4], of[5], of[6], of[7]}) : nullptr);
 }
 
 PyObject* py_joined(PyObject*, PyObject* given) {
-  PyObject *heads, *tails, *owner, *halves, *x, *rest;
-  if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
-                        &x, &PyTuple_Type, &rest)) {
-    return nullptr;
-  }
-  return answered(joined(heads, tails, owner, halves, x, rest));
+  PyObject* of[6];
+  return unpack(given, "ddotot", of) ? answered(joined(of[0], of[1], of[2], of[3], of[4], of[5])) : nullptr;
 }
 
 }  // namespace

@@ -10,7 +10,6 @@
 
 // Python is not linked against: the interpreter that imports the extension defines these. Being weak, they may stay
 // undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
-#pragma weak PyArg_ParseTuple
 #pragma weak PyBool_FromLong
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
