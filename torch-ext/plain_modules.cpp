@@ -2,7 +2,9 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <map>
 #include <span>
+#include <utility>
 
 namespace fused_mlp {
 namespace {
@@ -37,11 +39,6 @@ class Few {
     if (fits) at_[count_++] = object;
     return fits;
   }
-  bool add_all(PyObject* tuple) {
-    bool fits = true;
-    for (Py_ssize_t i = 0, count = PyTuple_Size(tuple); fits && i < count; ++i) fits = add(PyTuple_GetItem(tuple, i));
-    return fits;
-  }
   Objects all() const { return {at_, count_}; }
 
  private:
@@ -69,7 +66,6 @@ struct Settings {
   PyObject* every_gpu;     // a function: whether they run on all GPUs
   PyObject* blocks;        // a list of one element while no backend is forced
   PyObject* is_inference;  // the function of torch
-  PyObject* hiding_none;   // by classes of modules, an empty dictionary: what hides_none() found
   PyObject* quiet;         // functions that return something true where every call is disturbed
   PyObject* empty;         // dictionaries that hold something there
   PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
@@ -80,8 +76,8 @@ Settings settings{};
 // In the order of Settings.
 constexpr const char* kSettings[] = {"tensor",    "parameter", "linear",    "dropout", "gelu",         "layer_norm",
                                      "module",    "call",      "original",  "known",   "ops",          "dtypes",
-                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "hiding_none",
-                                     "quiet",     "empty",     "unchanged", "of_norms"};
+                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "quiet",
+                                     "empty",     "unchanged", "of_norms"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -421,11 +417,16 @@ Py_ssize_t total_size(PyObject* dictionaries) {
 // Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
 // missing costs an exception, so that is asked once, and again where the class has got other bases or attributes.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
+  struct Known {
+    PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
+    Py_ssize_t total;
+  };
+  static std::map<std::pair<PyObject*, PyObject*>, Known> known;
   const Owned order(PyObject_GetAttr(kind, names().order));
   if (!order) return kError;
-  PyObject* known = item(settings.hiding_none, kind);
-  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get() &&
-      PyLong_AsSsize_t(PyTuple_GetItem(known, 2)) == total_size(PyTuple_GetItem(known, 3))) {
+  const auto found = known.find({kind, wanted});
+  if (found != known.end() && found->second.order == order.get() &&
+      found->second.total == total_size(found->second.dictionaries)) {
     return kYes;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
@@ -434,25 +435,49 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
-  const Owned dictionaries(dictionaries_of(order.get()));
-  const Owned total(dictionaries ? PyLong_FromSsize_t(total_size(dictionaries.get())) : nullptr);
-  if (!total || PyErr_Occurred()) return kError;
-  const Owned entry(PyTuple_Pack(4, wanted, order.get(), total.get(), dictionaries.get()));
-  return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
+  Owned dictionaries(dictionaries_of(order.get()));
+  const Py_ssize_t total = dictionaries ? total_size(dictionaries.get()) : -1;
+  if (total < 0) return kError;
+  if (found == known.end()) Py_INCREF(wanted);
+  Py_INCREF(order.get());
+  known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
+  return kYes;
 }
 
-// The children of a module under these names, as its attributes are found. Not kYes where one is something else.
-Answer read_children(PyObject* module, PyObject* state, PyObject* wanted, Few* found) {
-  PyObject* modules = item(state, names().modules);
-  if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
-  const Answer visible = hides_none(class_of(module), wanted);
-  if (visible != kYes) return visible;
-  for (Py_ssize_t i = 0, count = PyTuple_Size(wanted); i < count; ++i) {
-    PyObject* name = PyTuple_GetItem(wanted, i);
-    PyObject* child = item(modules, name);
-    if (child == nullptr || item(state, name) != nullptr || PyErr_Occurred() || !found->add(child)) return kNo;
+// A module, whose children are found by their names, as its attributes are.
+class Owner {
+ public:
+  Answer open(PyObject* module, PyObject* state, PyObject* names) {
+    state_ = state;
+    modules_ = item(state, fused_mlp::names().modules);
+    if (modules_ == nullptr || !PyDict_Check(modules_)) return PyErr_Occurred() ? kError : kNo;
+    return hides_none(class_of(module), names);
   }
-  return kYes;
+  // Borrowed; nullptr where a name stands for something else. What is no name stands for itself.
+  PyObject* part(PyObject* given) const {
+    if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
+    PyObject* const child = item(modules_, given);
+    return child == nullptr || item(state_, given) != nullptr || PyErr_Occurred() ? nullptr : child;
+  }
+  // False where one stands for something else, or there are more than any MLP has.
+  bool add_all(PyObject* given, Few* found) const {
+    for (Py_ssize_t i = 0, count = PyTuple_Size(given); i < count; ++i) {
+      PyObject* const found_part = part(PyTuple_GetItem(given, i));
+      if (found_part == nullptr || !found->add(found_part)) return false;
+    }
+    return true;
+  }
+
+ private:
+  PyObject* state_ = nullptr;
+  PyObject* modules_ = nullptr;
+};
+
+// The children of a module under these names.
+Answer read_children(PyObject* module, PyObject* state, PyObject* names, Few* found) {
+  Owner owner;
+  const Answer opened = owner.open(module, state, names);
+  return opened == kYes ? answer(owner.add_all(names, found)) : opened;
 }
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
@@ -524,10 +549,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
-PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
-  const Answer asked = is_recording();
-  if (is_followed(x, asked) != kNo) return nullptr;
-  const bool recording = asked == kYes;
+PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
   PyObject* state = state_of(module);
   PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (half == nullptr) return nullptr;
@@ -600,34 +622,52 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
 
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
+// Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
+Answer open(Owner* owner, PyObject* module, PyObject* names) {
+  if (PyTuple_Size(names) == 0) return kYes;
+  PyObject* const state = state_of(module);
+  return state == nullptr ? kError : owner->open(module, state, names);
+}
+
 PyObject* py_fused(PyObject*, PyObject* given) {
-  PyObject* of[5];
-  if (!unpack(given, "ootot", of)) return nullptr;
+  PyObject* of[7];
+  if (!unpack(given, "oototot", of)) return nullptr;
+  Owner owner;
   Few projections, between;
   const Answer recording = is_recording();
-  const bool known = recording != kError && projections.add_all(of[2]) && between.add_all(of[4]);
-  const Mlp mlp{of[0], of[1], projections.all(), of[3], between.all()};
+  if (recording == kError || open(&owner, of[5], of[6]) != kYes) return answered(nullptr);
+  PyObject* const act = owner.part(of[3]);
+  const bool known = act != nullptr && owner.add_all(of[2], &projections) && owner.add_all(of[4], &between);
+  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
   return answered(known ? fused(mlp, recording == kYes) : nullptr);
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[10];
-  if (!unpack(given, "ootottoooo", of)) return nullptr;
+  PyObject* of[12];
+  if (!unpack(given, "ootottooooot", of)) return nullptr;
+  Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  const bool known = is_followed(of[1], recording) == kNo && projections.add_all(of[2]) && between.add_all(of[4]) &&
-                     behind.add_all(of[5]);
-  const Mlp mlp{of[0], of[1], projections.all(), of[3], between.all()};
-  const Block block{behind.all(), of[6], of[7], of[8], of[9]};
+  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
+  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[8]);
+  const bool known = act != nullptr && norm != nullptr && owner.add_all(of[2], &projections) &&
+                     owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
+  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
+  const Block block{behind.all(), of[6], of[7], norm, of[9]};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[8];
-  if (!unpack(given, "dootoooo", of)) return nullptr;
+  PyObject* of[10];
+  if (!unpack(given, "dootooooot", of)) return nullptr;
+  Owner owner;
   Few behind;
-  const bool known = behind.add_all(of[3]);
-  return answered(known ? block_of(of[0], of[1], of[2], {behind.all(), of[4], of[5], of[6], of[7]}) : nullptr);
+  const Answer recording = is_recording();
+  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
+  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[6]);
+  const bool known = module != nullptr && norm != nullptr && owner.add_all(of[3], &behind);
+  const Block block{behind.all(), of[4], of[5], norm, of[7]};
+  return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 
 PyObject* py_joined(PyObject*, PyObject* given) {

@@ -13,7 +13,6 @@
 #pragma weak PyBool_FromLong
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
-#pragma weak PyDict_SetItem
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches
@@ -27,7 +26,6 @@
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_Type
 #pragma weak PyLong_AsSsize_t
-#pragma weak PyLong_FromSsize_t
 #pragma weak PyModule_Create2
 #pragma weak PyModule_GetDict
 #pragma weak PyModule_Type
