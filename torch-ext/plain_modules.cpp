@@ -101,6 +101,8 @@ struct Names {
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* packed = PyUnicode_InternFromString("packed");
   PyObject* order = PyUnicode_InternFromString("__mro__");
+  // What finds attributes, of all names and of those that are not found otherwise.
+  PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
@@ -414,8 +416,9 @@ Py_ssize_t total_size(PyObject* dictionaries) {
   return total;
 }
 
-// Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
-// missing costs an exception, so that is asked once, and again where the class has got other bases or attributes.
+// Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
+// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and again where the
+// class has got other bases or attributes.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
   struct Known {
     PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
@@ -428,6 +431,11 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   if (found != known.end() && found->second.order == order.get() &&
       found->second.total == total_size(found->second.dictionaries)) {
     return kYes;
+  }
+  for (PyObject* name : names().finders) {
+    const Owned usual(PyObject_GetAttr(settings.module, name));
+    const Answer same = usual ? has_attribute(kind, name, usual.get()) : kError;
+    if (same != kYes) return same;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
@@ -457,7 +465,8 @@ class Owner {
   PyObject* part(PyObject* given) const {
     if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
     PyObject* const child = item(modules_, given);
-    return child == nullptr || item(state_, given) != nullptr || PyErr_Occurred() ? nullptr : child;
+    const bool is_child = child != nullptr && child != Py_None && item(state_, given) == nullptr;
+    return is_child && PyErr_Occurred() == nullptr ? child : nullptr;
   }
   // False where one stands for something else, or there are more than any MLP has.
   bool add_all(PyObject* given, Few* found) const {
