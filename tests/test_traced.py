@@ -13,8 +13,8 @@ from modules import Gated, Halves, PackedGated, Plain
 from safety import assert_close, x_of
 from tiny_models import LLM
 
-# What fusing may add to the lines of guards of a whole model: mostly what the fused classes of its layers, and those that
-# they were made from, do not have. Before 2.13 that is asked of every layer, in BERT's with 13 lines.
+# What fusing may add to the lines of guards of a whole model. Some are of what the fused class of a layer and the class
+# that it was made from have not: before torch 2.13 these are asked of every layer, in BERT's with 13 lines.
 GUARDS = {"bert": 55, "gpt2": 35}
 
 
