@@ -62,12 +62,6 @@ def backend(name: str) -> Iterator[None]:
         _open_blocks.remove(block)
 
 
-def forced() -> Optional[str]:
-    """The name of the implementation that is forced, or None."""
-    name = _open_blocks[-1].name
-    return None if name == "auto" else name
-
-
 def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
     """The backend module that takes ``op`` on ``x``; ValueError if one is forced and refuses.
 

@@ -107,8 +107,8 @@ _RECOMPUTED = Pattern(whole=True, memory="recompute")
 
 
 def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
-    if traced.follows(self):
-        return traced.run(plain.memory, nn.Sequential.forward, self, input)
+    if traced.is_traced():
+        return traced.run(plain.memory, nn.Sequential.forward, _instead_of_sequential, self, input)
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)

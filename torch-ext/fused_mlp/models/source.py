@@ -28,8 +28,8 @@ _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 class Instead(NamedTuple):
     """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
 
-    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. Nor
-    where ``traced``, a module in a cell, runs ``method`` for Dynamo, with ``memory`` as its first argument.
+    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
+    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument.
     """
 
     owner: str
@@ -187,10 +187,10 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
     for attribute in (instead.owner, instead.name):
         found = ast.Call(name(_GETATTR), [found, ast.Constant(attribute), ast.Constant(None)], [])
     is_changed = ast.BoolOp(ast.And(), [ast.Compare(found, [ast.IsNot()], [name(_METHOD)]), another])
-    traced = {word: ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("follows", "run")}
-    recorded = [ast.Constant(instead.memory), name(_METHOD), *given]
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
+    recorded = [ast.Constant(instead.memory), name(_METHOD), name(_INSTEAD), *given]
     statements: List[ast.stmt] = [
-        ast.If(ast.Call(traced["follows"], given[:1], []), [ast.Return(ast.Call(traced["run"], recorded, named))], []),
+        ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
     ]
     for node in (node for statement in statements for node in ast.walk(statement)):

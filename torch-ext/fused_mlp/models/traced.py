@@ -20,35 +20,43 @@ from torch import Tensor, fx
 from .. import calls, dispatch, training
 from ..activations import BY_CODE, Activation
 from ..backends import native
+from ..dispatch import _open_blocks
 from . import formulas, switching
 
 is_traced = torch.compiler.is_dynamo_compiling
 
 
-class _AsFused(type):
+class _Unchanged(type):
     def __instancecheck__(cls, module: Any) -> bool:
-        return dispatch.forced() is None and switching.is_unchanged(module)
+        return switching.is_unchanged(module)
 
 
-class AsFused(metaclass=_AsFused):
-    """The modules whose class has the methods that they were fused with, where no backend is forced.
+class Unchanged(metaclass=_Unchanged):
+    """Fused modules whose class has the methods that the fused ones were made from.
 
     Dynamo asks ``isinstance`` while it traces, and guards on nothing that the answer depends on.
     """
 
 
-def follows(module: Any) -> bool:
-    """Whether Dynamo is to trace the original of a fused method, by :func:`run`."""
-    return is_traced() and isinstance(module, AsFused)
+def run(
+    memory: str,
+    method: Callable[..., Any],
+    instead: Callable[[Any], Optional[Callable[..., Any]]],
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or what is to run instead.
 
-
-def run(memory: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``method(*args, **kwargs)`` as Dynamo traces it, with its MLPs fused; ``memory``: what training keeps."""
+    ``memory``: what training keeps. Where a backend is forced other than the compiled ops, PyTorch computes.
+    """
     from torch._dynamo.comptime import comptime
 
-    dispatch.forced()  # for the guard: traced anew where one is forced later
+    if not isinstance(module, Unchanged):
+        method = instead(module) or method
+    _open_blocks[-1].name  # for the guard: traced anew where another backend is forced  # noqa: B018
     comptime(_begin)
-    result = method(*args, **kwargs)
+    result = method(module, *args, **kwargs)
     comptime(_end)
     return result
 
