@@ -198,6 +198,16 @@ __device__ __forceinline__ int load_fresh(const int* pointer) {
   return value;
 }
 
+// Reads 16 bytes that nobody reads again: they do not stay in L1.
+__device__ __forceinline__ uint4 load_once(const void* pointer, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer), "l"(policy)
+               : "memory");
+  return v;
+}
+
 // Programmatic dependent launch: wait for the kernel before this one; let the kernel after this one start.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
