@@ -264,6 +264,10 @@ struct Cpu {
   }
 
   template <typename... Operands>
+  static NoKernel kept_values(const Operands&...) {
+    return {};
+  }
+  template <typename... Operands>
   static NoKernel hidden_gradients(const Operands&...) {
     return {};
   }

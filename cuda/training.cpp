@@ -90,6 +90,7 @@ class TrainingGemm {
 
 // A first layer, and what its backward needs.
 struct KeptGemm : TrainingGemm {
+  KeptGemm() = default;
   KeptGemm(const Left& x, const FirstLayer& first, int64_t activation)
       : TrainingGemm(first.up_weight ? Product::kGatedKept : Product::kPlainKept, x, first.weight, activation) {
     EpilogueArgs& epilogue = problem_.epilogue;
@@ -99,11 +100,11 @@ struct KeptGemm : TrainingGemm {
     choose();
   }
 
-  void launch(const Tensor& gate, const OptionalTensor& up, const Tensor& hidden) {
+  void launch(const Tensor& gate, const OptionalTensor& up, const Tensor& values) {
     problem_.training.gate = matrix(gate);
     if (up) problem_.training.up = matrix(*up);
-    problem_.out = matrix(hidden);
-    launch_on_stream_of(hidden);
+    problem_.out = matrix(values);
+    launch_on_stream_of(values);
   }
 };
 
@@ -202,6 +203,10 @@ struct Cuda {
     check(launch_act_and_mul_backward(matrix(grad), matrix(gate), up ? matrix(*up) : kNoMatrix, matrix(dgate),
                                       dup ? matrix(*dup) : kNoMatrix, gate.size(0), gate.size(1), dtype_of(gate, "x"),
                                       activation, current_stream(gate)));
+  }
+
+  static KeptGemm kept_values(const Tensor& x, const FirstLayer& first, int64_t activation) {
+    return {x, first, activation};
   }
 
   static HiddenGradients hidden_gradients(const Tensor& grad, const Tensor& weight, const Tensor& gate,

@@ -73,13 +73,16 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
   return {half(up_first), half(!up_first)};
 }
 
-// As many rows at once as make what is made again, three matrices [rows, hidden], no larger than x; or all of them
-// where that saves less than it takes: sums in float32 of three gradients of weights, and what is added to one of them.
+// As many rows at once as make what is made again, three matrices [rows, hidden], no larger than x, in blocks of about
+// one size; or all of them where that saves less than it takes: sums in float32 of three gradients of weights, and what
+// is added to one of them.
 inline int64_t rows_of_a_block(int64_t rows, int64_t in, int64_t hidden) {
-  // With fewer rows to a block, the sums would take more than a twentieth of the time.
-  constexpr int64_t kLeast = 8192;
+  // With fewer rows to a block, the sums would take more than a thirtieth of the time.
+  constexpr int64_t kLeast = 12288;
   constexpr int64_t kStep = 256;
-  const int64_t block = std::max(kLeast, rows * in / std::max<int64_t>(3 * hidden, 1) / kStep * kStep);
+  const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
+  const int64_t most = std::max(kLeast, rows * in / std::max<int64_t>(3 * hidden, 1));
+  const int64_t block = parts(parts(rows, parts(rows, most)), kStep) * kStep;
   return 3 * 2 * (rows - block) > 4 * 4 * in ? block : rows;
 }
 
@@ -105,6 +108,8 @@ struct NoKernel {
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
+//   kept_values(x, first, activation)                      a kernel, or none, whose launch(gate, up, values) is
+//                                                          linear_into for gate and for up, and apply
 //   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
 //                                                          differentiate and, unless values is null, apply
 //   input_gradient(dgate, weight, dup, up_weight)          a kernel, or none, whose launch(dx) is mm and add_mm
@@ -152,25 +157,37 @@ class Backward {
   // hidden_gradients.
   std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                           Tensor gate, OptionalTensor up, bool in_place) {
-    differentiate(weight, up_weight, second_weight, gate, up, in_place);
+    differentiate(weight, up_weight, second_weight, gate, up, in_place, needs(kSecondWeight));
     return results();
   }
 
  private:
   void make_again(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                   const OptionalTensor& bias, const OptionalTensor& up_bias) {
+    auto kept = [&] {
+      const FirstLayer first(weight, up_weight, bias, up_bias, up_first_);
+      using Kernel = decltype(Backend::kept_values(x_, first, activation_));
+      return needs(kSecondWeight) ? Backend::kept_values(x_, first, activation_) : Kernel();
+    }();
     const auto made = [&](const Tensor& weight, const OptionalTensor& bias) {
       const Tensor values = new_dense(input_, {x_.size(0), weight.size(0)});
-      Backend::linear_into(values, x_, weight, bias);
+      if (!kept) Backend::linear_into(values, x_, weight, bias);
       return values;
     };
     Tensor gate = made(weight, bias);
     OptionalTensor up = up_weight ? OptionalTensor(made(*up_weight, up_bias)) : std::nullopt;
-    differentiate(weight, up_weight, second_weight, gate, up, true);
+    if (kept) {
+      const auto [gate_rows, up_rows] = parts(gate, up);
+      const Tensor values = new_dense(input_, {x_.size(0), gate_rows.size(1)});
+      kept.launch(gate_rows, up_rows, values);
+      add_found(kSecondWeight, of_weight(grad_, values, *second_weight));
+    }
+    differentiate(weight, up_weight, second_weight, gate, up, true, needs(kSecondWeight) && !kept);
   }
 
+  // `makes_values`: the hidden values, for the gradient of the second weight.
   void differentiate(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
-                     Tensor gate, OptionalTensor up, bool in_place) {
+                     Tensor gate, OptionalTensor up, bool in_place, bool makes_values) {
     const auto [gate_rows, up_rows] = parts(flat(gate), up ? OptionalTensor(flat(*up)) : std::nullopt);
     const std::array<int64_t, 2> sizes{x_.size(0), gate_rows.size(1)};
     auto fused = [&] {
@@ -180,7 +197,7 @@ class Backward {
     }();
     OptionalTensor dhidden;
     if (second_weight) {
-      if (needs(kSecondWeight) && !fused) {
+      if (makes_values && !fused) {
         const bool done = in_place && !needs_first();
         const Tensor values = done && !up_first_ ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
@@ -202,7 +219,7 @@ class Backward {
     {
       const auto [dgate_rows, dup_rows] = parts(*dgate, dup);
       if (fused) {
-        const auto values = needs(kSecondWeight) ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
+        const auto values = makes_values ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
         fused.launch(dgate_rows, dup_rows, values);
         if (values) add_found(kSecondWeight, of_weight(grad_, *values, *second_weight));
       } else {
@@ -229,13 +246,11 @@ class Backward {
     if (needs(kWeight) && !batched) add_found(kWeight, of_weight(*dgate, x_, weight));
     if (needs(kBias)) add_found(kBias, of_bias(*dgate));
     dgate.reset();
-    if (in_place) release(gate);
+    if (in_place && needs(kUpWeight) && !batched) release(gate);
     if (up) {
       if (dx_rows_ && !both) add_to_input(*dup, *up_weight, &Backend::add_mm);
       if (needs(kUpWeight) && !batched) add_found(kUpWeight, of_weight(*dup, x_, *up_weight));
       if (needs(kUpBias)) add_found(kUpBias, of_bias(*dup));
-      dup.reset();
-      if (in_place) release(*up);
     }
   }
 
@@ -286,10 +301,11 @@ class Backward {
   static bool has_gaps(const Tensor& weight) { return weight.stride(1) != 1 || weight.stride(0) != weight.size(1); }
 
   // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
-  // the same time, which must not be more memory than hidden_gradients has needed.
+  // the same time, beside those of all weights, which must not be more memory than eager's six matrices [rows, hidden]
+  // beside the gradient of one weight.
   bool batches(const Tensor& weight, const Tensor& up_weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
-    return sums_ == nullptr && x_.size(0) * (out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
+    return sums_ == nullptr && x_.size(0) * (4 * out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
            Backend::batches(weight);
   }
 

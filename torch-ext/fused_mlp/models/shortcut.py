@@ -107,6 +107,8 @@ def fused(
     if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(pattern, x, projections, act, between)
         if type(found) is tuple:
+            if pattern.op == "linear" and pattern.memory == training.KEPT:
+                return act(projections[0](x))  # autograd follows, and no op records a single layer
             found = _recorded_or_packed(pattern, *found)
         if found is not None:
             return found
