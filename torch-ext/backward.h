@@ -305,8 +305,8 @@ class Backward {
   // beside the gradient of one weight.
   bool batches(const Tensor& weight, const Tensor& up_weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
-    return sums_ == nullptr && x_.size(0) * (4 * out - in) >= 2 * out * in && !has_gaps(weight) && !has_gaps(up_weight) &&
-           Backend::batches(weight);
+    return sums_ == nullptr && x_.size(0) * (4 * out - in) >= 2 * out * in && !has_gaps(weight) &&
+           !has_gaps(up_weight) && Backend::batches(weight);
   }
 
   // grad^T x in the layout that autograd gives it: row by row for a weight without gaps, else transposed.

@@ -1,5 +1,9 @@
 #include "plain_modules.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <span>
+
 namespace fused_mlp {
 namespace {
 
@@ -22,6 +26,30 @@ class Owned {
   PyObject* object_;
 };
 
+using Objects = std::span<PyObject* const>;
+
+// A few borrowed objects in a row, which cost less than a tuple of them.
+class Few {
+ public:
+  // False where there are more than any MLP has.
+  bool add(PyObject* object) {
+    const bool fits = count_ < kMost;
+    if (fits) at_[count_++] = object;
+    return fits;
+  }
+  bool add_all(PyObject* tuple) {
+    bool fits = true;
+    for (Py_ssize_t i = 0, count = PyTuple_Size(tuple); fits && i < count; ++i) fits = add(PyTuple_GetItem(tuple, i));
+    return fits;
+  }
+  Objects all() const { return {at_, count_}; }
+
+ private:
+  static constexpr size_t kMost = 16;
+  PyObject* at_[kMost];
+  size_t count_ = 0;
+};
+
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
   PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, nn.LayerNorm
@@ -30,33 +58,33 @@ struct Settings {
   PyObject* dropout;
   PyObject* gelu;
   PyObject* layer_norm;
-  PyObject* module;           // nn.Module
-  PyObject* call;             // nn.Module.__call__ as torch wrote it
-  PyObject* original;         // the attribute by which a fused module has the class that it was made from
-  PyObject* known;            // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
-  PyObject* ops;              // by name
-  PyObject* dtypes;           // those that the ops take
-  PyObject* on_device;        // the attribute of a tensor that is true on their device
-  PyObject* refusal;          // of an index of a GPU: None where the ops run on it; None for a CPU
-  PyObject* blocks;           // a list of one element while no backend is forced
-  PyObject* is_grad_enabled;  // the functions of torch
-  PyObject* is_inference;
-  PyObject* hiding_none;  // by classes of modules, an empty dictionary: what hides_none() found
-  PyObject* quiet;        // functions that return something true where every call is disturbed
-  PyObject* empty;        // dictionaries that hold something there
-  PyObject* unchanged;    // triples (owner, name, value): attributes that are another object there
-  PyObject* of_norms;     // the same of nn.LayerNorm
+  PyObject* module;        // nn.Module
+  PyObject* call;          // nn.Module.__call__ as torch wrote it
+  PyObject* original;      // the attribute by which a fused module has the class that it was made from
+  PyObject* known;         // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* ops;           // by name
+  PyObject* dtypes;        // those that the ops take
+  PyObject* on_device;     // the attribute of a tensor that is true on their device
+  PyObject* refusal;       // of an index of a GPU: None where the ops run on it; None for a CPU
+  PyObject* every_gpu;     // a function: whether they run on all GPUs
+  PyObject* blocks;        // a list of one element while no backend is forced
+  PyObject* is_inference;  // the function of torch
+  PyObject* hiding_none;   // by classes of modules, an empty dictionary: what hides_none() found
+  PyObject* quiet;         // functions that return something true where every call is disturbed
+  PyObject* empty;         // dictionaries that hold something there
+  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
+  PyObject* of_norms;      // the same of nn.LayerNorm
 };
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {
-    "tensor",       "parameter",   "linear", "dropout", "gelu",      "layer_norm", "module", "call",
-    "original",     "known",       "ops",    "dtypes",  "on_device", "refusal",    "blocks", "is_grad_enabled",
-    "is_inference", "hiding_none", "quiet",  "empty",   "unchanged", "of_norms"};
+constexpr const char* kSettings[] = {"tensor",    "parameter", "linear",    "dropout", "gelu",         "layer_norm",
+                                     "module",    "call",      "original",  "known",   "ops",          "dtypes",
+                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "hiding_none",
+                                     "quiet",     "empty",     "unchanged", "of_norms"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
-// The names that are asked for, made once.
+// The names that are asked for, made by configure().
 struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
@@ -68,23 +96,22 @@ struct Names {
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* eps = PyUnicode_InternFromString("eps");
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
-  PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* numel = PyUnicode_InternFromString("numel");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* packed = PyUnicode_InternFromString("packed");
   PyObject* order = PyUnicode_InternFromString("__mro__");
+  // Of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
 };
-const Names& names() {
-  static const Names made;
-  return made;
-}
+const Names* made_names = nullptr;
+const Names& names() { return *made_names; }
 
 PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
@@ -97,6 +124,10 @@ Answer answer(bool yes) { return yes ? kYes : kNo; }
 PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
 
 Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
+  if (PyModule_Check(owner)) {  // of Python's, whose dictionary has all that was set; asked without its class
+    PyObject* const held = item(PyModule_GetDict(owner), name);
+    if (held != nullptr || PyErr_Occurred()) return held == nullptr ? kError : answer(held == value);
+  }
   const Owned found(PyObject_GetAttr(owner, name));
   return found ? answer(found.get() == value) : kError;
 }
@@ -127,9 +158,10 @@ Answer are_items(PyObject* dictionary, PyObject* pairs) {
   return kYes;
 }
 
-// Whether calling a module with this __dict__ runs the forward of its class and nothing else.
-Answer is_bare(PyObject* state) {
-  for (PyObject* name : names().hooks) {
+// Whether calling a module with this __dict__ runs the forward of its class and nothing else. Where autograd does not
+// record, torch calls hooks of a backward for nothing: they are not asked for.
+Answer is_bare(PyObject* state, bool recording) {
+  for (PyObject* name : Objects(names().hooks).first(recording ? 4 : 2)) {
     PyObject* hooks = item(state, name);
     if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
     const Py_ssize_t count = PyObject_Size(hooks);
@@ -139,14 +171,15 @@ Answer is_bare(PyObject* state) {
   return PyErr_Occurred() ? kError : kYes;
 }
 
+// The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is
+// shorter.
 PyObject* state_of(PyObject* module) {
-  PyObject* state = PyObject_GetAttr(module, names().state);
-  if (state != nullptr && !PyDict_Check(state)) {
-    Py_DECREF(state);
+  const Owned state(PyObject_GenericGetAttr(module, names().state));
+  if (state && !PyDict_Check(state.get())) {
     PyErr_SetString(PyExc_TypeError, "module must be a torch.nn.Module");
     return nullptr;
   }
-  return state;
+  return state.get();
 }
 
 // Sets an item of a new tuple to an object, which is borrowed.
@@ -155,11 +188,10 @@ Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
   return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
 }
 
-// Puts the weight and the bias of a plain module of a class with both into a tuple.
-Answer read_parameters(PyObject* kind, PyObject* state, PyObject* module, PyObject* operands, Py_ssize_t weight_place,
+// Puts the weight and the bias of a plain module, whose class has both, into a tuple.
+Answer read_parameters(PyObject* state, bool recording, PyObject* operands, Py_ssize_t weight_place,
                        Py_ssize_t bias_place) {
-  if (class_of(module) != kind) return kNo;
-  const Answer bare = is_bare(state);
+  const Answer bare = is_bare(state, recording);
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
@@ -172,21 +204,30 @@ Answer read_parameters(PyObject* kind, PyObject* state, PyObject* module, PyObje
   return there == kYes ? put(operands, bias_place, bias) : there;
 }
 
-Answer read_linear(PyObject* layer, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
-  const Owned state(state_of(layer));
-  if (!state) return kError;
-  return read_parameters(settings.linear, state.get(), layer, operands, weight_place, bias_place);
+Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place,
+                   Py_ssize_t bias_place) {
+  if (class_of(layer) != settings.linear) return kNo;
+  PyObject* state = state_of(layer);
+  return state == nullptr ? kError : read_parameters(state, recording, operands, weight_place, bias_place);
 }
 
 // Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
-Answer passes(PyObject* part) {
+Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
   if (class_of(part) != settings.dropout) return kNo;
-  const Owned state(state_of(part));
-  if (!state) return kError;
-  PyObject* training = item(state.get(), names().training);
+  PyObject* state = state_of(part);
+  if (state == nullptr) return kError;
+  PyObject* training = item(state, names().training);
   if (training != Py_False) return PyErr_Occurred() ? kError : kNo;
-  return is_bare(state.get());
+  return is_bare(state, recording);
+}
+
+Answer pass(Objects parts, bool recording) {
+  for (PyObject* part : parts) {
+    const Answer said = passes(part, recording);
+    if (said != kYes) return said;
+  }
+  return kYes;
 }
 
 Answer is_undisturbed() {
@@ -209,33 +250,40 @@ Answer truth(PyObject* object) {
 
 Answer attribute_is_true(PyObject* owner, PyObject* name) { return truth(Owned(PyObject_GetAttr(owner, name)).get()); }
 
-// Whether the compiled ops take a tensor, and are free to.
-Answer are_for(PyObject* x) {
-  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return kNo;
-  const Answer there = attribute_is_true(x, settings.on_device);
-  if (there != kYes) return there;
-  const Owned dtype(PyObject_GetAttr(x, names().dtype));
-  if (!dtype) return kError;
-  const int known = PySequence_Contains(settings.dtypes, dtype.get());
-  if (known != 1) return known < 0 ? kError : kNo;
-  if (settings.refusal == Py_None) return kYes;
+Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
+
+// Whether the ops run on x's GPU. Where they run on all, none is asked for again.
+Answer is_refused(PyObject* x) {
+  static Answer on_every_gpu = kNo;
+  if (settings.refusal == Py_None || on_every_gpu == kYes) return kNo;
+  on_every_gpu = said_by(settings.every_gpu);
+  if (on_every_gpu != kNo) return on_every_gpu == kYes ? kNo : kError;
   const Owned index(PyObject_CallMethodObjArgs(x, names().get_device, nullptr));
   if (!index) return kError;
   const Owned refused(PyObject_CallFunctionObjArgs(settings.refusal, index.get(), nullptr));
-  return refused ? answer(refused.get() == Py_None) : kError;
+  return refused ? answer(refused.get() != Py_None) : kError;
+}
+
+// The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
+PyObject* dtype_taken(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return nullptr;
+  if (attribute_is_true(x, settings.on_device) != kYes || is_refused(x) != kNo) return nullptr;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  for (Py_ssize_t i = 0, count = dtype ? PyTuple_Size(settings.dtypes) : 0; i < count; ++i) {
+    PyObject* known = PyTuple_GetItem(settings.dtypes, i);
+    if (known == dtype.get()) return known;
+  }
+  return nullptr;
 }
 
 Answer is_recording() {
-  const Answer enabled = truth(Owned(PyObject_CallObject(settings.is_grad_enabled, nullptr)).get());
-  if (enabled != kYes) return enabled;
-  const Answer inference = truth(Owned(PyObject_CallObject(settings.is_inference, nullptr)).get());
+  if (!aoti_torch_grad_mode_is_enabled()) return kNo;
+  const Answer inference = said_by(settings.is_inference);
   return inference == kError ? kError : answer(inference == kNo);
 }
 
-// Whether autograd records a call on these operands, among which are tensors, numbers and None.
-Answer is_recorded(PyObject* operands) {
-  const Answer recording = is_recording();
-  if (recording != kYes) return recording;
+// Whether one of these operands, among which are tensors, numbers and None, needs a gradient.
+Answer needs_gradient(PyObject* operands) {
   Answer needs = kNo;
   for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
@@ -247,102 +295,103 @@ Answer is_recorded(PyObject* operands) {
 
 // What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
 // is not.
-PyObject* known_activation(PyObject* act) {
-  const bool gelu = class_of(act) == settings.gelu;
-  PyObject* known = gelu ? nullptr : item(settings.known, class_of(act));
+PyObject* known_activation(PyObject* act, bool recording) {
+  PyObject* const kind = class_of(act);
+  const bool gelu = kind == settings.gelu;
+  PyObject* known = gelu ? nullptr : item(settings.known, kind);
   if (known == nullptr && !gelu) return nullptr;
-  const Owned state(state_of(act));
-  if (!state) return nullptr;
+  PyObject* state = state_of(act);
+  if (state == nullptr) return nullptr;
   if (gelu) {
-    PyObject* approximate = item(state.get(), names().approximate);
+    PyObject* approximate = item(state, names().approximate);
     known = approximate == nullptr ? nullptr : item(settings.known, approximate);
     if (known == nullptr) return nullptr;
   }
-  const Answer plain[] = {has_attribute(class_of(act), names().forward, PyTuple_GetItem(known, 0)),
-                          has_attribute(class_of(act), names().call, settings.call), is_bare(state.get()),
-                          are_unchanged(PyTuple_GetItem(known, 2))};
-  for (Answer said : plain) {
-    if (said != kYes) return nullptr;
-  }
-  return known;
+  const bool plain =
+      is_bare(state, recording) == kYes && has_attribute(kind, names().forward, PyTuple_GetItem(known, 0)) == kYes &&
+      has_attribute(kind, names().call, settings.call) == kYes && are_unchanged(PyTuple_GetItem(known, 2)) == kYes;
+  return plain ? known : nullptr;
 }
+
+// An MLP, or a part of one, as a module has it now.
+struct Mlp {
+  PyObject* pattern;
+  PyObject* x;
+  Objects projections;
+  PyObject* act;
+  Objects between;
+};
 
 // What is around an MLP in its block: behind its last projection what may pass values on, a sum with the residual, and
 // the norm, None where there is none.
 struct Block {
-  PyObject* behind;
+  Objects behind;
   PyObject* residual;
   PyObject* residual_first;
   PyObject* norm;
   PyObject* norm_first;
 };
 
-// Puts weight, bias and eps of a plain nn.LayerNorm over the last dimension into a tuple, in this order.
-Answer read_norm(PyObject* norm, PyObject* x, PyObject* operands, Py_ssize_t place) {
-  const Owned state(state_of(norm));
-  if (!state) return kError;
-  const Answer read = read_parameters(settings.layer_norm, state.get(), norm, operands, place, place + 1);
-  if (read != kYes) return read;
-  const Answer unchanged = are_unchanged(settings.of_norms);
+// Puts weight, bias and eps of a plain nn.LayerNorm over the last dimension into a tuple, in this order. That the
+// weight is of that dimension the op itself asks.
+Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  if (class_of(norm) != settings.layer_norm) return kNo;
+  PyObject* state = state_of(norm);
+  if (state == nullptr) return kError;
+  const Answer read = read_parameters(state, recording, operands, place, place + 1);
+  const Answer unchanged = read == kYes ? are_unchanged(settings.of_norms) : read;
   if (unchanged != kYes) return unchanged;
-  PyObject* eps = item(state.get(), names().eps);
-  PyObject* normalized = item(state.get(), names().normalized);
+  PyObject* eps = item(state, names().eps);
+  PyObject* normalized = item(state, names().normalized);
   if (eps == nullptr || normalized == nullptr) return PyErr_Occurred() ? kError : kNo;
   if (!PyFloat_Check(eps) || !PyTuple_Check(normalized) || PyTuple_Size(normalized) != 1) return kNo;
   PyObject* weight = PyTuple_GetItem(operands, place);
-  const Owned shape(PyObject_GetAttr(weight, names().shape));
-  const int fits = shape ? PyObject_RichCompareBool(shape.get(), normalized, Py_EQ) : -1;
-  if (fits != 1) return fits < 0 ? kError : kNo;
-  const Owned dtype(PyObject_GetAttr(weight, names().dtype)), wanted(PyObject_GetAttr(x, names().dtype));
-  if (!dtype || !wanted) return kError;
-  return dtype.get() == wanted.get() ? put(operands, place + 2, eps) : kNo;
+  const Owned size(PyObject_CallMethodObjArgs(weight, names().numel, nullptr));
+  const Owned own(size ? PyObject_GetAttr(weight, names().dtype) : nullptr);
+  if (!own) return kError;
+  if (PyLong_AsSsize_t(size.get()) != PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0))) return kNo;
+  return own.get() == dtype ? put(operands, place + 2, eps) : kNo;
 }
 
 // Puts a block's residual, its order and its norm into a tuple, as the op has them from a place on.
-Answer read_block(const Block& block, PyObject* x, PyObject* operands, Py_ssize_t place) {
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
   if (class_of(block.residual) != settings.tensor) return kNo;
   PyObject* const given[] = {block.residual, block.residual_first, Py_None, Py_None, Py_None, block.norm_first};
   for (PyObject* each : given) {
     if (put(operands, place++, each) != kYes) return kError;
   }
-  return block.norm == Py_None ? kYes : read_norm(block.norm, x, operands, place - 4);
-}
-
-Answer pass(PyObject* parts) {
-  for (Py_ssize_t i = 0, count = PyTuple_Size(parts); i < count; ++i) {
-    const Answer said = passes(PyTuple_GetItem(parts, i));
-    if (said != kYes) return said;
-  }
-  return kYes;
+  return block.norm == Py_None ? kYes : read_norm(block.norm, dtype, recording, operands, place - 4);
 }
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and nothing is left.
-PyObject* fused(PyObject* pattern, PyObject* x, PyObject* projections, PyObject* act, PyObject* between,
-                const Block* block = nullptr) {
-  const Answer taken = are_for(x);
-  if (taken != kYes || is_undisturbed() != kYes) return nullptr;
-  PyObject* known = known_activation(act);
-  if (known == nullptr || pass(between) != kYes || (block != nullptr && pass(block->behind) != kYes)) return nullptr;
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
+  PyObject* dtype = dtype_taken(mlp.x);
+  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject* known = known_activation(mlp.act, recording);
+  if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
+  if (block != nullptr && pass(block->behind, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block, which are of an MLP with two layers.
-  const Py_ssize_t layers = PyTuple_Size(projections), plain = 2 * layers + 2;
+  const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
   if (block != nullptr && layers != 2) return nullptr;
-  Owned operands(PyTuple_New(block == nullptr ? plain : plain + 6));
-  if (!operands) return nullptr;
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 6));
+  PyObject* const operands = given.get();
+  if (operands == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
-    if (read_linear(PyTuple_GetItem(projections, i), operands.get(), 1 + i, 1 + layers + i) != kYes) return nullptr;
+    if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
   }
-  PyObject* code = PyTuple_GetItem(known, 1);
-  if (put(operands.get(), 0, x) != kYes || put(operands.get(), plain - 1, code) != kYes) return nullptr;
-  if (block != nullptr && read_block(*block, x, operands.get(), plain) != kYes) return nullptr;
-  const Answer packed = attribute_is_true(pattern, names().packed);
-  const Answer recorded = packed == kNo ? is_recorded(operands.get()) : packed;
-  if (recorded == kError || (recorded == kYes && block != nullptr)) return nullptr;
-  if (recorded == kYes) return operands.release();
-  const Owned name(PyObject_GetAttr(pattern, names().op));
-  PyObject* op = name ? item(settings.ops, block == nullptr ? name.get() : names().block_op) : nullptr;
-  if (op == nullptr) return nullptr;
-  return PyObject_CallObject(op, operands.get());
+  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
+  if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
+  const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  const Answer left = packed == kNo && recording ? needs_gradient(operands) : packed;
+  if (left == kError || (left == kYes && block != nullptr)) return nullptr;
+  if (left == kYes) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  const Owned name(block == nullptr ? PyObject_GetAttr(mlp.pattern, names().op) : nullptr);
+  PyObject* op = name || block != nullptr ? item(settings.ops, name ? name.get() : names().block_op) : nullptr;
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
 }
 
 // The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
@@ -375,9 +424,9 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   const Owned order(PyObject_GetAttr(kind, names().order));
   if (!order) return kError;
   PyObject* known = item(settings.hiding_none, kind);
-  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get()) {
-    const Owned total(PyLong_FromSsize_t(total_size(PyTuple_GetItem(known, 2))));
-    if (total && PyObject_RichCompareBool(PyTuple_GetItem(known, 3), total.get(), Py_EQ) == 1) return kYes;
+  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get() &&
+      PyLong_AsSsize_t(PyTuple_GetItem(known, 2)) == total_size(PyTuple_GetItem(known, 3))) {
+    return kYes;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
@@ -388,38 +437,37 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   const Owned dictionaries(dictionaries_of(order.get()));
   const Owned total(dictionaries ? PyLong_FromSsize_t(total_size(dictionaries.get())) : nullptr);
   if (!total || PyErr_Occurred()) return kError;
-  const Owned entry(PyTuple_Pack(4, wanted, order.get(), dictionaries.get(), total.get()));
+  const Owned entry(PyTuple_Pack(4, wanted, order.get(), total.get(), dictionaries.get()));
   return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
 }
 
-// The children of a module under these names, as its attributes are found: a new tuple; nullptr where one is something
-// else.
-PyObject* children(PyObject* module, PyObject* state, PyObject* wanted) {
+// The children of a module under these names, as its attributes are found. Not kYes where one is something else.
+Answer read_children(PyObject* module, PyObject* state, PyObject* wanted, Few* found) {
   PyObject* modules = item(state, names().modules);
-  if (modules == nullptr || !PyDict_Check(modules)) return nullptr;
-  if (hides_none(class_of(module), wanted) != kYes) return nullptr;
-  const Py_ssize_t count = PyTuple_Size(wanted);
-  Owned found(PyTuple_New(count));
-  for (Py_ssize_t i = 0; found && i < count; ++i) {
+  if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
+  const Answer visible = hides_none(class_of(module), wanted);
+  if (visible != kYes) return visible;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(wanted); i < count; ++i) {
     PyObject* name = PyTuple_GetItem(wanted, i);
     PyObject* child = item(modules, name);
-    if (child == nullptr || item(state, name) != nullptr || PyErr_Occurred()) return nullptr;
-    Py_INCREF(child);
-    if (PyTuple_SetItem(found.get(), i, child) != 0) return nullptr;
+    if (child == nullptr || item(state, name) != nullptr || PyErr_Occurred() || !found->add(child)) return kNo;
   }
-  return found.release();
+  return kYes;
 }
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
-PyObject* running(PyObject* module, PyObject* state, PyObject* halves) {
-  const Owned forward(PyObject_GetAttr(class_of(module), names().forward));
+PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording) {
+  PyObject* const kind = class_of(module);
+  const Owned forward(PyObject_GetAttr(kind, names().forward));
   PyObject* half = forward ? item(halves, forward.get()) : nullptr;
   if (half == nullptr || PyTuple_GetItem(half, 1) == Py_None) return nullptr;
-  if (has_attribute(class_of(module), names().call, settings.call) != kYes || is_bare(state) != kYes) return nullptr;
+  if (has_attribute(kind, names().call, settings.call) != kYes || is_bare(state, recording) != kYes) return nullptr;
   PyObject* written = PyTuple_GetItem(half, 0);
   if (forward.get() == written) return half;
-  // Fused: is the forward of its class still the one that it was made from?
-  const Owned original(PyObject_GetAttr(module, settings.original));
+  // Fused: is the forward of its class still the one that it was made from? The module has the attribute where it is
+  // restored, as None, and else its class.
+  if (item(state, settings.original) != nullptr || PyErr_Occurred()) return nullptr;
+  const Owned original(PyObject_GetAttr(kind, settings.original));
   return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
 }
 
@@ -434,67 +482,60 @@ bool is_answer() {
 
 // Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
 // records: asked first, it saves all other questions.
-bool is_followed(PyObject* x) {
-  return class_of(x) == settings.tensor && attribute_is_true(x, names().requires_grad) == kYes &&
-         is_recording() == kYes;
+Answer is_followed(PyObject* x, Answer recording) {
+  if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
+  return attribute_is_true(x, names().requires_grad);
 }
 
 // `rest` are the arguments of the tail behind its first one.
 PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
-  if (is_followed(x)) return nullptr;
-  const Owned state(state_of(owner));
-  const Owned both(state ? children(owner, state.get(), halves) : nullptr);
-  if (!both) return nullptr;
-  PyObject* tail = PyTuple_GetItem(both.get(), 0);
-  PyObject* head = PyTuple_GetItem(both.get(), 1);
-  const Owned tail_state(state_of(tail));
-  const Owned head_state(tail_state ? state_of(head) : nullptr);
-  if (!head_state) return nullptr;
-  PyObject* first = running(head, head_state.get(), heads);
-  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state.get(), tails);
+  const Answer asked = is_recording();
+  if (is_followed(x, asked) != kNo) return nullptr;
+  const bool recording = asked == kYes;
+  PyObject* state = state_of(owner);
+  Few both, starts, ends;
+  if (state == nullptr || read_children(owner, state, halves, &both) != kYes) return nullptr;
+  PyObject *const tail = both.all()[0], *const head = both.all()[1];
+  PyObject* tail_state = state_of(tail);
+  PyObject* head_state = tail_state == nullptr ? nullptr : state_of(head);
+  PyObject* first = head_state == nullptr ? nullptr : running(head, head_state, heads, recording);
+  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state, tails, recording);
   if (last == nullptr) return nullptr;
   PyObject* of_head = PyTuple_GetItem(first, 1);
-  const Owned starts(children(head, head_state.get(), PyTuple_GetItem(of_head, 1)));
-  const Owned ends(starts ? children(tail, tail_state.get(), PyTuple_GetItem(last, 1)) : nullptr);
-  if (!ends) return nullptr;
+  if (read_children(head, head_state, PyTuple_GetItem(of_head, 1), &starts) != kYes ||
+      read_children(tail, tail_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
+    return nullptr;
+  }
   // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
   const bool normed = ending != Py_None && PyObject_IsTrue(PyTuple_GetItem(ending, 0)) == 1;
-  const Py_ssize_t count = PyTuple_Size(ends.get()) - normed;
-  const Owned first_part(PyTuple_GetSlice(starts.get(), 1, PyTuple_Size(starts.get())));
-  const Owned last_part(PyTuple_GetSlice(ends.get(), 0, 1));
-  const Owned between(PyTuple_GetSlice(ends.get(), 1, count));
-  if (!first_part || !last_part || !between) return nullptr;
-  const Owned projections(PySequence_Concat(first_part.get(), last_part.get()));
-  if (!projections) return nullptr;
-  PyObject* act = PyTuple_GetItem(starts.get(), 0);
-  PyObject* pattern = PyTuple_GetItem(of_head, 0);
+  const Objects parts = ends.all(), between = parts.subspan(1, parts.size() - 1 - normed);
+  Few& given = starts;
+  if (!given.add(parts[0])) return nullptr;
+  const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Owned nothing(PyTuple_New(0));
-    if (!nothing) return nullptr;
-    const Block block{nothing.get(), PyTuple_GetItem(rest, 0), PyTuple_GetItem(ending, 1),
-                      normed ? PyTuple_GetItem(ends.get(), count) : Py_None, Py_False};
-    PyObject* const whole = fused(pattern, x, projections.get(), act, between.get(), &block);
+    const Block block{
+        {}, PyTuple_GetItem(rest, 0), PyTuple_GetItem(ending, 1), normed ? parts.back() : Py_None, Py_False};
+    PyObject* const whole = fused(mlp, recording, &block);
     if (whole != nullptr || !is_answer()) return whole;
   }
-  const Owned result(fused(pattern, x, projections.get(), act, between.get()));
+  const Owned result(fused(mlp, recording));
   if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
 PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
-  if (is_followed(x)) return nullptr;
-  const Owned state(state_of(module));
-  PyObject* half = state ? running(module, state.get(), wholes) : nullptr;
+  const Answer asked = is_recording();
+  if (is_followed(x, asked) != kNo) return nullptr;
+  const bool recording = asked == kYes;
+  PyObject* state = state_of(module);
+  PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (half == nullptr) return nullptr;
   PyObject* names = PyTuple_GetItem(half, 1);
-  const Owned parts(children(module, state.get(), PyTuple_GetItem(names, 1)));
-  if (!parts) return nullptr;
-  const Owned projections(PyTuple_GetSlice(parts.get(), 1, 3));
-  const Owned between(PyTuple_GetSlice(parts.get(), 3, PyTuple_Size(parts.get())));
-  if (!projections || !between) return nullptr;
-  PyObject* act = PyTuple_GetItem(parts.get(), 0);
-  return fused(PyTuple_GetItem(names, 0), x, projections.get(), act, between.get(), &block);
+  Few found;
+  if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
+  const Objects parts = found.all();
+  return fused({PyTuple_GetItem(names, 0), x, parts.subspan(1, 2), parts[0], parts.subspan(3)}, recording, &block);
 }
 
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
@@ -515,12 +556,14 @@ PyObject* py_configure(PyObject*, PyObject* given) {
     Py_INCREF(*place++);
   }
   settings = read;
+  static const Names made;
+  made_names = &made;
   Py_RETURN_NONE;
 }
 
 PyObject* py_is_bare(PyObject*, PyObject* module) {
-  const Owned state(state_of(module));
-  return state ? boolean(is_bare(state.get())) : nullptr;
+  PyObject* state = state_of(module);
+  return state == nullptr ? nullptr : boolean(is_bare(state, true));
 }
 
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
@@ -531,6 +574,19 @@ PyObject* py_are_items(PyObject*, PyObject* given) {
   return boolean(are_items(dictionary, pairs));
 }
 
+PyObject* py_is_recorded(PyObject*, PyObject* operands) {
+  const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
+  if (count < 1) return PyErr_Format(PyExc_TypeError, "operands must be a tuple with an input, got %R", operands);
+  bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
+  for (Py_ssize_t i = 1; plain && i < count; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    plain = operand == Py_None || class_of(operand) == settings.parameter || class_of(operand) == settings.tensor;
+  }
+  if (!plain) return answered(nullptr);
+  const Answer recording = is_recording();
+  return answered(boolean(recording == kYes ? needs_gradient(operands) : recording));
+}
+
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 PyObject* py_fused(PyObject*, PyObject* given) {
@@ -538,28 +594,39 @@ PyObject* py_fused(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
     return nullptr;
   }
-  return answered(fused(pattern, x, projections, act, between));
+  Few layers, parts;
+  const Answer recording = is_recording();
+  const bool known = recording != kError && layers.add_all(projections) && parts.add_all(between);
+  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes) : nullptr);
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject *pattern, *x, *projections, *act, *between;
+  PyObject *pattern, *x, *projections, *act, *between, *behind;
   Block block{};
   if (!PyArg_ParseTuple(given, "OOO!OO!O!OOOO", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type,
-                        &between, &PyTuple_Type, &block.behind, &block.residual, &block.residual_first, &block.norm,
+                        &between, &PyTuple_Type, &behind, &block.residual, &block.residual_first, &block.norm,
                         &block.norm_first)) {
     return nullptr;
   }
-  return answered(is_followed(x) ? nullptr : fused(pattern, x, projections, act, between, &block));
+  Few layers, parts, passing;
+  const Answer recording = is_recording();
+  const bool known = is_followed(x, recording) == kNo && layers.add_all(projections) && parts.add_all(between) &&
+                     passing.add_all(behind);
+  block.behind = passing.all();
+  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject *wholes, *module, *x;
+  PyObject *wholes, *module, *x, *behind;
   Block block{};
-  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &block.behind,
+  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &behind,
                         &block.residual, &block.residual_first, &block.norm, &block.norm_first)) {
     return nullptr;
   }
-  return answered(block_of(wholes, module, x, block));
+  Few passing;
+  const bool known = passing.add_all(behind);
+  block.behind = passing.all();
+  return answered(known ? block_of(wholes, module, x, block) : nullptr);
 }
 
 PyObject* py_joined(PyObject*, PyObject* given) {
@@ -579,6 +646,7 @@ PyMethodDef plain_module_methods[] = {
     {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
+    {"is_recorded", py_is_recorded, METH_O, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
     {"block_of", py_block_of, METH_VARARGS, nullptr},

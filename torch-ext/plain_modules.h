@@ -18,6 +18,9 @@ namespace fused_mlp {
 //     Whether each name in the tuple stands for its value in the dictionary, or for none if it is alone there.
 //   are_unchanged(triples) -> bool
 //     Whether each attribute (owner, name, value) is still that object. Raises AttributeError where it is gone.
+//   is_recorded(operands) -> bool | None
+//     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
+//     op cannot take them, or something has to see its parts.
 //   fused(pattern, x, projections, act, between) -> Tensor | tuple | None
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,

@@ -26,7 +26,10 @@ constexpr auto kTiledTimes = [] {
 }  // namespace
 
 GemmPlan choose(const GemmProblem& p, const Chip& chip) {
-  const StreamedTime& streamed = p.gated() ? kStreamedGated : p.linear() ? kStreamedPlain : kStreamedActivated;
+  const StreamedTime& streamed = p.m >= kTallRows ? kStreamedTall
+                                 : p.gated()      ? kStreamedGated
+                                 : p.linear()     ? kStreamedPlain
+                                                  : kStreamedActivated;
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, chip.multiprocessors, [&](size_t index, const GemmKernel& kernel) {
     const auto consider = [&](const auto& time) {

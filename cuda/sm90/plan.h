@@ -25,6 +25,11 @@ inline constexpr GemmKernel kKernels[] = {
 #include "kernels.def"
 };
 
+// From this many rows on, a streamed kernel reads more of a than of the weights. It is considered for a product without
+// an activation, where one tile holds all rows, with few parts of k, and has constants of its own.
+constexpr int64_t kTallRows = 65;
+constexpr int kTallSplitK = 2;
+
 // Calls visit(kernel) for every number of columns and split of k of a streamed kernel that may be the best for n
 // columns: those that share the columns out evenly over 1, 2, ... CTAs to a multiprocessor, and the most that the
 // kernel has.
@@ -32,7 +37,8 @@ template <typename Visitor>
 void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, Visitor&& visit) {
   const int parts = p.gated() ? 2 : 1, most = kernel.columns();
   const int64_t tiles_m = ceil_div(p.m, kernel.block_m);
-  for (; kernel.split_k <= kMaxStreamedSplitK && kBlockK * (kernel.split_k - 1) < p.k; kernel.split_k *= 2) {
+  const int most_split_k = p.m < kTallRows ? kMaxStreamedSplitK : kTallSplitK;
+  for (; kernel.split_k <= most_split_k && kBlockK * (kernel.split_k - 1) < p.k; kernel.split_k *= 2) {
     int before = 0;
     const auto visit_columns = [&](int columns) {
       kernel.block_n = parts * columns;
@@ -54,9 +60,8 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
 // size.
 template <typename Visitor>
 void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& visit) {
-  constexpr int64_t kStreamedRows = 256;  // streamed kernels are considered up to here,
-  constexpr int64_t kStreamedTiles = 4;   // with at most this many tiles of rows: each tile reads all the weights
-  int fitting = 0;  // the rows of the smallest tile that all rows fit in: a larger is only emptier
+  constexpr int64_t kStreamedTiles = 4;  // of rows at most: each of them reads all the weights
+  int fitting = 0;                       // the rows of the smallest tile that all rows fit in: a larger is only emptier
   for (size_t i = 0; i < std::size(kKernels); ++i) {
     const GemmKernel kernel = kKernels[i];
     if (kernel.product != p.product()) continue;
@@ -67,7 +72,7 @@ void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& vis
       continue;
     }
     const int64_t tiles = ceil_div(p.m, kernel.block_m);
-    if (p.m > kStreamedRows || tiles > kStreamedTiles) continue;
+    if (p.m < kTallRows ? tiles > kStreamedTiles : tiles > 1 || !p.linear()) continue;
     if (fitting > 0 && kernel.block_m > fitting) continue;
     if (tiles == 1 && fitting == 0) fitting = kernel.block_m;
     for_each_cut(p, kernel, multiprocessors, [&](const GemmKernel& cut) { visit(i, cut); });

@@ -26,16 +26,16 @@ struct TiledTime {
 };
 
 // A streamed kernel. Microseconds: start + cta * most + split + (blocks of 64 elements of k per CTA) * block, where
-// block = k_block + k_row * rows + tall_k_row * (rows beyond 64, which leave the ring few stages)
-//         + (shared_k_column * columns + shared_k_row * rows) * most,
+// block = k_block + k_row * rows + (shared_k_column * columns + shared_k_row * rows) * most,
 // rows is that of a tile, columns its weight rows; most is the CTAs of the multiprocessor that has most of them; split
 // is split_2 where k has at least 2 parts, plus split_4 and split_8 likewise. The time that the bytes take at least is
 // longer by tail * (the part of the chip that would be idle if all multiprocessors waited for that one).
 struct StreamedTime {
-  double start, cta, split_2, split_4, split_8, k_block, k_row, tall_k_row, shared_k_column, shared_k_row, tail;
+  double start, cta, split_2, split_4, split_8, k_block, k_row, shared_k_column, shared_k_row, tail;
 };
 
-// A tiled kernel and its constants. All streamed kernels of a product have the same.
+// A tiled kernel and its constants. All streamed kernels of a product have the same, and those of many rows
+// (kTallRows) others.
 struct TunedKernel {
   GemmKernel kernel;
   TiledTime time;

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.optimize
 from tqdm import tqdm
 
-from tuning.kernels import KINDS, Kernel, Point
+from tuning.kernels import STREAMED, Kernel, Point
 from tuning.model import KERNEL, SHAPE, Model
 
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
@@ -43,7 +43,6 @@ class StreamedTime:
     split_8: float = 0.5
     k_block: float = 0.1
     k_row: float = 0.001
-    tall_k_row: float = 0.002
     shared_k_column: float = 0.001
     shared_k_row: float = 0.001
     tail: float = 0.1
@@ -60,7 +59,7 @@ class Rows:
 @dataclass
 class Constants:
     tiled: dict[bool, dict[Kernel, TiledTime]]  # of gated products, and of the others
-    streamed: dict[str, StreamedTime]  # by kind
+    streamed: dict[str, StreamedTime]  # by Point.streamed
     bytes_per_microsecond: float
     flops_per_microsecond: float
     torch: dict[str, Rows | None]  # activated and plain
@@ -70,7 +69,7 @@ class Constants:
         """Microseconds that each kernel timed at the point is expected to take."""
         found = {}
         for kernel in point.times:
-            time = self.tiled[point.gated][kernel] if kernel.tiled else self.streamed[point.kind]
+            time = self.tiled[point.gated][kernel] if kernel.tiled else self.streamed[point.streamed]
             pairs = Pairs(model, [(point, kernel)], self.bytes_per_microsecond)
             found[kernel] = float(pairs.estimates(np.array(astuple(time)))[0])
         return found
@@ -107,8 +106,8 @@ def fit(points: list[Point], model: Model) -> Constants:
         for gated in (True, False)
     }
     constants = Constants(tiled, {}, bandwidth, arithmetic, {})
-    for kind in KINDS:
-        constants.streamed[kind] = fit_streamed(kind, [p for p in points if p.kind == kind], constants, model)
+    for kind in STREAMED:
+        constants.streamed[kind] = fit_streamed(kind, [p for p in points if p.streamed == kind], constants, model)
 
     def choose(point: Point) -> Kernel:
         return constants.choose(model, point)

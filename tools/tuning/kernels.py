@@ -6,6 +6,8 @@ from typing import NamedTuple
 LOOPS = ("Tiled", "Streamed")
 SCHEDULES = ("PingPong", "Cooperative", "Swapped", "SwappedHalfRows")
 KINDS = ("gated", "activated", "plain")  # two weights; one, with an activation; one, without
+STREAMED = (*KINDS, "tall")  # which streamed kernels have constants of their own
+TALL_ROWS = 65  # kTallRows of cuda/sm90/plan.h
 
 
 class Kernel(NamedTuple):
@@ -48,6 +50,11 @@ class Point:
     @property
     def gated(self) -> bool:
         return self.kind == "gated"
+
+    @property
+    def streamed(self) -> str:
+        """Which constants the streamed kernels have."""
+        return self.kind if self.m < TALL_ROWS else "tall"
 
     @property
     def bytes(self) -> int:

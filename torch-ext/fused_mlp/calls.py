@@ -25,7 +25,6 @@ from .operands import PLAIN_TENSORS, autocasts
 
 # Bound once: to look these up is a measurable part of a small call.
 _is_compiling = torch.compiler.is_compiling
-_any_autocast = torch._C._is_any_autocast_enabled
 _tracing_state = torch._C._get_tracing_state
 
 
@@ -147,7 +146,7 @@ def experts_mlp(
 
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
     """``experts_mlp`` where a backend takes the call as one, else None."""
-    *given, form = arguments
+    given, form = arguments[:-1], arguments[-1]
     result = _short_experts(given, form)
     if result is None:
         result = _recorded_experts(given, form)
@@ -161,7 +160,7 @@ def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Opt
     """``_short_way``, unless the parts take less time than the op: many rows of transposed weights."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
-    return _short_way("experts_mlp", given, *form)
+    return _short_way("experts_mlp", given, *form) if dispatch.select("experts_mlp", given[0]) is native else None
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
@@ -252,31 +251,25 @@ def _ambient_reason() -> Optional[str]:
 _COMPILED_OPS = {
     name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
 }
-_PLAIN_TYPES = frozenset(PLAIN_TENSORS)
+_plain = native.plain_modules  # None where nothing is compiled
 
 
 def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: str = training.KEPT) -> Optional[Tensor]:
     """The result of the compiled op where a call plainly can be one, else None.
 
-    It asks what ``composition_reason`` and ``recording_reason`` ask, in less time. It does not check the operands: the
-    op does so faster than Python, but says less, so that a call which the op refuses goes on to be checked and
-    explained.
+    Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask, in less
+    time. Nothing checks the operands: the op does so faster than Python, but says less, so that a call which the op
+    refuses goes on to be checked and explained.
     """
-    if _is_compiling() or _any_autocast():
-        return None
-    grad, recorded = training.is_recording(), False
-    for tensor in given:
-        if tensor is not None:
-            if type(tensor) not in _PLAIN_TYPES:
-                return None
-            if grad and tensor.requires_grad:
-                recorded = True
-    if given[0] is None or _ambient_reason() is not None or dispatch.select(op, given[0]) is not native:
+    recorded = None if _plain is None or _is_compiling() else _plain.is_recorded(given)
+    if recorded is None:
         return None
     try:
-        if recorded:
-            return None if training.refusal(op) is not None else training.run(op, given, *rest, memory)
-        return _COMPILED_OPS[op](*given, *rest)
+        if not recorded:
+            return _COMPILED_OPS[op](*given, *rest)
+        if training.refusal(op) is not None:
+            return None
+        return training.run(op, given, *rest, memory, is_quiet=True)
     except RuntimeError:
         return None
 

@@ -24,8 +24,11 @@ from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 
-_forward = native.training_forward
-_backward, _backward_in_place = native.training_backward, native.training_backward_
+_forward, _backward = native.training_forward, native.training_backward
+# Without what OpOverload does before them in Python, for calls that nothing traces.
+_plain_forward, _plain_backward, _plain_backward_in_place = (
+    getattr(op, "_op", None) for op in (_forward, _backward, native.training_backward_)
+)
 
 # Bound once: to look these up is a measurable part of a small call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -68,7 +71,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
         return (), 0
     x, weight = given[:2]
     names = ("fc1",) if op == "mlp" else ("gate", "up")
-    if _is_first_frozen(*_full(op, given)):
+    if is_first_frozen(*_full(op, given)):
         names = ("hidden",)
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
@@ -76,24 +79,26 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
     """How the products with an epilogue of training would be computed."""
     given = _full(op, given)
-    if memory == KEPT and _is_first_frozen(*given):
+    if memory == KEPT and is_first_frozen(*given):
         return ()
     return native.plan_training(given, activation, memory == KEPT)
 
 
-def run(op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None) -> Tensor:
+def run(
+    op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None, is_quiet: bool = False
+) -> Tensor:
     """The result of a function of this package on its operands, followed by autograd.
 
     ``up_first``, of ``gated_mlp``: the first weight and bias hold gate and up, in the order that it tells, and the
-    second weight may be None.
+    second weight may be None. ``is_quiet``: nothing traces the call or watches its operations, as the caller knows.
     """
-    given, keep = _full(op, given), memory == KEPT
-    if keep and not given[1].requires_grad and _is_first_frozen(*given):
+    given, keep = given if op == "gated_mlp" else _full(op, given), memory == KEPT
+    if keep and not given[1].requires_grad and is_first_frozen(*given):
         hidden = _first_layer(given, activation, up_first, native)
         return F.linear(hidden, given[3], given[6])
-    if _is_compiling() or _dispatch_modes():
-        return _forward(*given, activation, keep, up_first)[0]
-    return _record(*given, activation, keep, up_first)
+    if is_quiet or not (_is_compiling() or _dispatch_modes()):
+        return _record(*given, activation, keep, up_first)
+    return _forward(*given, activation, keep, up_first)[0]
 
 
 def _first_layer(given: Operands, activation: int, up_first: Optional[bool], backend: ModuleType) -> Tensor:
@@ -119,7 +124,7 @@ def _full(op: str, given: Operands) -> Operands:
     return (x, weight, up_weight, None, bias, up_bias, None)
 
 
-def _is_first_frozen(
+def is_first_frozen(
     x: Tensor,
     weight: Tensor,
     up_weight: Optional[Tensor],
@@ -136,36 +141,34 @@ def _is_first_frozen(
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    _keep(ctx, inputs, output)
-    ctx.alone = False
-
-
-def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
-    ctx.activation, keep, ctx.up_first = inputs[7:]
-    _, gate, up = output
     ctx.set_materialize_grads(False)
-    if keep:
-        ctx.save_for_backward(*inputs[:7], gate, None if inputs[2] is None else up)
-    else:
-        ctx.save_for_backward(*inputs[:7], None, None)
+    ctx.save_for_backward(*inputs[:7], *_kept(inputs, output))
+    ctx.how, ctx.own = (inputs[7], inputs[9]), None
+
+
+def _kept(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    if not inputs[8]:
+        return (None, None)
+    return (output[1], None if inputs[2] is None else output[2])
 
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
     if grad is None:
         return (None,) * 10
-    *given, second_bias, gate, up = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:7]
-    bits, in_places = _asked(needs)
+    saved, own, (activation, up_first) = ctx.saved_tensors, ctx.own, ctx.how
+    bits, in_places = _asked(ctx.needs_input_grad)
+    plain = own is not None and not _dispatch_modes()
+    alone = False
+    if own is not None and not _keeps_graph():
+        ctx.own = ()  # what autograd saves it frees as well
+        alone = plain and _are_alone(own)
+    gate, up = saved[7:] if own is None else own
     # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
     if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
-        found = _composed_gradients((*given, second_bias), grad, needs, ctx.activation, ctx.up_first)
+        found = _composed_gradients(saved[:7], grad, ctx.needs_input_grad, activation, up_first)
     else:
-        alone = ctx.alone and gate is not None and not _keeps_graph() and not _dispatch_modes()
-        # Nor has anybody got hold of it through the node.
-        alone = alone and getrefcount(gate) <= _references() and _uses(gate) <= 2
-        alone = alone and (up is None or (getrefcount(up) <= _references() and _uses(up) <= 2))
-        backward = _backward_in_place if alone else _backward
-        found = backward(grad, *given, gate, up, ctx.activation, bits, ctx.up_first)
+        backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
+        found = backward(grad, *saved[:6], gate, up, activation, bits, up_first)
     return in_places((*found, None))
 
 
@@ -174,6 +177,7 @@ def _asked(
     needs: Tuple[bool, ...],
 ) -> Tuple[int, Callable[[Tuple[Optional[Tensor], ...]], Tuple[Optional[Tensor], ...]]]:
     """The gradients that are asked for: as bits, and what puts them, with None behind them, where the operands are."""
+    needs = needs[:7]
     places = itertools.accumulate(needs)
     bits = sum(need << index for index, need in enumerate(needs))
     return bits, itemgetter(*(place - 1 if need else -1 for need, place in zip(needs, places)), -1, -1, -1)
@@ -186,14 +190,24 @@ if native.DEVICE_TYPE is not None:
 
 
 class _Recorded(torch.autograd.Function):
-    """What is registered for the op, in a third of the time, for calls that nothing traces."""
+    """What is registered for the op, in a third of the time, for calls that nothing traces.
+
+    Values that are kept belong to the node, where no hooks have to see what autograd saves: nobody else gets hold of
+    them, so that they may be overwritten.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         with _below_autograd():
-            output = _forward(*inputs)
-        _keep(ctx, inputs, output)
-        ctx.alone = _saved_tensors_hooks(False) is None  # what is kept is handed to nobody
+            output = _plain_forward(*inputs)
+        own = _kept(inputs, output)
+        ctx.how = (inputs[7], inputs[9])
+        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+        ctx.materialize_grads = False
+        if _saved_tensors_hooks(False) is None:
+            ctx.to_save, ctx.own = inputs[:7], own
+        else:
+            ctx.to_save, ctx.own = (*inputs[:7], *own), None
         return output[0]
 
     backward = staticmethod(_gradients)
@@ -203,34 +217,18 @@ class _Recorded(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Recorded).apply
 
 
-@functools.cache
-def _references() -> int:
-    """What ``getrefcount`` says of a tensor in a backward that nobody else holds: one more where torch counts its own.
-
-    It is seen in a backward, since versions of torch differ.
-    """
-    found = []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x, x.clone())
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            *_, kept = ctx.saved_tensors
-            found.append(getrefcount(kept))
-            return grad
-
-    with torch.enable_grad():
-        Probe.apply(torch.zeros(1, device="cpu", requires_grad=True)).sum().backward()
-    return found[0]
+def _are_alone(own: Tuple[Optional[Tensor], Optional[Tensor]]) -> bool:
+    """Whether there are values, and nobody holds them but this tuple."""
+    gate, up = own
+    return gate is not None and getrefcount(gate) <= _REFERENCES and (up is None or getrefcount(up) <= _REFERENCES)
 
 
-def _uses(tensor: Tensor) -> int:
-    """How many tensors share a storage, and one for the question."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _references(own: Tuple[object]) -> int:
+    (gate,) = own
+    return getrefcount(gate)
+
+
+_REFERENCES = _references((object(),))  # versions of Python differ
 
 
 def _composed_gradients(

@@ -126,6 +126,11 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
 _cached_gpu_refusal = functools.cache(_gpu_refusal)
 
 
+def takes_every_gpu() -> bool:
+    """Whether the ops run on all GPUs of this process."""
+    return all(_cached_gpu_refusal(index) is None for index in range(torch.cuda.device_count()))
+
+
 def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) == (9, 0)
 

@@ -23,11 +23,11 @@ _NAMES = """
     mul multiply neg pow reciprocal relu relu6 rsqrt selu sigmoid silu sin softplus softsign sqrt square sub tanh
     tanhshrink
 """
-_ELEMENTWISE = {
+ELEMENTWISE = {
     getattr(owner, name) for name in _NAMES.split() for owner in (torch, F, torch.special) if hasattr(owner, name)
 }
-_METHODS = {name for name in _NAMES.split() if hasattr(Tensor, name)} | {"float", "double", "half", "bfloat16", "to"}
-_METHODS |= {"type_as", "clone", "contiguous"}
+METHODS = {name for name in _NAMES.split() if hasattr(Tensor, name)} | {"float", "double", "half", "bfloat16", "to"}
+METHODS |= {"type_as", "clone", "contiguous"}
 _LINEAR = {"add", "div", "mul", "multiply", "neg", "sub", "type_as", "clone", "contiguous", "to"}
 _LINEAR |= {"float", "double", "half", "bfloat16"}
 _NUMBERS = (math.sqrt, math.exp, math.log, math.pow)
@@ -56,7 +56,7 @@ def formula_of(function: FunctionType, is_method: bool) -> Optional[Formula]:
     if not reader.reads_elements():
         return None
     call = functools.partial(function, None) if is_method else function
-    return Formula(_row(call) if reader.is_closed else None)
+    return Formula(row_computed(call) if reader.is_closed else None)
 
 
 class _Reader:
@@ -134,20 +134,20 @@ class _Reader:
             return True
         if owner_name in self._tensors or (owner is not None and owner_name is None and self._is_elementwise(owner)):
             self._is_linear = self._is_linear and callee.attr in _LINEAR
-            return callee.attr in _METHODS
+            return callee.attr in METHODS
         if owner is not None and callee.attr == "apply" and self._is_autograd_function(owner):
             self.is_closed = self._is_linear = False
             return True
         value = value_of(callee, self._function, None)
         self._is_linear = self._is_linear and getattr(value, "__name__", "") in _LINEAR
-        return any(value is known for known in _ELEMENTWISE)
+        return any(value is known for known in ELEMENTWISE)
 
     def _is_autograd_function(self, node: ast.expr) -> bool:
         value = value_of(node, self._function, None)
         return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
-def _row(function: Callable[[Tensor], Tensor]) -> Optional[Activation]:
+def row_computed(function: Callable[[Tensor], Tensor]) -> Optional[Activation]:
     """The row of the table that a function computes which is known to read elements alone."""
     steps = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     x = torch.cat([steps, steps * 1e-3])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..activations import Activation
-from . import obstacles, switching
+from . import obstacles, switching, traced
 from .pattern import Pattern
 from .recognition import activation_of
 
@@ -107,6 +107,8 @@ _RECOMPUTED = Pattern(whole=True, memory="recompute")
 
 
 def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
+    if traced.is_traced():
+        return traced.run(plain.memory, nn.Sequential.forward, _instead_of_sequential, self, input)
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import effects, forms, forwards, halves, obstacles, shortcut, sites, switching
+from . import effects, forms, forwards, halves, obstacles, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
@@ -234,7 +234,9 @@ def _rewritten(
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names) if name == "forward" else None
         whole = _whole(tree, function, found) if name == "forward" else None
-        instead = Instead(switching.FUSED, name, function, switching.instead_of(name, function, function))
+        instead = Instead(
+            switching.FUSED, name, function, switching.instead_of(name, function, function), _TRACED, memory
+        )
         made = function_of(tree, function, names, instead)
         setattr(made, _SITES, tuple(found))
         setattr(made, _MEMORY, memory)
@@ -497,3 +499,4 @@ _CALLS = {
 }
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 _NAMES = {f"@{name}": function for name, function in _CALLS.items()}
+_TRACED = CellType(traced)

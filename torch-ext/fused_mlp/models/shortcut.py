@@ -62,8 +62,8 @@ if plain is not None:
             "dtypes": native._DTYPES,
             "on_device": f"is_{native.DEVICE_TYPE}",
             "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
+            "every_gpu": native.takes_every_gpu,
             "blocks": dispatch._open_blocks,
-            "is_grad_enabled": torch.is_grad_enabled,
             "is_inference": torch.is_inference_mode_enabled,
             "hiding_none": {},
             "quiet": (
@@ -180,7 +180,9 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
         if not recorded:
             return _ops[name](x, *weights, *biases, code)
         refused = training.refusal(name) is not None
-        return None if refused else training.run(name, (x, *weights, *biases), code, pattern.memory, up_first)
+        if refused:
+            return None
+        return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
 

@@ -16,7 +16,7 @@ from torch import nn
 ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _GETATTR = "@instead", "@method as it was", "@getattr"
+_INSTEAD, _METHOD, _GETATTR, _TRACED = "@instead", "@method as it was", "@getattr", "@traced"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -28,13 +28,16 @@ _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 class Instead(NamedTuple):
     """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
 
-    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call.
+    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
+    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument.
     """
 
     owner: str
     name: str
     method: FunctionType
     function: Callable[[Any], Optional[Callable[..., Any]]]
+    traced: CellType
+    memory: str
 
 
 _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
@@ -64,10 +67,12 @@ def function_of(
     """
     if instead is not None:
         names = {**names, _INSTEAD: instead.function, _METHOD: instead.method, _GETATTR: getattr}
-        definition.body.insert(0, _call_of_another(definition, instead))
+        names[_TRACED] = instead.traced
+        definition.body[:0] = _calls_of_others(definition, instead)
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
-    cells.update({name: CellType(value) for name, value in names.items()})
+    # Dynamo guards once on what is in a cell, however many functions share it.
+    cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
     return _like(original, code, closure)
 
@@ -168,7 +173,7 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
     return made
 
 
-def _call_of_another(definition: ast.FunctionDef, instead: Instead) -> ast.stmt:
+def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.stmt]:
     def name(text: str) -> ast.Name:
         return ast.Name(text, ast.Load())
 
@@ -182,10 +187,15 @@ def _call_of_another(definition: ast.FunctionDef, instead: Instead) -> ast.stmt:
     for attribute in (instead.owner, instead.name):
         found = ast.Call(name(_GETATTR), [found, ast.Constant(attribute), ast.Constant(None)], [])
     is_changed = ast.BoolOp(ast.And(), [ast.Compare(found, [ast.IsNot()], [name(_METHOD)]), another])
-    statement = ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], [])
-    for node in ast.walk(statement):
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
+    recorded = [ast.Constant(instead.memory), name(_METHOD), name(_INSTEAD), *given]
+    statements: List[ast.stmt] = [
+        ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
+        ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
+    ]
+    for node in (node for statement in statements for node in ast.walk(statement)):
         ast.copy_location(node, definition)
-    return statement
+    return statements
 
 
 def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:

@@ -102,6 +102,14 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
     return found
 
 
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether the class of a fused module has the methods that the fused ones were made from."""
+    kind = getattr(module, FUSED, None)
+    return kind is not None and all(
+        getattr(kind, name, None) is method for name, method in getattr(module, _REPLACED).items()
+    )
+
+
 def class_of(module: nn.Module) -> type:
     """The class of a module as it was written: without what was fused, and what torch parametrizes in it."""
     kind = getattr(module, FUSED, None) or type(module)

@@ -1,0 +1,359 @@
+"""Fused methods under torch.compile: the original is recorded, and MLPs are looked for in what was recorded.
+
+Dynamo guards, at every call of what it compiles, on all that it read while it traced. A question that is asked of a
+module there is asked again each time. So none is asked: Dynamo traces the method as it was written, hooks, patched
+functions and all, and then the nodes that it recorded for an MLP become one of an op. What is guarded is what is
+without fusing, and what is recorded in another way than an MLP stays as it is.
+
+Nodes that nothing uses any more stay in the graph, which compilers drop: somebody's hook may hold what they compute.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable, List, NamedTuple, Optional, Set, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .. import calls, dispatch, training
+from ..activations import BY_CODE, Activation
+from ..backends import native
+from ..dispatch import _open_blocks
+from . import formulas, switching
+
+is_traced = torch.compiler.is_dynamo_compiling
+
+
+class _Unchanged(type):
+    def __instancecheck__(cls, module: Any) -> bool:
+        return switching.is_unchanged(module)
+
+
+class Unchanged(metaclass=_Unchanged):
+    """Fused modules whose class has the methods that the fused ones were made from.
+
+    Dynamo asks ``isinstance`` while it traces, and guards on nothing that the answer depends on.
+    """
+
+
+def run(
+    memory: str,
+    method: Callable[..., Any],
+    instead: Callable[[Any], Optional[Callable[..., Any]]],
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or what is to run instead.
+
+    ``memory``: what training keeps. Where a backend is forced other than the compiled ops, PyTorch computes.
+    """
+    from torch._dynamo.comptime import comptime
+
+    if not isinstance(module, Unchanged):
+        method = instead(module) or method
+    _open_blocks[-1].name  # for the guard: traced anew where another backend is forced  # noqa: B018
+    comptime(_begin)
+    result = method(module, *args, **kwargs)
+    comptime(_end)
+    return result
+
+
+_BEGUN = "fused_mlp_begun"  # how many methods have begun behind a node, and not ended
+
+
+def _begin(context: Any) -> None:
+    last = next(iter(reversed(context.graph().nodes)), None)
+    if last is not None:
+        last.meta[_BEGUN] = last.meta.get(_BEGUN, 0) + 1
+
+
+def _end(context: Any) -> None:
+    nodes: List[fx.Node] = []
+    for node in reversed(context.graph().nodes):
+        if node.meta.get(_BEGUN):
+            node.meta[_BEGUN] -= 1
+            break
+        nodes.append(node)
+    if calls.pointwise_reason() is None and not training.is_transformed():
+        _fuse(nodes[::-1], context.get_local("memory").as_python_constant())
+
+
+def _fuse(nodes: List[fx.Node], memory: str) -> None:
+    fresh, inside, found = set(nodes), set(), {}
+    for node in reversed(nodes):  # the longest formula ends last
+        hidden = None if node in inside else _of_op(node) or _hidden(node, fresh)
+        if hidden is not None:
+            inside |= hidden.nodes
+            found[node] = hidden
+    for node in nodes:
+        last = _projection(node)
+        if last is not None and last.nodes == (node,):
+            *views, first = _behind_views(last.x)
+            if first in found and _is_replaced(node, found[first], last, views, memory):
+                del found[first]
+    for node, hidden in found.items():
+        if _of_op(node) is None:
+            _is_replaced(node, hidden, None, [], memory)
+
+
+# What is recorded for the parts of an MLP.
+
+
+class _Projection(NamedTuple):
+    x: fx.Node
+    weight: fx.Node
+    bias: Optional[fx.Node]
+    is_transposed: bool  # weight [in, out]
+    nodes: Tuple[fx.Node, ...]
+
+
+class _Hidden(NamedTuple):
+    """``act(gate)``, or ``act(gate) * up``; ``up_first``: both in one projection, in the order that it tells."""
+
+    gate: _Projection
+    up: Optional[_Projection]
+    row: Activation
+    nodes: Set[fx.Node]
+    up_first: Optional[bool] = None
+
+
+_OPERATORS = {operator.add, operator.mul, operator.neg, operator.pow, operator.sub, operator.truediv}
+_VIEWS = {"view", "reshape", "contiguous"}
+_NO_MLP = ("linear", "sigmoid")  # the activations of no MLP without a gate: sigmoids are those of attention
+_LONGEST = 16  # more nodes than the formula of any row has
+
+
+def _hidden(root: fx.Node, fresh: Set[fx.Node]) -> Optional[_Hidden]:
+    """The first half of an MLP that ends with a node."""
+    nodes, given = _formula(root, fresh)
+    if nodes and len(given) == 1:
+        (leaf,) = given
+        gate = _projection(leaf)
+        row = None if gate is None else _row(nodes, leaf)
+        return None if row is None or row.name in _NO_MLP else _Hidden(gate, None, row, {*nodes, *gate.nodes})
+    if len(given) != 2 or root.target not in (operator.mul, torch.mul, "mul") or len(root.args) != 2:
+        return None
+    for up, activated in (root.args, root.args[::-1]):
+        nodes, inner = _formula(activated, fresh)
+        if not nodes or len(inner) != 1 or up not in given:
+            continue
+        (leaf,) = inner
+        (both, up_first), gate, other = _halved(leaf, up), _projection(leaf), _projection(up)
+        row = None if both is None and (gate is None or other is None or gate.x is not other.x) else _row(nodes, leaf)
+        if row is not None and both is None:
+            return _Hidden(gate, other, row, {root, *nodes, *gate.nodes, *other.nodes})
+        if row is not None:
+            return _Hidden(both, None, row, {root, *nodes, leaf, up, leaf.args[0], *both.nodes}, up_first)
+    return None
+
+
+def _of_op(node: fx.Node) -> Optional[_Hidden]:
+    """The first half of an MLP that was fused in a method which this one calls."""
+    if node.target not in (native.linear, native.gated_linear):
+        return None
+    x, *given, code = node.args
+    parts = [_Projection(x, *pair, False, ()) for pair in zip(given, given[len(given) // 2 :])]
+    return _Hidden(parts[0], parts[1] if len(parts) == 2 else None, BY_CODE[code], {node})
+
+
+def _formula(root: fx.Node, fresh: Set[fx.Node]) -> Tuple[List[fx.Node], Set[fx.Node]]:
+    """The nodes of an elementwise formula that ends with a node, and what they are given."""
+    if root not in fresh or not _is_elementwise(root):
+        return [], {root}
+    nodes: List[fx.Node] = []
+    given: Set[fx.Node] = set()
+    for argument in root.all_input_nodes:
+        inner, leaves = _formula(argument, fresh) if len(nodes) < _LONGEST else ([], {argument})
+        nodes += [node for node in inner if node not in nodes]
+        given |= leaves
+    return [*nodes, root], given
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if any(value is True for value in (*node.args, *node.kwargs.values())):  # inplace
+        return False
+    if node.op == "call_method":
+        return node.target in formulas.METHODS
+    return node.op == "call_function" and (node.target in formulas.ELEMENTWISE or node.target in _OPERATORS)
+
+
+def _row(nodes: List[fx.Node], given: fx.Node) -> Optional[Activation]:
+    """The row of the table that a formula computes."""
+    first, last = _value(given), _value(nodes[-1])
+    if len(nodes) > _LONGEST or (first.dtype, first.device) != (last.dtype, last.device):
+        return None
+
+    def compute(x: Tensor) -> Tensor:
+        values = {given: x}
+        for node in nodes:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)
+        return values[nodes[-1]]
+
+    return formulas.row_computed(compute)
+
+
+def _projection(node: Any) -> Optional[_Projection]:
+    """The projection that comes out of a node, in whatever dimensions."""
+    if not isinstance(node, fx.Node):
+        return None
+    *views, last = _behind_views(node)
+    if last.op != "call_function" or last.kwargs:
+        return None
+    if last.target is torch._C._nn.linear:
+        x, weight, bias = (*last.args, None)[:3]
+    elif last.target is torch.addmm and len(last.args) == 3:
+        bias, x, weight = last.args
+    else:
+        return None
+    return _Projection(x, weight, bias, last.target is torch.addmm, (*views, last))
+
+
+def _halved(gate: fx.Node, up: fx.Node) -> Tuple[Optional[_Projection], bool]:
+    """The projection that two nodes are the halves of, and whether up is the first."""
+    if gate.target is not operator.getitem or up.target is not operator.getitem or gate.args[0] is not up.args[0]:
+        return None, False
+    both = gate.args[0]
+    if both.target not in ("chunk", torch.chunk) or (*both.args[1:], *both.kwargs.values()) != (2, -1):
+        return None, False
+    return _projection(both.args[0]), up.args[1] == 0
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node hands on its first argument, in other dimensions maybe."""
+    if node.op == "call_method":
+        return node.target in _VIEWS
+    return node.target is F.dropout and _is_inactive(*node.args, **node.kwargs)
+
+
+def _is_inactive(x: fx.Node, p: Any = 0.5, training: Any = True, inplace: Any = False) -> bool:
+    return training is False or (type(p) is float and p == 0.0)
+
+
+def _behind_views(node: fx.Node) -> List[fx.Node]:
+    """A node, what it is a view of, what that is one of, ..."""
+    return [node, *_behind_views(node.args[0])] if _is_view(node) else [node]
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+# What becomes of it.
+
+
+class _Made:
+    """Nodes that are put in front of another."""
+
+    def __init__(self, root: fx.Node) -> None:
+        self.root, self._nodes = root, []
+
+    def node(self, target: Any, *args: Any) -> fx.Node:
+        with self.root.graph.inserting_before(self.root):
+            made = self.root.graph.create_node("call_method" if type(target) is str else "call_function", target, args)
+        made.meta["example_value"] = _computed(target, *args)
+        self._nodes.append(made)
+        return made
+
+    def undo(self) -> None:
+        while self._nodes:
+            self.root.graph.erase_node(self._nodes.pop())
+
+
+def _computed(target: Any, *args: Any) -> Any:
+    args = fx.node.map_arg(args, _value)
+    with torch.no_grad():
+        return getattr(args[0], target)(*args[1:]) if type(target) is str else target(*args)
+
+
+def _is_replaced(
+    root: fx.Node, hidden: _Hidden, last: Optional[_Projection], views: List[fx.Node], memory: str
+) -> bool:
+    """Makes a node one of an op that computes all before it, if there is one for it."""
+    if not _is_apart(root, hidden.nodes.union(views)):
+        return False
+    made = _Made(root)
+    for x in _behind_views(hidden.gate.x):
+        target, *args = _call(made, x, hidden, last, memory) or (None,)
+        if target is not None and _are_alike(_value(root), target, args):
+            root.op, root.target, root.args, root.kwargs = "call_function", target, tuple(args), {}
+            return True
+        made.undo()
+    return False
+
+
+def _is_apart(root: fx.Node, nodes: Set[fx.Node]) -> bool:
+    """Whether nothing else is recorded between some nodes and the one they lead to, and nothing else uses them."""
+    node, missing = root, nodes - {root}
+    while missing:
+        node = node.prev
+        if node in missing:
+            missing.remove(node)
+            if any(user is not root and user not in nodes and not _is_size(user) for user in node.users):
+                return False
+        elif not _is_view(node) and not _is_size(node):
+            return False
+    return True
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(_value(node), (int, torch.SymInt, torch.Size))
+
+
+def _call(
+    made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection], memory: str
+) -> Optional[Tuple[Any, ...]]:
+    """The op that computes all from x, and its arguments; None if there is none."""
+    parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
+    given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
+    for place, node in enumerate(given):
+        if node is not None and not _is_plain(_value(node)):
+            return None
+        if node is not None and _value(node).dtype != dtype:  # autocast
+            given[place] = node = made.node("to", node, dtype)
+        if 1 <= place <= 3 and node is not None and parts[place - 1].is_transposed:
+            given[place] = made.node("t", node)
+    is_gated = hidden.up is not None or hidden.up_first is not None
+    name = ("gated_" if is_gated else "") + ("linear" if last is None else "mlp")
+    if dispatch.select(name, _value(given[0])) is not native:
+        return None
+    if _value(made.root).requires_grad:
+        keep, values = memory == training.KEPT, [node and _value(node) for node in given]
+        if training.refusal(name) is not None or (keep and training.is_first_frozen(*values)):
+            return None
+        return operator.getitem, made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first), 0
+    if hidden.up_first is not None:
+        for place in (1, 4):
+            if given[place] is not None:
+                halves = made.node("chunk", given[place], 2)
+                first, second = made.node(operator.getitem, halves, 0), made.node(operator.getitem, halves, 1)
+                given[place : place + 2] = (second, first) if hidden.up_first else (first, second)
+    there = [place for place in (1, 2, 3) if given[place] is not None]
+    weights, biases = ([given[place + shift] for place in there] for shift in (0, 3))
+    return getattr(native, name), given[0], *weights, *biases, hidden.row.code
+
+
+def _is_plain(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor) and value.layout is torch.strided and value.dtype.is_floating_point
+
+
+def _are_alike(value: Tensor, target: Any, args: List[Any]) -> bool:
+    """Whether an op makes of its arguments what Dynamo knows a value to be."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    try:
+        other = _computed(target, *args)
+    except RuntimeError:
+        return False
+    if (value.dtype, value.device, value.dim()) != (other.dtype, other.device, other.dim()):
+        return False
+    pairs = zip((*value.shape, *value.stride()), (*other.shape, *other.stride()))
+    return all(statically_known_true(one == another) for one, another in pairs)
