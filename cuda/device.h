@@ -30,6 +30,13 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+  cudaGetLastError();  // the default stream, while another one is captured
+  return true;
+}
+
 inline DType dtype_of(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case torch::headeronly::ScalarType::Float:

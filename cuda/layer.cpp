@@ -42,15 +42,16 @@ Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_o
 struct FusedGemm {
   const Architecture* architecture;
   const Gpu& gpu;
+  cudaStream_t stream;
   GemmProblem problem{};
   GemmPlan plan{};
   Refusal refusal;
 
-  FusedGemm(const Input& x, const Layer& layer, const Gpu& gpu, bool follows_gemm)
-      : architecture(architecture_of(gpu)), gpu(gpu), refusal(choose(x, layer, follows_gemm)) {}
+  FusedGemm(const Input& x, const Layer& layer, const Gpu& gpu, cudaStream_t stream, bool follows_gemm)
+      : architecture(architecture_of(gpu)), gpu(gpu), stream(stream), refusal(choose(x, layer, follows_gemm)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
-  void launch(cudaStream_t stream) const { check(architecture->launch(problem, plan, gpu, stream)); }
+  void launch() const { check(architecture->launch(problem, plan, gpu, stream)); }
 
  private:
   Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
@@ -71,7 +72,7 @@ struct FusedGemm {
       return Refusal::kStridedBias;
     }
     problem.out = {nullptr, problem.n};
-    return choose_gemm(*architecture, problem, gpu, &plan);
+    return choose_gemm(*architecture, problem, gpu, &plan, follows_gemm && !is_captured(stream));
   }
 };
 
@@ -122,13 +123,13 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
 
 Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused) {
   const TensorRows rows(x);
-  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), *fused);
+  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), current_stream(x), *fused);
   *fused = gemm.fused();
   const auto out_sizes = with_last_size(x, layer.weight.size(0));
   if (!*fused) return torch_layer(rows, out_sizes, layer);
   const Tensor out = new_dense(x, out_sizes);
   gemm.problem.out.data = out.mutable_data_ptr();
-  gemm.launch(current_stream(x));
+  gemm.launch();
   return out;
 }
 
@@ -139,14 +140,15 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
   const TensorRows rows(x);
   const Input input = input_of(rows);
-  const FusedGemm gemm(input, layer, device, false);
+  cudaStream_t const stream = current_stream(x);
+  const FusedGemm gemm(input, layer, device, stream, false);
   PlanRecord plan;
   record(gemm, layer, &plan);
   if (second_weight) {
     const int64_t features = weight.size(0);
     const Layer second{*second_weight, nullptr, second_bias, kNoBias, kNoActivation};
-    record(FusedGemm({{nullptr, features}, input.rows, features, input.dtype}, second, device, gemm.fused()), second,
-           &plan);
+    record(FusedGemm({{nullptr, features}, input.rows, features, input.dtype}, second, device, stream, gemm.fused()),
+           second, &plan);
   }
   return plan.text();
 }

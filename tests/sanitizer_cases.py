@@ -130,7 +130,7 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
 
     With `by_cublas` the gradient of the second weight is among them, for which the hidden values are stored.
     """
-    ops = importlib.import_module(f"{fused_mlp.__name__}.training")
+    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
         for rows, n_in, hidden in TRAINING:
@@ -144,12 +144,14 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
 
                 def call(first=first, x=x, down_weight=down_weight, code=code):
                     (weight, up), (bias, up_bias) = first
-                    _, gate, kept_up = ops._forward(x, weight, up, None, bias, up_bias, None, code, True, None)
+                    _, gate, kept_up = native.training_forward(
+                        x, weight, up, None, bias, up_bias, None, code, True, None
+                    )
                     needs = 1 if up is not None else 1 << 4  # x; of a plain MLP the bias, which takes no product
                     needs |= by_cublas << 3
                     given = (x, weight, up, down_weight, bias, up_bias, gate, None if up is None else kept_up)
-                    ops._backward(torch.ones_like(x), *given, code, needs, None)
-                    return ops._backward_in_place(torch.ones_like(x), *given, code, needs, None)
+                    native.training_backward(torch.ones_like(x), *given, code, needs, None)
+                    return native.training_backward_(torch.ones_like(x), *given, code, needs, None)
 
                 yield what, call
 

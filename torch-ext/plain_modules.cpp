@@ -582,9 +582,8 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
     PyObject* operand = PyTuple_GetItem(operands, i);
     plain = operand == Py_None || class_of(operand) == settings.parameter || class_of(operand) == settings.tensor;
   }
-  if (!plain) return answered(nullptr);
-  const Answer recording = is_recording();
-  return answered(boolean(recording == kYes ? needs_gradient(operands) : recording));
+  const Answer recording = plain ? is_recording() : kNo;
+  return answered(plain ? boolean(recording == kYes ? needs_gradient(operands) : recording) : nullptr);
 }
 
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }

@@ -42,6 +42,9 @@ extern const Architecture kArchitecture;
 const Architecture* architecture_of(const Gpu& gpu);
 
 // kNone, with the plan in *plan, where a kernel of the architecture is to compute the product; else why torch is to.
-Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
+// `launched_behind`: the CPU launches it, behind a GEMM of ours; a graph's launch costs nothing for each of its
+// kernels.
+Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
+                    bool launched_behind = false);
 
 }  // namespace fused_mlp

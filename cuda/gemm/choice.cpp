@@ -43,6 +43,9 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
 // waits for a kernel that the GPU finishes within this time.
 constexpr double kTorchCpuMicroseconds = 12.0;
 constexpr int64_t kFewRows = 256;  // up to here a product behind a fused GEMM may be bound by the CPU
+// The CPU takes 30 us at least for a call with two products of ours: where it launches them, and not a graph, it never
+// waits for those that take half of that each.
+constexpr double kLaunchedMicroseconds = 15.0;
 
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
@@ -73,7 +76,8 @@ const Architecture* architecture_of(const Gpu& gpu) {
   return found == std::end(kArchitectures) ? nullptr : found->architecture;
 }
 
-Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan) {
+Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
+                    bool launched_behind) {
   const Refusal refusal = architecture.refusal(p);
   if (refusal != Refusal::kNone) return refusal;
   const bool training = is_training(p.product());
@@ -92,15 +96,17 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
   // A call takes the GPU's time or the CPU's, whichever is longer. For a plain product on its own only the GPU's time
-  // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too.
-  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kFewRows);
+  // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too: of few rows, and of any number
+  // where no graph launches it.
+  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kFewRows) || launched_behind;
   const bool near_floor_counts = p.linear() && p.m <= torch.near_floor_rows;
   if (torch_rows && !cpu_counts && !near_floor_counts) return Refusal::kTorchIsFaster;
 
   *plan = architecture.choose(p, gpu);
   const bool early = p.follows_gemm && plan->kernel.loop == MainLoop::kStreamed;
   const double microseconds = plan->microseconds - (early ? kEarlyMicroseconds : 0.0);
-  const bool ours = !torch_rows || (cpu_counts && plan->microseconds <= kTorchCpuMicroseconds) ||
+  const double cpu_microseconds = launched_behind ? kLaunchedMicroseconds : kTorchCpuMicroseconds;
+  const bool ours = !torch_rows || (cpu_counts && plan->microseconds <= cpu_microseconds) ||
                     (near_floor_counts && microseconds <= torch.near_floor * floor_microseconds(p, torch));
   return ours ? Refusal::kNone : Refusal::kTorchIsFaster;
 }

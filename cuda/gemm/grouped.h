@@ -155,12 +155,13 @@ struct WeightGradient {
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
   MainLoop loop;
-  bool sorts;            // rows, into blocks of a tile's height
-  int rows;              // of a tile, at most
-  int row_tiles;         // at most, however the slots fall on the experts
-  int split_k;           // CTAs of a cluster that share a tile, each with a part of k
-  int sorted_rows = 0;   // at most, where they are sorted
-  bool gathers = false;  // whether the first layer takes rows of tokens from where they lie: the sort lists them
+  bool sorts;             // rows, into blocks of a tile's height
+  int rows;               // of a tile, at most
+  int row_tiles;          // at most, however the slots fall on the experts
+  int split_k;            // CTAs of a cluster that share a tile, each with a part of k
+  int sorted_rows = 0;    // at most, where they are sorted
+  bool few_rows = false;  // of an expert on the fitted loop: reading the weights takes the time
+  bool gathers = false;   // whether the first layer takes rows of tokens from where they lie: the sort lists them
 };
 
 constexpr int kTiledBlock = 128;    // rows of a tile in training

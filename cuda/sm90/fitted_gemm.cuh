@@ -36,6 +36,9 @@ struct FittedGemmArgs {
   int weight_rows;
   int64_t bias_stride;
   int64_t bias_step;
+  bool follows_sort;  // starts before the kernel is done that writes the tiles
+  bool starts_early;  // starts before the kernel is done that writes a
+  bool reads_once;    // weights that no other tile reads
 };
 
 template <typename Element_, Product kProduct_, bool kGathers_ = false>
@@ -81,11 +84,12 @@ struct FittedPlace {
   int column;
 };
 
-// Expert by expert: the weights of no two are read side by side.
+// Expert by expert: the weights of no two are read side by side. The list is not read through the cache of what is only
+// read, as it is written while a kernel starts that follows the sort.
 template <typename Gemm>
 __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
   const auto tile_at = [&](int at) {
-    const int4 bits = __ldg(reinterpret_cast<const int4*>(args.fitted.tiles + at));
+    const int4 bits = *reinterpret_cast<const int4*>(args.fitted.tiles + at);
     return FittedTile{bits.x, bits.y, bits.z, bits.w};
   };
   const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile that is looked for
@@ -108,7 +112,7 @@ struct GatheredRows {
 #pragma unroll
     for (int i = 0; i < kMostFittedRows / kFittedStep; ++i) {
       const int at = i * kFittedStep;
-      const int token = at < tile.height ? __ldg(gather.token_of_row + tile.row + row() + at) : 0;
+      const int token = at < tile.height ? gather.token_of_row[tile.row + row() + at] : 0;
       chunks[i] = token * static_cast<uint32_t>(gather.x.row_stride / 8);
     }
   }
@@ -127,26 +131,47 @@ struct GatheredRows {
   }
 };
 
-// Run by one thread, or where rows are gathered by GatheredRows::kThreads.
+// Run by one thread, or where rows are gathered by GatheredRows::kThreads. Weights for the first round of the ring are
+// read before the kernel is done that writes a, where this one starts early.
 template <typename Gemm>
 __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
                                                int tiles) {
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const bool first = threadIdx.x == Gemm::kConsumers * 128;
   [[maybe_unused]] GatheredRows gathered{args.gather};
+  const auto load_weights = [&](const FittedPlace& tile, int stage, int block) {
+    const uint32_t full = shared.full(stage);
+    const int k = block * Gemm::kBlockK, row = tile.expert * args.weight_rows + tile.column;
+    mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
+    const auto load_part = [&](const CUtensorMap& weight, int part) {
+      const uint32_t to = shared.b(stage) + part * (Gemm::kBytesB / 2);
+      if (args.reads_once) {
+        tma_load(&weight, full, to, k, row, first_to_leave_l2());
+      } else {
+        tma_load(&weight, full, to, k, row);
+      }
+    };
+    load_part(args.weight, 0);
+    if (Gemm::kGated) load_part(args.up_weight, 1);
+  };
+  int loaded = 0;  // blocks whose weights are on their way
+  if (args.starts_early) {
+    const int first_round = static_cast<int>(blockIdx.x) < tiles ? min(args.k_blocks, Gemm::kStages) : 0;
+    for (; loaded < first_round; ++loaded) load_weights(fitted_place<Gemm>(args, blockIdx.x), loaded, loaded);
+    wait_for_previous_kernel();
+  }
   RingPosition at(Gemm::kStages);
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const FittedPlace tile = fitted_place<Gemm>(args, index);
-    const int weight_row = tile.expert * args.weight_rows + tile.column;
     if constexpr (Gemm::kGathers) gathered.find(tile);
     for (int block = 0; block < args.k_blocks; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       const int k = block * Gemm::kBlockK;
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      if (first) {
-        mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
-        tma_load(&args.weight, full, shared.b(at.stage), k, weight_row);
-        if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(at.stage) + Gemm::kBytesB / 2, k, weight_row);
+      if (loaded > 0) {
+        --loaded;
+      } else if (first) {
+        load_weights(tile, at.stage, block);
       }
       if constexpr (Gemm::kGathers) {
         gathered.copy(full, shared.a(at.stage), k, tile.height);
@@ -354,9 +379,10 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __
     fence_mbarrier_init();
   }
   __syncthreads();
-  allow_next_kernel();
+  if (args.follows_sort) wait_for_previous_kernel();
+  allow_next_kernel();  // which may read the tiles: they are there
 
-  const int tiles = __ldg(args.fitted.count) * args.tiles_n;
+  const int tiles = *args.fitted.count * args.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {
     shrink_registers<40>();
     if (Gemm::kGathers || threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);

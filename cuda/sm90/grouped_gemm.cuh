@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   __shared__ GroupRows<Gemm::kTokens> rows;
-  const StreamedGemmShared<Gemm> shared(raw_shared);
+  const StreamedGemmShared<Gemm> shared(raw_shared, Gemm::kRows, args.gemm.stages);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
   const int index = blockIdx.x / ranks;

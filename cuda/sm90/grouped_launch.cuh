@@ -50,11 +50,12 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
   if (error != cudaSuccess) return error;
   const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
-  const int shared =
-      g.follows_gemm
-          ? std::max(Gemm::kSharedBytes,
-                     shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes)
-          : Gemm::kSharedBytes;
+  // Few CTAs have longer rings. Those behind a GEMM do not: they start while it still runs.
+  const int busy = g.follows_gemm ? Gemm::kCtasPerMultiprocessor : std::max<int>(ceil_div(ctas, multiprocessors), 3);
+  const int ring = Gemm::shared_limit(std::min(busy, Gemm::kCtasPerMultiprocessor)) - kRowsBytes;
+  args.gemm.stages = (ring - Gemm::kAlignment) / (Gemm::kStageBytes + 16);
+  const int spread = shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes;
+  const int shared = g.follows_gemm ? std::max(ring, spread) : ring;
   return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm || args.follows_sort,
                        stream);
 }
@@ -75,8 +76,9 @@ cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, in
 
 // Products of inference with many tokens, and the first layer of training.
 template <typename Gemm>
-cudaError_t launch_fitted(const GroupedProblem& p, int rows, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
+  const int64_t rows = plan.sorted_rows;
   FittedGemmArgs args{};
   const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.n;
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
@@ -105,12 +107,15 @@ cudaError_t launch_fitted(const GroupedProblem& p, int rows, int multiprocessors
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.bias_stride = p.bias_stride;
   args.bias_step = p.bias_step;
+  args.follows_sort = plan.few_rows && !g.follows_gemm;
+  args.starts_early = plan.few_rows && g.follows_gemm;
+  args.reads_once = plan.few_rows && g.gated();
 
   const auto kernel = fitted_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};
   const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, false, stream);
+  return launch_kernel(kernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, plan.few_rows, stream);
 }
 
 // Products of training that read weights as they lie.
@@ -171,11 +176,10 @@ template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   if (plan.loop == MainLoop::kTiled) {
     if (p.gather.token_of_row != nullptr) {
-      return launch_fitted<FittedGemm<Element, Product::kGated, true>>(p, plan.sorted_rows, multiprocessors, stream);
+      return launch_fitted<FittedGemm<Element, Product::kGated, true>>(p, plan, multiprocessors, stream);
     }
-    return p.gemm.gated()
-               ? launch_fitted<FittedGemm<Element, Product::kGated>>(p, plan.sorted_rows, multiprocessors, stream)
-               : launch_fitted<FittedGemm<Element, Product::kPlain>>(p, plan.sorted_rows, multiprocessors, stream);
+    return p.gemm.gated() ? launch_fitted<FittedGemm<Element, Product::kGated>>(p, plan, multiprocessors, stream)
+                          : launch_fitted<FittedGemm<Element, Product::kPlain>>(p, plan, multiprocessors, stream);
   }
 #define FUSED_MLP_LAUNCH_GROUPED(GEMM, PRODUCT, ROWS)                                               \
   if (p.transposed == GEMM<Element, Product::k##PRODUCT, ROWS>::kTransposed && plan.rows == ROWS && \
@@ -204,7 +208,7 @@ cudaError_t launch_grouped_training(const GroupedProblem& p, const GroupedPlan& 
   }
   switch (p.gemm.kind) {
     case Product::kGatedKept:
-      return launch_fitted<FittedGemm<Element, Product::kGatedKept>>(p, plan.sorted_rows, multiprocessors, stream);
+      return launch_fitted<FittedGemm<Element, Product::kGatedKept>>(p, plan, multiprocessors, stream);
     case Product::kGatedGradient:
       return launch_blocks<GroupedTiles<Element, Product::kGatedGradient, 192>>(p, plan, multiprocessors, stream);
     case Product::kPair:

@@ -17,9 +17,9 @@ constexpr int kRows[] = {FUSED_MLP_TRANSPOSED_ROWS(FUSED_MLP_ROWS)};
 // With more usual rows of an expert the fitted loop is the faster one.
 constexpr int64_t kMostStreamedRows = 16;
 
-// Up to this many usual rows the first layer gathers them: reading the weights takes the time there, and it does not
-// matter that such copies are slower than the TMA's.
-constexpr int64_t kMostGatheredRows = 96;
+// Up to this many usual rows reading the weights takes the time on the fitted loop. The first layer gathers rows then:
+// it does not matter that such copies are slower than the TMA's.
+constexpr int64_t kFewFittedRows = 96;
 
 // CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.
 constexpr int kBusyCtas = 2;
@@ -58,7 +58,8 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int64_t rows = usual_rows(p.routes);
   if (rows > kMostStreamedRows && !p.transposed) {
     GroupedPlan plan = plan_tiles(p.routes, kFittedStep);
-    plan.gathers = p.gemm.gated() && rows <= kMostGatheredRows;
+    plan.few_rows = rows <= kFewFittedRows;
+    plan.gathers = plan.few_rows && p.gemm.gated();
     return plan;
   }
   const int most = std::end(kRows)[-1];

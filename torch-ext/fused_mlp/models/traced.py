@@ -312,6 +312,7 @@ def _call(
     """The op that computes all from x, and its arguments; None if there is none."""
     parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
     given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
+    values = [node and _value(node) for node in given]  # as they want gradients
     for place, node in enumerate(given):
         if node is not None and not _is_plain(_value(node)):
             return None
@@ -324,7 +325,7 @@ def _call(
     if dispatch.select(name, _value(given[0])) is not native:
         return None
     if _value(made.root).requires_grad:
-        keep, values = memory == training.KEPT, [node and _value(node) for node in given]
+        keep = memory == training.KEPT
         if training.refusal(name) is not None or (keep and training.is_first_frozen(*values)):
             return None
         return operator.getitem, made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first), 0
