@@ -133,7 +133,7 @@ def block(
 
     One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
     """
-    if plain is not None and not is_traced():
+    if plain is not None:
         found = plain.block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first)
         if found is not None:
             return found
