@@ -120,10 +120,65 @@ FUSED_MLP_INLINE Vec probability_for_bf16(Vec x) {
 }
 
 #ifdef FUSED_MLP_PERMUTES
-// The same by a table: the probability beyond t = |x| near each k / 4 is a polynomial in 4 t - k, minimax, relative
-// error 1.1e-5 up to t = 4 and 3.4e-4 up to t = 7.6. Beyond it is zero; there eager's, of 1 + erf, is zero from t = 5.5
-// on. A row has the coefficients of one power, the highest first.
-alignas(64) static const float kTailNear[5][32] = {
+// The probability alone, by a table: beyond t = |x| near each k / 4 it is a polynomial in 4 t - k, minimax. A row has
+// the coefficients of one power, the highest first. Beyond t = 7.6 it is zero; eager's, of 1 + erf, is zero from t
+// = 5.5 on.
+
+// Relative error 1e-8 up to t = 3, 3.1e-7 up to t = 4 and 1.6e-5 up to t = 7.6: that of a polynomial's rounding is
+// 1e-7.
+alignas(64) static const float kTail[6][32] = {
+    {-0x1.45bc7cp-17f, -0x1.142424p-17f, -0x1.29f938p-18f, 0x1.5fddecp-23f,
+     0x1.084b7ep-18f,  0x1.873852p-18f,  0x1.7ed2f0p-18f,  0x1.18b572p-18f,
+     0x1.2412c8p-19f,  0x1.d7e010p-22f,  -0x1.5f0658p-21f, -0x1.25989ep-20f,
+     -0x1.2102eep-20f, -0x1.c2d48ep-21f, -0x1.2cf0eep-21f, -0x1.633e8ep-22f,
+     -0x1.7935eep-23f, -0x1.6c090ap-24f, -0x1.417b36p-25f, -0x1.05065ep-26f,
+     -0x1.871358p-28f, -0x1.0f0124p-29f, -0x1.5c29a0p-31f, -0x1.9f4c72p-33f,
+     -0x1.cc90d6p-35f, -0x1.db6542p-37f, -0x1.c924cap-39f, -0x1.99d9b4p-41f,
+     -0x1.56d1acp-43f, -0x1.0baf58p-45f, -0x1.867032p-48f, 0.0f},
+    {-0x1.f9e8acp-34f, -0x1.8238e8p-15f, -0x1.494bf8p-14f, -0x1.76a7fap-14f,
+     -0x1.499944p-14f, -0x1.bfa80cp-15f, -0x1.8ee052p-16f, 0x1.7c5f78p-20f,
+     0x1.24ce60p-16f,  0x1.90b1aap-16f,  0x1.841c80p-16f,  0x1.375fcep-16f,
+     0x1.b40020p-17f,  0x1.10efa8p-17f,  0x1.35b040p-18f,  0x1.41221ep-19f,
+     0x1.3209dcp-20f,  0x1.0d1a7ap-21f,  0x1.b5f0c2p-23f,  0x1.4a8010p-24f,
+     0x1.cf7460p-26f,  0x1.2e51fcp-27f,  0x1.6f5f10p-29f,  0x1.a03280p-31f,
+     0x1.b7efe6p-33f,  0x1.b22dcap-35f,  0x1.904bb2p-37f,  0x1.58f016p-39f,
+     0x1.15eddap-41f,  0x1.a2f0f2p-44f,  0x1.2772aep-46f,  0.0f},
+    {0x1.1057f2p-10f,  0x1.eeee3ep-11f,  0x1.688280p-11f,  0x1.67c01cp-12f,
+     -0x1.07202cp-28f, -0x1.188c30p-12f, -0x1.ba14b6p-12f, -0x1.e5e7eep-12f,
+     -0x1.ba495ep-12f, -0x1.6017e8p-12f, -0x1.f69114p-13f, -0x1.45e9c6p-13f,
+     -0x1.83441ap-14f, -0x1.a7dfbap-15f, -0x1.acf75ap-16f, -0x1.927f1cp-17f,
+     -0x1.5ee016p-18f, -0x1.1ca304p-19f, -0x1.ae494ap-21f, -0x1.2f5844p-22f,
+     -0x1.8f41b6p-24f, -0x1.eae1c0p-26f, -0x1.1a0e52p-27f, -0x1.2f1caap-29f,
+     -0x1.30be96p-31f, -0x1.1ebe5cp-33f, -0x1.f92e24p-36f, -0x1.a0bb3ap-38f,
+     -0x1.420100p-40f, -0x1.d2374ap-43f, -0x1.3c456ap-45f, 0.0f},
+    {0x1.80821cp-36f, 0x1.8bf22cp-9f,  0x1.688360p-8f,  0x1.ce8ba0p-8f,
+     0x1.ef8e10p-8f,  0x1.d394d2p-8f,  0x1.8de0e0p-8f,  0x1.3537f8p-8f,
+     0x1.ba4ba6p-9f,  0x1.248384p-9f,  0x1.66fb10p-10f, 0x1.99b858p-11f,
+     0x1.b3aae0p-12f, 0x1.b02aeep-13f, 0x1.9056b8p-14f, 0x1.5a9b4ap-15f,
+     0x1.18a6aep-16f, 0x1.a94966p-18f, 0x1.2da8b6p-19f, 0x1.90c496p-21f,
+     0x1.f2caaap-23f, 0x1.22dbe6p-24f, 0x1.3df060p-26f, 0x1.45ce9cp-28f,
+     0x1.390beep-30f, 0x1.1a11c8p-32f, 0x1.dcc006p-35f, 0x1.79ecc0p-37f,
+     0x1.190ba0p-39f, 0x1.882bd6p-42f, 0x1.00bb78p-44f, 0.0f},
+    {-0x1.988454p-4f,  -0x1.8bf2bap-4f,  -0x1.6883d0p-4f,  -0x1.345d5ep-4f,
+     -0x1.ef8e58p-5f,  -0x1.7610bap-5f,  -0x1.094086p-5f,  -0x1.616454p-6f,
+     -0x1.ba4b44p-7f,  -0x1.0402e0p-7f,  -0x1.1f2f06p-8f,  -0x1.29fa54p-9f,
+     -0x1.227212p-10f, -0x1.09f38ap-11f, -0x1.c98970p-13f, -0x1.71b91cp-14f,
+     -0x1.18a974p-15f, -0x1.904ac4p-17f, -0x1.0c296ap-18f, -0x1.5185dap-20f,
+     -0x1.8f15dep-22f, -0x1.bb4970p-24f, -0x1.ce8d30p-26f, -0x1.c56912p-28f,
+     -0x1.a1858cp-30f, -0x1.692dd4p-32f, -0x1.258264p-34f, -0x1.c02216p-37f,
+     -0x1.41611ap-39f, -0x1.b106b8p-42f, -0x1.120dc8p-44f, 0.0f},
+    {0x1.000000p-1f,  0x1.9aecbap-2f,  0x1.3bf144p-2f,  0x1.d02200p-3f,
+     0x1.44ed0cp-3f,  0x1.b0bdd2p-4f,  0x1.11a46ep-4f,  0x1.482a24p-5f,
+     0x1.74bcf8p-6f,  0x1.90924ep-7f,  0x1.96f4e6p-8f,  0x1.869044p-9f,
+     0x1.61de20p-10f, 0x1.2e86fep-11f, 0x1.e7dbccp-13f, 0x1.72d95ap-14f,
+     0x1.09ad7ep-15f, 0x1.66a5c8p-17f, 0x1.c8073cp-19f, 0x1.110580p-20f,
+     0x1.33ca4cp-22f, 0x1.46a196p-24f, 0x1.463d32p-26f, 0x1.32a3a4p-28f,
+     0x1.0f313ep-30f, 0x1.c34cd2p-33f, 0x1.6140f2p-35f, 0x1.041824p-37f,
+     0x1.683d3cp-40f, 0x1.d53fdep-43f, 0x1.1f6a26p-45f, 0.0f},
+};
+
+// For bf16: relative error 1.1e-5 up to t = 4 and 3.4e-4 up to t = 7.6.
+alignas(64) static const float kTailForBf16[5][32] = {
     {-0x1.98d380p-17f, -0x1.840c2ap-15f, -0x1.49c36cp-14f, -0x1.768368p-14f,
      -0x1.48aeb0p-14f, -0x1.bcf014p-15f, -0x1.893d9cp-16f, 0x1.c2abd4p-20f,
      0x1.272c3ap-16f,  0x1.910ae2p-16f,  0x1.8303f2p-16f,  0x1.359880p-16f,
@@ -166,13 +221,14 @@ alignas(64) static const float kTailNear[5][32] = {
      0x1.682d5ep-40f, 0x1.d52678p-43f, 0x1.1f5732p-45f, 0.0f},
 };
 
-FUSED_MLP_INLINE Vec probability_by_table(Vec x) {
+template <int kTerms>
+FUSED_MLP_INLINE Vec probability_by_table(Vec x, const float (&table)[kTerms][32]) {
   const Vec t = at_most(magnitude(x), 7.75f) * 4.0f;
   constexpr float kRound = 0x1.8p23f;  // as in reduce()
   const Vec shifted = t + kRound;
   const Vec u = t - (shifted - kRound);
   Vec tail{};
-  for (const float (&row)[32] : kTailNear) {
+  for (const float (&row)[32] : table) {
     const __m512 low = _mm512_load_ps(row), high = _mm512_load_ps(row + 16);
     tail = tail * u + (Vec)_mm512_permutex2var_ps(low, (__m512i)shifted, high);
   }
@@ -190,11 +246,12 @@ FUSED_MLP_INLINE Vec activate(Vec x) {
   if constexpr (kActivation == Activation::kLinear) {
     return x;
   } else if constexpr (kActivation == Activation::kGelu) {
-    if constexpr (!kForBf16) return x * normal(x).probability;
 #ifdef FUSED_MLP_PERMUTES
-    return x * probability_by_table(x);
+    if constexpr (kForBf16) return x * probability_by_table(x, kTailForBf16);
+    return x * probability_by_table(x, kTail);
 #else
-    return x * probability_for_bf16(x);
+    if constexpr (kForBf16) return x * probability_for_bf16(x);
+    return x * normal(x).probability;
 #endif
   } else if constexpr (kActivation == Activation::kGeluTanh) {
     return times_sigmoid(x, x * (kGeluTanhLinear + kGeluTanhCubic * (x * x)));

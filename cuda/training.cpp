@@ -68,10 +68,12 @@ class TrainingGemm {
     problem_.epilogue.activation = activation;
   }
 
-  void choose() {
+  // `launched`: by the CPU, not by a graph.
+  void choose(bool launched = false) {
     architecture_ = architecture_of(gpu(device_));
     if (architecture_ == nullptr) return;
-    refusal_ = described_ ? choose_gemm(*architecture_, problem_, gpu(device_), &plan_) : Refusal::kColumnMajorWeight;
+    refusal_ = described_ ? choose_gemm(*architecture_, problem_, gpu(device_), &plan_, launched)
+                          : Refusal::kColumnMajorWeight;
   }
 
   void launch_on_stream_of(const Tensor& tensor) const {
@@ -133,7 +135,7 @@ struct InputGradient : TrainingGemm {
       : TrainingGemm(Product::kPair, dgate, weight, kNoActivation) {
     problem_.training.second_a = dup;
     described_ = described_ && describe_weight(up_weight, &problem_.training.second_weight);
-    choose();
+    choose(!is_captured(current_stream(weight)));
   }
 
   void launch(const Tensor& dx) {
@@ -262,7 +264,6 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   };
   const Tensor gate = kept(weight, bias), hidden = new_dense(x, with_last_size(x, first.weight.size(0)));
   const OptionalTensor up = up_weight ? OptionalTensor(kept(*up_weight, up_bias)) : std::nullopt;
-  const TensorRows hidden_rows(hidden);
   const auto run = [&](const Tensor& gate, const OptionalTensor& up) {
     fused ? fused.launch(gate, up, Cuda::rows(hidden)) : Cuda::apply(gate, up, Cuda::rows(hidden), activation);
   };
@@ -272,9 +273,10 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   } else {
     run(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt);
   }
-  const Tensor out =
-      second_weight ? torch_linear(hidden_rows, with_last_size(x, second_weight->size(0)), *second_weight, second_bias)
-                    : hidden;
+  bool behind = static_cast<bool>(fused);
+  const Tensor out = second_weight
+                         ? apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &behind)
+                         : hidden;
   return {out, gate, up ? *up : new_dense(x, {0})};
 }
 

@@ -46,6 +46,9 @@ constexpr int64_t kFewRows = 256;  // up to here a product behind a fused GEMM m
 // The CPU takes 30 us at least for a call with two products of ours: where it launches them, and not a graph, it never
 // waits for those that take half of that each.
 constexpr double kLaunchedMicroseconds = 15.0;
+// A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
+// launches them, it never waits for those whose pair takes a fifth of that.
+constexpr double kLaunchedPairMicroseconds = 50.0;
 
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
@@ -89,8 +92,9 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
   if (training) {
     *plan = architecture.choose(p, gpu);
+    const bool hidden = launched_behind && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
-    return faster ? Refusal::kNone : Refusal::kTorchIsFaster;
+    return hidden || faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
 
   const TorchComparison torch = architecture.torch(gpu);

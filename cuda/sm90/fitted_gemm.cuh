@@ -38,6 +38,7 @@ struct FittedGemmArgs {
   int64_t bias_step;
   bool follows_sort;  // starts before the kernel is done that writes the tiles
   bool starts_early;  // starts before the kernel is done that writes a
+  bool reads_once;    // weights that no other tile reads
 };
 
 template <typename Element_, Product kProduct_, bool kGathers_ = false>
@@ -83,11 +84,12 @@ struct FittedPlace {
   int column;
 };
 
-// Expert by expert: the weights of no two are read side by side.
+// Expert by expert: the weights of no two are read side by side. The list is not read through the cache of what is only
+// read, as it is written while a kernel starts that follows the sort.
 template <typename Gemm>
 __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
   const auto tile_at = [&](int at) {
-    const int4 bits = __ldcg(reinterpret_cast<const int4*>(args.fitted.tiles + at));
+    const int4 bits = *reinterpret_cast<const int4*>(args.fitted.tiles + at);
     return FittedTile{bits.x, bits.y, bits.z, bits.w};
   };
   const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile that is looked for
@@ -110,7 +112,7 @@ struct GatheredRows {
 #pragma unroll
     for (int i = 0; i < kMostFittedRows / kFittedStep; ++i) {
       const int at = i * kFittedStep;
-      const int token = at < tile.height ? __ldcg(gather.token_of_row + tile.row + row() + at) : 0;
+      const int token = at < tile.height ? gather.token_of_row[tile.row + row() + at] : 0;
       chunks[i] = token * static_cast<uint32_t>(gather.x.row_stride / 8);
     }
   }
@@ -141,8 +143,16 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
     const uint32_t full = shared.full(stage);
     const int k = block * Gemm::kBlockK, row = tile.expert * args.weight_rows + tile.column;
     mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
-    tma_load(&args.weight, full, shared.b(stage), k, row);
-    if (Gemm::kGated) tma_load(&args.up_weight, full, shared.b(stage) + Gemm::kBytesB / 2, k, row);
+    const auto load_part = [&](const CUtensorMap& weight, int part) {
+      const uint32_t to = shared.b(stage) + part * (Gemm::kBytesB / 2);
+      if (args.reads_once) {
+        tma_load(&weight, full, to, k, row, first_to_leave_l2());
+      } else {
+        tma_load(&weight, full, to, k, row);
+      }
+    };
+    load_part(args.weight, 0);
+    if (Gemm::kGated) load_part(args.up_weight, 1);
   };
   int loaded = 0;  // blocks whose weights are on their way
   if (args.starts_early) {
@@ -372,7 +382,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __
   if (args.follows_sort) wait_for_previous_kernel();
   allow_next_kernel();  // which may read the tiles: they are there
 
-  const int tiles = __ldcg(args.fitted.count) * args.tiles_n;
+  const int tiles = *args.fitted.count * args.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {
     shrink_registers<40>();
     if (Gemm::kGathers || threadIdx.x == Gemm::kConsumers * 128) produce_fitted<Gemm>(args, shared, tiles);

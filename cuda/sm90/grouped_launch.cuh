@@ -109,6 +109,7 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.bias_step = p.bias_step;
   args.follows_sort = plan.few_rows && !g.follows_gemm;
   args.starts_early = plan.few_rows && g.follows_gemm;
+  args.reads_once = plan.few_rows && g.gated();
 
   const auto kernel = fitted_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};

@@ -150,10 +150,9 @@ template <typename Gemm, typename Tile>
 __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                        const Tile& tile, int2 k) {
   const uint32_t stage_bytes = shared.loaded_bytes(tile.loaded_tokens());
-  [[maybe_unused]] const uint64_t policy = args.reads_once ? first_to_leave_l2() : as_usual_in_l2();
   const auto load_part = [&](const CUtensorMap& weight, int stage, int part, int column) {
-    if constexpr (Gemm::kSaysReadsOnce) {
-      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row(), policy);
+    if (Gemm::kSaysReadsOnce && args.reads_once) {
+      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row(), first_to_leave_l2());
     } else {
       tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row());
     }

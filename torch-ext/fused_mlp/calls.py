@@ -160,7 +160,7 @@ def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Opt
     """``_short_way``, unless the parts take less time than the op: many rows of transposed weights."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
-    return _short_way("experts_mlp", given, *form) if dispatch.select("experts_mlp", given[0]) is native else None
+    return _short_way("experts_mlp", given, *form)
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
@@ -262,8 +262,8 @@ def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: s
     refuses goes on to be checked and explained.
     """
     recorded = None if _plain is None or _is_compiling() else _plain.is_recorded(given)
-    if recorded is None:
-        return None
+    if recorded is None or (op == "experts_mlp" and dispatch.select(op, given[0]) is not native):
+        return None  # experts are left to others on some GPUs
     try:
         if not recorded:
             return _COMPILED_OPS[op](*given, *rest)

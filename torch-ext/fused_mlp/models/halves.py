@@ -21,7 +21,7 @@ from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
-_plain, _is_traced = shortcut.plain, shortcut.is_traced
+_plain = shortcut.plain
 _call = shortcut._originals[nn.Linear, "__call__"]
 _forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
 _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
@@ -72,7 +72,7 @@ wholes: Dict[Callable[..., Any], Half] = {}
 
 def block(module: Union[nn.Module, str], x: Tensor, *given: Any) -> Tensor:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
-    if _plain is not None and not _is_traced():
+    if _plain is not None:
         found = _plain.block_of(wholes, module, x, *given)
         if found is not None:
             return found
@@ -84,7 +84,7 @@ def block(module: Union[nn.Module, str], x: Tensor, *given: Any) -> Tensor:
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
     """:func:`joined` of the children of a module under these names."""
-    if _plain is not None and not _is_traced():
+    if _plain is not None:
         found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
         if found is not None:
             if type(found) is not tuple:

@@ -109,20 +109,20 @@ def fused(
     Parts that are children of ``owner`` may be given by name; ``names`` are all of these. To read one as an attribute
     takes Python longer than the short way takes for all.
     """
-    found = None
-    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
+    is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
+    is_alone = False  # a single layer that autograd follows, which no op records
+    if is_short:
         found = plain.fused(pattern, x, projections, act, between, owner, names)
-        if found is not None and type(found) is not tuple:
+        if type(found) is tuple:
+            is_alone = pattern.op == "linear" and pattern.memory == training.KEPT
+            found = None if is_alone else _recorded_or_packed(pattern, *found)
+        if found is not None:
             return found
     if names:
         projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
-    if found is not None:
-        if pattern.op == "linear" and pattern.memory == training.KEPT:
-            return act(projections[0](x))  # autograd follows, and no op records a single layer
-        found = _recorded_or_packed(pattern, *found)
-        if found is not None:
-            return found
-    if plain is not None:
+    if is_alone:
+        return act(projections[0](x))
+    if is_short:
         _learn(act)  # for the next call
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
@@ -153,7 +153,7 @@ def block(
 
     One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
     """
-    if plain is not None and not is_traced():
+    if plain is not None:
         given = pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names
         found = plain.block(*given)
         if found is not None:

@@ -24,6 +24,9 @@ _REPLACED = f"{FUSED}_replaced"
 _BOUND = f"{FUSED}_bound"
 
 
+_MISSING = object()
+
+
 class _Fused:
     """What the subclasses have beside fused methods."""
 
@@ -161,9 +164,8 @@ def _as_found_in(kind: type, name: str, original: FunctionType) -> Callable[...,
         if len(args) == original.__code__.co_argcount - 1:
             while defaults and args[-1] is defaults.pop():
                 args = args[:-1]
-        missing = object()
         named = original.__kwdefaults__ or {}
-        kwargs = {word: value for word, value in kwargs.items() if named.get(word, missing) is not value}
+        kwargs = {word: value for word, value in kwargs.items() if named.get(word, _MISSING) is not value}
         get = getattr(type(found), "__get__", None)
         return (found if get is None else get(found, module, kind))(*args, **kwargs)
 

@@ -61,24 +61,29 @@ def run(
     return result
 
 
-_BEGUN = "fused_mlp_begun"  # how many methods have begun behind a node, and not ended
+_BEGUN = "_fused_mlp_begun"  # an attribute of graphs: the methods that have begun, and not ended
 
 
 def _begin(context: Any) -> None:
-    last = next(iter(reversed(context.graph().nodes)), None)
-    if last is not None:
-        last.meta[_BEGUN] = last.meta.get(_BEGUN, 0) + 1
+    graph = context.graph()
+    try:
+        memory = context.get_local("memory").as_python_constant()
+    except KeyError:  # resumed behind a graph break
+        return
+    vars(graph).setdefault(_BEGUN, []).append((next(iter(reversed(graph.nodes)), None), memory))
 
 
 def _end(context: Any) -> None:
-    nodes: List[fx.Node] = []
-    for node in reversed(context.graph().nodes):
-        if node.meta.get(_BEGUN):
-            node.meta[_BEGUN] -= 1
+    graph, nodes = context.graph(), []
+    if not vars(graph).get(_BEGUN):  # the method began before a graph break
+        return
+    last, memory = vars(graph)[_BEGUN].pop()
+    for node in reversed(graph.nodes):
+        if node is last:
             break
         nodes.append(node)
     if calls.pointwise_reason() is None and not training.is_transformed():
-        _fuse(nodes[::-1], context.get_local("memory").as_python_constant())
+        _fuse(nodes[::-1], memory)
 
 
 def _fuse(nodes: List[fx.Node], memory: str) -> None:
@@ -312,6 +317,7 @@ def _call(
     """The op that computes all from x, and its arguments; None if there is none."""
     parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
     given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
+    values = [node and _value(node) for node in given]  # as they want gradients
     for place, node in enumerate(given):
         if node is not None and not _is_plain(_value(node)):
             return None
@@ -324,7 +330,7 @@ def _call(
     if dispatch.select(name, _value(given[0])) is not native:
         return None
     if _value(made.root).requires_grad:
-        keep, values = memory == training.KEPT, [node and _value(node) for node in given]
+        keep = memory == training.KEPT
         if training.refusal(name) is not None or (keep and training.is_first_frozen(*values)):
             return None
         return operator.getitem, made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first), 0

@@ -1,0 +1,267 @@
+"""Fused models under torch.compile: what Dynamo guards on, and what becomes one op of what it records."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+from modules import Gated, Halves, PackedGated, Plain
+from safety import assert_close, x_of
+from tiny_models import LLM
+
+# What fusing may add to the lines of guards of a whole model. Some are of what the fused class of a layer and the class
+# that it was made from have not: before torch 2.13 these are asked of every layer, in BERT's with 13 lines.
+GUARDS = {"bert": 55, "gpt2": 35}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A backend that runs what is recorded, and keeps it without what nothing uses."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, example):
+        self.graphs.append(copy.deepcopy(graph.graph))
+        self.graphs[-1].eliminate_dead_code()
+        return graph
+
+    def ops(self):
+        """The names of our ops in the latest graph, and how many products there are besides."""
+        nodes = [node for node in self.graphs[-1].nodes if node.op == "call_function"]
+        names = [getattr(node.target, "__name__", "") for node in nodes if "fused_mlp" in str(node.target)]
+        return [name.split(".")[0] for name in names], sum(node.target in (F.linear, torch.addmm) for node in nodes)
+
+
+def compiled(module):
+    backend = Graphs()
+    return torch.compile(module, backend=backend, fullgraph=True), backend
+
+
+def guard_lines(model, **inputs):
+    torch.compiler.reset()
+    run, _ = compiled(model)
+    with torch.no_grad():
+        run(**inputs)
+    entries = _debug_get_cache_entry_list(type(model).forward.__code__)
+    return len(str(entries[0].guard_manager).splitlines())
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_guards(fused_mlp, device, name):
+    """Fused, a model has hardly more than it has unfused, for all layers together."""
+    layers = 3
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": layers, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    model = {
+        "bert": lambda: transformers.BertModel(transformers.BertConfig(**LLM | {"num_hidden_layers": layers})),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False)),
+    }[name]()
+    model = model.to(device).eval()
+    inputs = {"input_ids": torch.randint(3, 64, (2, 9), device=device)}
+    unfused = guard_lines(model, **inputs)
+    assert fused_mlp.fuse_mlps(model).fused
+    of_classes = 13 * layers if name == "bert" and torch.__version__ < "2.13" else 0
+    assert guard_lines(model, **inputs) - unfused <= GUARDS[name] + of_classes
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, nn.Sequential])
+def test_one_op(fused_mlp, device, kind, memory, training):
+    parts = (nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.0), nn.Linear(88, 32))
+    module = (kind(*parts) if kind is nn.Sequential else kind(bias=True)).to(device).eval()
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused, memory=memory).fused
+    run, backend = compiled(fused)
+    x = x_of(device)
+    with torch.set_grad_enabled(training):
+        assert_close(run(x), module(x))
+    op = "training_forward" if training else "mlp" if kind in (Plain, Halves, nn.Sequential) else "gated_mlp"
+    assert backend.ops() == ([op], 0)
+
+
+CHANGES = {
+    "a forward of a projection": lambda module: setattr(module.fc1, "forward", lambda x: x @ module.fc1.weight.t()),
+    "a forward of the activation": lambda module: setattr(module.activation_fn, "forward", torch.sin),
+    "another activation": lambda module: setattr(module, "activation_fn", nn.SiLU()),
+    "an option of the activation": lambda module: setattr(module.activation_fn, "approximate", "tanh"),
+    "another weight": lambda module: setattr(module.fc1, "weight", nn.Parameter(torch.ones_like(module.fc1.weight))),
+    "values of a weight": lambda module: module.fc2.weight.data.mul_(2.0),
+    "no bias": lambda module: setattr(module.fc2, "bias", None),
+    "another projection": lambda module: setattr(module, "fc2", nn.Sequential(module.fc2, nn.Tanh())),
+    "what wants a gradient": lambda module: module.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_after_compiling(fused_mlp, device, change):
+    """Each is seen as it is without fusing: by guards that Dynamo makes for the code as it was written."""
+    module = Plain().to(device).requires_grad_(False)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    (run, backend), x = compiled(fused), x_of(device)
+    assert_close(run(x), module(x))
+    assert backend.ops() == (["mlp"], 0)
+    for each in (module, fused):
+        CHANGES[change](each)
+        each.to(device)
+    got, expected = run(x), module(x)
+    assert got.requires_grad == expected.requires_grad
+    assert_close(got.detach(), expected.detach())
+
+
+def test_patched_after_compiling(fused_mlp, device, monkeypatch):
+    module = Plain().to(device)
+    fused_mlp.fuse_mlps(module)
+    (run, _), x = compiled(module), x_of(device)
+    with torch.no_grad():
+        before = run(x)
+        monkeypatch.setattr(F, "linear", lambda *given, linear=F.linear: 2.0 * linear(*given))
+        assert not torch.allclose(run(x), before)
+        assert_close(run(x), module(x))
+
+
+def test_a_backend_forced_after_compiling(fused_mlp, device):
+    module = Plain().to(device)
+    fused_mlp.fuse_mlps(module)
+    (run, backend), x = compiled(module), x_of(device)
+    with torch.no_grad():
+        run(x)
+        with fused_mlp.backend("torch"):
+            run(x)
+            assert backend.ops() == ([], 2)
+        count = len(backend.graphs)
+        run(x)
+    assert len(backend.graphs) == count
+
+
+def test_a_class_patched_before_compiling(fused_mlp, device, monkeypatch):
+    module = Plain().to(device)
+    fused_mlp.fuse_mlps(module)
+    monkeypatch.setattr(Plain, "forward", lambda self, hidden_states: self.fc1(hidden_states) + 1.0)
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(torch.compile(module, backend="aot_eager")(x), module.fc1(x) + 1.0)
+
+
+def test_hidden_values_that_a_hook_sees(fused_mlp, device):
+    """One that changes them, one that looks at them, and one that keeps what goes into the activation."""
+    kept = []
+    hooks = (
+        lambda part, args, output: output + 1.0,
+        lambda part, args, output: kept.append(output.sum()),
+        lambda part, args, output: kept.append(output),
+    )
+    for hook in hooks:
+        torch.compiler.reset()
+        module = Plain().to(device)
+        fused_mlp.fuse_mlps(module)
+        run, x = compiled(module)[0], x_of(device)
+        module.fc1.register_forward_hook(hook)
+        with torch.no_grad():
+            assert_close(run(x), module(x))
+    assert_close(kept[0], kept[1])
+    assert_close(kept[2], kept[3])
+
+
+class Broken(Plain):
+    def forward(self, hidden_states):
+        hidden = self.activation_fn(self.fc1(hidden_states))
+        torch._dynamo.graph_break()
+        return self.fc2(hidden)
+
+
+def test_a_graph_break(fused_mlp, device):
+    module = nn.Sequential(Broken(), Plain()).to(device)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    backend, x = Graphs(), x_of(device)
+    run = torch.compile(fused, backend=backend)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(run(x), module(x))
+    assert_close(run(x).detach(), module(x).detach())
+
+
+def in_place(self, x):
+    hidden = self.fc1(x)
+    x.add_(1.0)
+    return self.fc2(self.act(hidden)) + x
+
+
+def under_another_dtype(self, x):
+    return self.fc2(self.act(self.fc1(x).double()).to(x.dtype))
+
+
+def used_twice(self, x):
+    hidden = self.fc1(x)
+    return self.fc2(self.act(hidden)) + hidden.mean()
+
+
+def with_dropout(self, x):
+    return self.fc2(F.dropout(self.act(self.fc1(x)), 0.5, True))
+
+
+def between(self, x):
+    hidden = self.act(self.fc1(x))
+    self.fc2.bias.data.add_(1.0)
+    return self.fc2(hidden)
+
+
+@pytest.mark.parametrize("forward", [in_place, used_twice, with_dropout, between], ids=lambda f: f.__name__)
+def test_what_is_left(fused_mlp, device, forward):
+    """Where something happens between the parts, or somebody else uses one, they are not one op, and right."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2, self.act = nn.Linear(32, 88), nn.Linear(88, 32), nn.GELU()
+
+    Module.forward = forward
+    module = Module().to(device)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    run, backend = compiled(fused)
+    x = x_of(device)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        got = run(x.clone())
+        torch.manual_seed(0)
+        assert_close(got, module(x.clone()))
+    assert "mlp" not in backend.ops()[0]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_autocast(fused_mlp, device, training):
+    module = Gated(bias=True).to(device)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    run, backend = compiled(fused)
+    x = x_of(device)
+    with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(training):
+        got, expected = run(x), module(x)
+    assert got.dtype == expected.dtype
+    assert_close(got.detach(), expected.detach(), tolerance=2e-2)
+    assert backend.ops() == (["training_forward" if training else "gated_mlp"], 0)
+
+
+def test_rows_that_vary(fused_mlp, device):
+    for kind in (Gated, Plain):
+        torch.compiler.reset()
+        module = kind(bias=True).to(device)
+        fused = copy.deepcopy(module)
+        fused_mlp.fuse_mlps(fused)
+        run, backend = compiled(fused)
+        with torch.no_grad():
+            for rows in (3, 5, 8, 2):
+                x = x_of(device, rows, 4)
+                assert_close(run(x), module(x))
+        assert len(backend.graphs) == 2 and len(backend.ops()[0]) == 1
