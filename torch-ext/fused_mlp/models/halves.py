@@ -37,6 +37,12 @@ class Pending(NamedTuple):
     between: Tuple[Any, ...] = ()
 
 
+def pending(pattern: Pattern, x: Tensor, *given: Any) -> Pending:
+    """What a head hands over: the arguments of ``shortcut.fused``, with parts that are given by name read."""
+    *parts, owner, _ = given
+    return Pending(pattern, x, *shortcut.read(owner, tuple(parts)))
+
+
 class Half(NamedTuple):
     """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
 
@@ -64,12 +70,14 @@ tails: Dict[Callable[..., Any], Half] = {}
 wholes: Dict[Callable[..., Any], Half] = {}
 
 
-def block(module: nn.Module, x: Tensor, *around: Any) -> Tensor:
-    """``shortcut.block`` of a module that is an MLP, and what is around it."""
+def block(module: Union[nn.Module, str], x: Tensor, *given: Any) -> Tensor:
+    """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
     if _plain is not None:
-        found = _plain.block_of(wholes, module, x, *around)
+        found = _plain.block_of(wholes, module, x, *given)
         if found is not None:
             return found
+    *around, owner, _ = given
+    module, *around = (shortcut.read(owner, part) for part in (module, *around))
     norm, norm_first = around[-2:]
     return shortcut.around(module(norm(x) if norm_first else x), *around)
 
