@@ -230,7 +230,7 @@ def test_what_somebody_holds_is_not_overwritten(fused_mlp, device, memory):
     result, kept = call(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         watched = call()
-    node = result.grad_fn.saved_tensors
+    node = *result.grad_fn.saved_tensors, *result.grad_fn.own
     copies = [tensor if tensor is None else tensor.clone() for tensor in (*node, *kept)]
     for each in (result, watched):
         torch.autograd.grad(each.sum(), [made["x"]], retain_graph=True)
