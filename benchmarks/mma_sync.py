@@ -43,6 +43,7 @@ SHAPES = {  # M, D, H of each part
 COMPARED = 24  # ways at a time
 SLOW = 1.5  # times the least: one call of such a way is enough
 SETTLED = 40_000.0  # microseconds of a turn in which the clock, which large products lower, is the way's own
+LOOKS, TURNS = 7, 27  # of each way in a search, and of the best: between them large products differ by 5%
 FEW = 64  # rows, up to which streamed kernels are tried
 COPIES = 8  # of L2, that copies of weights take
 Way = Callable[[], object]
@@ -99,7 +100,7 @@ def search(ways: dict[str, Way], seconds: float) -> Search:
         if len(looked) < len(ways):
             return Search(None, len(looked), len(ways))
         candidates = sorted(looked, key=looked.get)[: COMPARED // 2]
-    found = microseconds({name: ways[name] for name in candidates}, rounds=3, budget=SETTLED / 2)
+    found = microseconds({name: ways[name] for name in candidates}, rounds=LOOKS, budget=SETTLED / 2)
     return Search(min(found, key=found.get), len(ways), len(ways))
 
 
@@ -184,7 +185,7 @@ class Bench:
         chosen = {name: found.name for name, found in searches.items() if found.name is not None}
         tried = {name: f"{found.tried} of {found.of}" for name, found in searches.items()}
         entry = {"what": what, "kernels": chosen, "tried": tried}
-        entry["us"] = microseconds({name: every[name][way] for name, way in chosen.items()}, 9, SETTLED)
+        entry["us"] = microseconds({name: every[name][way] for name, way in chosen.items()}, TURNS, SETTLED)
         entry["share_of_peak"] = {name: flops / us / self.peak for name, us in entry["us"].items()}
         self.add(entry)
         return entry["us"]

@@ -183,7 +183,7 @@ def fits(architecture: str, entry: tuple[str, ...]) -> bool:
     rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
     if entry[0] == "streamed":  # as in cuda/sm80/shape.h
         weights = width * (2 if "Gated" in entry else 1)
-        behind = warps * min(rows, 16) * (weights + 4) * 4
+        behind = warps * min(rows, 16) * (weights + 4) * 4 if warps > 1 else 0
     else:
         weights = width
         behind = width * 2 * (2 if warps_m * warps > 4 else 1)

@@ -99,3 +99,20 @@ def test_one_layer_under_autograd_runs_as_its_source(fused_mlp, device, long_way
     assert torch.equal(output, expected)
     assert type(output.grad_fn) is type(expected.grad_fn)  # torch's own node
     assert long_way == []
+
+
+class Finding(Plain):
+    """Finds one of its children in a way of its own."""
+
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return (lambda x: 2 * found(x)) if name == "fc2" else found
+
+
+def test_attributes_are_what_the_class_finds(fused_mlp, device):
+    module, fused = Finding().to(device).eval(), Finding().to(device).eval()
+    fused.load_state_dict(module.state_dict())
+    fused_mlp.fuse_mlps(fused)
+    with torch.no_grad():
+        for x in (x_of(device), x_of(device)):
+            assert_close(fused(x), module(x))

@@ -149,7 +149,7 @@ def test_a_class_patched_before_compiling(fused_mlp, device, monkeypatch):
     monkeypatch.setattr(Plain, "forward", lambda self, hidden_states: self.fc1(hidden_states) + 1.0)
     x = x_of(device)
     with torch.no_grad():
-        assert_close(compiled(module)[0](x), module.fc1(x) + 1.0)
+        assert_close(torch.compile(module, backend="aot_eager")(x), module.fc1(x) + 1.0)
 
 
 def test_hidden_values_that_a_hook_sees(fused_mlp, device):
@@ -170,6 +170,25 @@ def test_hidden_values_that_a_hook_sees(fused_mlp, device):
             assert_close(run(x), module(x))
     assert_close(kept[0], kept[1])
     assert_close(kept[2], kept[3])
+
+
+class Broken(Plain):
+    def forward(self, hidden_states):
+        hidden = self.activation_fn(self.fc1(hidden_states))
+        torch._dynamo.graph_break()
+        return self.fc2(hidden)
+
+
+def test_a_graph_break(fused_mlp, device):
+    module = nn.Sequential(Broken(), Plain()).to(device)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    backend, x = Graphs(), x_of(device)
+    run = torch.compile(fused, backend=backend)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(run(x), module(x))
+    assert_close(run(x).detach(), module(x).detach())
 
 
 def in_place(self, x):

@@ -2,7 +2,9 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <map>
 #include <span>
+#include <utility>
 
 namespace fused_mlp {
 namespace {
@@ -37,11 +39,6 @@ class Few {
     if (fits) at_[count_++] = object;
     return fits;
   }
-  bool add_all(PyObject* tuple) {
-    bool fits = true;
-    for (Py_ssize_t i = 0, count = PyTuple_Size(tuple); fits && i < count; ++i) fits = add(PyTuple_GetItem(tuple, i));
-    return fits;
-  }
   Objects all() const { return {at_, count_}; }
 
  private:
@@ -69,7 +66,6 @@ struct Settings {
   PyObject* every_gpu;     // a function: whether they run on all GPUs
   PyObject* blocks;        // a list of one element while no backend is forced
   PyObject* is_inference;  // the function of torch
-  PyObject* hiding_none;   // by classes of modules, an empty dictionary: what hides_none() found
   PyObject* quiet;         // functions that return something true where every call is disturbed
   PyObject* empty;         // dictionaries that hold something there
   PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
@@ -80,8 +76,8 @@ Settings settings{};
 // In the order of Settings.
 constexpr const char* kSettings[] = {"tensor",    "parameter", "linear",    "dropout", "gelu",         "layer_norm",
                                      "module",    "call",      "original",  "known",   "ops",          "dtypes",
-                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "hiding_none",
-                                     "quiet",     "empty",     "unchanged", "of_norms"};
+                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "quiet",
+                                     "empty",     "unchanged", "of_norms"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -105,6 +101,8 @@ struct Names {
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* packed = PyUnicode_InternFromString("packed");
   PyObject* order = PyUnicode_InternFromString("__mro__");
+  // What finds attributes, of all names and of those that are not found otherwise.
+  PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
@@ -418,15 +416,26 @@ Py_ssize_t total_size(PyObject* dictionaries) {
   return total;
 }
 
-// Whether a class has none of these attributes, which would hide children of the same names. To ask for one that is
-// missing costs an exception, so that is asked once, and again where the class has got other bases or attributes.
+// Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
+// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and again where the
+// class has got other bases or attributes.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
+  struct Known {
+    PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
+    Py_ssize_t total;
+  };
+  static std::map<std::pair<PyObject*, PyObject*>, Known> known;
   const Owned order(PyObject_GetAttr(kind, names().order));
   if (!order) return kError;
-  PyObject* known = item(settings.hiding_none, kind);
-  if (known != nullptr && PyTuple_GetItem(known, 0) == wanted && PyTuple_GetItem(known, 1) == order.get() &&
-      PyLong_AsSsize_t(PyTuple_GetItem(known, 2)) == total_size(PyTuple_GetItem(known, 3))) {
+  const auto found = known.find({kind, wanted});
+  if (found != known.end() && found->second.order == order.get() &&
+      found->second.total == total_size(found->second.dictionaries)) {
     return kYes;
+  }
+  for (PyObject* name : names().finders) {
+    const Owned usual(PyObject_GetAttr(settings.module, name));
+    const Answer same = usual ? has_attribute(kind, name, usual.get()) : kError;
+    if (same != kYes) return same;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
@@ -434,25 +443,50 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
-  const Owned dictionaries(dictionaries_of(order.get()));
-  const Owned total(dictionaries ? PyLong_FromSsize_t(total_size(dictionaries.get())) : nullptr);
-  if (!total || PyErr_Occurred()) return kError;
-  const Owned entry(PyTuple_Pack(4, wanted, order.get(), total.get(), dictionaries.get()));
-  return entry && PyDict_SetItem(settings.hiding_none, kind, entry.get()) == 0 ? kYes : kError;
+  Owned dictionaries(dictionaries_of(order.get()));
+  const Py_ssize_t total = dictionaries ? total_size(dictionaries.get()) : -1;
+  if (total < 0) return kError;
+  if (found == known.end()) Py_INCREF(wanted);
+  Py_INCREF(order.get());
+  known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
+  return kYes;
 }
 
-// The children of a module under these names, as its attributes are found. Not kYes where one is something else.
-Answer read_children(PyObject* module, PyObject* state, PyObject* wanted, Few* found) {
-  PyObject* modules = item(state, names().modules);
-  if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
-  const Answer visible = hides_none(class_of(module), wanted);
-  if (visible != kYes) return visible;
-  for (Py_ssize_t i = 0, count = PyTuple_Size(wanted); i < count; ++i) {
-    PyObject* name = PyTuple_GetItem(wanted, i);
-    PyObject* child = item(modules, name);
-    if (child == nullptr || item(state, name) != nullptr || PyErr_Occurred() || !found->add(child)) return kNo;
+// A module, whose children are found by their names, as its attributes are.
+class Owner {
+ public:
+  Answer open(PyObject* module, PyObject* state, PyObject* names) {
+    state_ = state;
+    modules_ = item(state, fused_mlp::names().modules);
+    if (modules_ == nullptr || !PyDict_Check(modules_)) return PyErr_Occurred() ? kError : kNo;
+    return hides_none(class_of(module), names);
   }
-  return kYes;
+  // Borrowed; nullptr where a name stands for something else. What is no name stands for itself.
+  PyObject* part(PyObject* given) const {
+    if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
+    PyObject* const child = item(modules_, given);
+    const bool is_child = child != nullptr && child != Py_None && item(state_, given) == nullptr;
+    return is_child && PyErr_Occurred() == nullptr ? child : nullptr;
+  }
+  // False where one stands for something else, or there are more than any MLP has.
+  bool add_all(PyObject* given, Few* found) const {
+    for (Py_ssize_t i = 0, count = PyTuple_Size(given); i < count; ++i) {
+      PyObject* const found_part = part(PyTuple_GetItem(given, i));
+      if (found_part == nullptr || !found->add(found_part)) return false;
+    }
+    return true;
+  }
+
+ private:
+  PyObject* state_ = nullptr;
+  PyObject* modules_ = nullptr;
+};
+
+// The children of a module under these names.
+Answer read_children(PyObject* module, PyObject* state, PyObject* names, Few* found) {
+  Owner owner;
+  const Answer opened = owner.open(module, state, names);
+  return opened == kYes ? answer(owner.add_all(names, found)) : opened;
 }
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
@@ -524,10 +558,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
-PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, const Block& block) {
-  const Answer asked = is_recording();
-  if (is_followed(x, asked) != kNo) return nullptr;
-  const bool recording = asked == kYes;
+PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
   PyObject* state = state_of(module);
   PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (half == nullptr) return nullptr;
@@ -544,6 +575,19 @@ PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLo
 PyObject* answered(PyObject* found) {
   if (found != nullptr || !is_answer()) return found;
   Py_RETURN_NONE;
+}
+
+// The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
+// PyArg_ParseTuple runs.
+template <size_t kEnd>
+bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[kEnd - 1]) {
+  bool fits = PyTuple_Size(given) == kEnd - 1;
+  for (size_t i = 0; fits && i < kEnd - 1; ++i) {
+    PyObject* const argument = arguments[i] = PyTuple_GetItem(given, i);
+    fits = kinds[i] == 'o' || (kinds[i] == 'd' ? PyDict_Check(argument) : PyTuple_Check(argument));
+  }
+  if (!fits) PyErr_Format(PyExc_TypeError, "arguments must be of the kinds %s, got %R", kinds, given);
+  return fits;
 }
 
 PyObject* py_configure(PyObject*, PyObject* given) {
@@ -569,9 +613,8 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
 
 PyObject* py_are_items(PyObject*, PyObject* given) {
-  PyObject *dictionary, *pairs;
-  if (!PyArg_ParseTuple(given, "O!O!", &PyDict_Type, &dictionary, &PyTuple_Type, &pairs)) return nullptr;
-  return boolean(are_items(dictionary, pairs));
+  PyObject* of[2];
+  return unpack(given, "dt", of) ? boolean(are_items(of[0], of[1])) : nullptr;
 }
 
 PyObject* py_is_recorded(PyObject*, PyObject* operands) {
@@ -588,53 +631,57 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
 
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
+// Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
+Answer open(Owner* owner, PyObject* module, PyObject* names) {
+  if (PyTuple_Size(names) == 0) return kYes;
+  PyObject* const state = state_of(module);
+  return state == nullptr ? kError : owner->open(module, state, names);
+}
+
 PyObject* py_fused(PyObject*, PyObject* given) {
-  PyObject *pattern, *x, *projections, *act, *between;
-  if (!PyArg_ParseTuple(given, "OOO!OO!", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type, &between)) {
-    return nullptr;
-  }
-  Few layers, parts;
+  PyObject* of[7];
+  if (!unpack(given, "oototot", of)) return nullptr;
+  Owner owner;
+  Few projections, between;
   const Answer recording = is_recording();
-  const bool known = recording != kError && layers.add_all(projections) && parts.add_all(between);
-  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes) : nullptr);
+  if (recording == kError || open(&owner, of[5], of[6]) != kYes) return answered(nullptr);
+  PyObject* const act = owner.part(of[3]);
+  const bool known = act != nullptr && owner.add_all(of[2], &projections) && owner.add_all(of[4], &between);
+  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
+  return answered(known ? fused(mlp, recording == kYes) : nullptr);
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject *pattern, *x, *projections, *act, *between, *behind;
-  Block block{};
-  if (!PyArg_ParseTuple(given, "OOO!OO!O!OOOO", &pattern, &x, &PyTuple_Type, &projections, &act, &PyTuple_Type,
-                        &between, &PyTuple_Type, &behind, &block.residual, &block.residual_first, &block.norm,
-                        &block.norm_first)) {
-    return nullptr;
-  }
-  Few layers, parts, passing;
+  PyObject* of[12];
+  if (!unpack(given, "ootottooooot", of)) return nullptr;
+  Owner owner;
+  Few projections, between, behind;
   const Answer recording = is_recording();
-  const bool known = is_followed(x, recording) == kNo && layers.add_all(projections) && parts.add_all(between) &&
-                     passing.add_all(behind);
-  block.behind = passing.all();
-  return answered(known ? fused({pattern, x, layers.all(), act, parts.all()}, recording == kYes, &block) : nullptr);
+  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
+  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[8]);
+  const bool known = act != nullptr && norm != nullptr && owner.add_all(of[2], &projections) &&
+                     owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
+  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
+  const Block block{behind.all(), of[6], of[7], norm, of[9]};
+  return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject *wholes, *module, *x, *behind;
-  Block block{};
-  if (!PyArg_ParseTuple(given, "O!OOO!OOOO", &PyDict_Type, &wholes, &module, &x, &PyTuple_Type, &behind,
-                        &block.residual, &block.residual_first, &block.norm, &block.norm_first)) {
-    return nullptr;
-  }
-  Few passing;
-  const bool known = passing.add_all(behind);
-  block.behind = passing.all();
-  return answered(known ? block_of(wholes, module, x, block) : nullptr);
+  PyObject* of[10];
+  if (!unpack(given, "dootooooot", of)) return nullptr;
+  Owner owner;
+  Few behind;
+  const Answer recording = is_recording();
+  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
+  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[6]);
+  const bool known = module != nullptr && norm != nullptr && owner.add_all(of[3], &behind);
+  const Block block{behind.all(), of[4], of[5], norm, of[7]};
+  return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 
 PyObject* py_joined(PyObject*, PyObject* given) {
-  PyObject *heads, *tails, *owner, *halves, *x, *rest;
-  if (!PyArg_ParseTuple(given, "O!O!OO!OO!", &PyDict_Type, &heads, &PyDict_Type, &tails, &owner, &PyTuple_Type, &halves,
-                        &x, &PyTuple_Type, &rest)) {
-    return nullptr;
-  }
-  return answered(joined(heads, tails, owner, halves, x, rest));
+  PyObject* of[6];
+  return unpack(given, "ddotot", of) ? answered(joined(of[0], of[1], of[2], of[3], of[4], of[5])) : nullptr;
 }
 
 }  // namespace

@@ -21,15 +21,17 @@ namespace fused_mlp {
 //   is_recorded(operands) -> bool | None
 //     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
 //     op cannot take them, or something has to see its parts.
-//   fused(pattern, x, projections, act, between) -> Tensor | tuple | None
+//   fused(pattern, x, projections, act, between, owner, names) -> Tensor | tuple | None
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
 //     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
-//     activation's code. None where it cannot be known, or the op raised RuntimeError.
-//   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first) -> Tensor | None
+//     activation's code. None where it cannot be known, or the op raised RuntimeError. Parts that are strings stand for
+//     children of the owner; `names` are all of these, here and below.
+//   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names)
+//       -> Tensor | None
 //     The same for an MLP of two layers and what is around it, where autograd does not follow: parts behind it that
 //     pass values on, the sum with a residual, and a nn.LayerNorm of the sum, or of x where it comes first, or None.
-//   block_of(wholes, module, x, behind, residual, residual_first, norm, norm_first) -> Tensor | None
+//   block_of(wholes, module, x, behind, residual, residual_first, norm, norm_first, owner, names) -> Tensor | None
 //     The same of a module that is an MLP and no more. The dictionary holds halves as `joined` has them, with (pattern,
 //     (name of the activation, of both projections, of what is between)).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None

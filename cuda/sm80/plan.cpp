@@ -22,9 +22,10 @@ bool has_room(const ListedKernel& listed, const Gpu& gpu) {
   return has_code(listed, gpu) && resident_ctas(listed.shared_bytes, gpu.shared_of_multiprocessor) >= ctas;
 }
 
-bool differ_in_ring(const GemmKernel& first, GemmKernel second) {
-  second.ring = first.ring;
-  return first == second;
+bool differ_in_ring_alone(const ListedKernel& first, const ListedKernel& second) {
+  GemmKernel with_first_ring = second.kernel;
+  with_first_ring.ring = first.kernel.ring;
+  return first.kernel == with_first_ring && first.shape.ctas == second.shape.ctas;
 }
 
 }  // namespace
@@ -32,7 +33,7 @@ bool differ_in_ring(const GemmKernel& first, GemmKernel second) {
 bool offered(size_t place, const Gpu& gpu) {
   const ListedKernel* kernel = kListed + place;
   return has_room(*kernel, gpu) && std::none_of(kListed, kernel, [&](const ListedKernel& before) {
-           return differ_in_ring(before.kernel, kernel->kernel) && has_room(before, gpu);
+           return differ_in_ring_alone(before, *kernel) && has_room(before, gpu);
          });
 }
 

@@ -114,6 +114,13 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t address, uint32_t& r0, u
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which each lane has two of a row as ldmatrix leaves them, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t row) {
+  uint32_t column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+  return column;
+}
+
 // d += A B^T, A 16 x 16 and B 8 x 16. A lane has in d[2 i + c] row 8 i + lane / 4, column 2 (lane % 4) + c.
 template <typename Element>
 struct Mma;

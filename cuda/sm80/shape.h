@@ -34,8 +34,8 @@ constexpr int tiled_shared_bytes(const Shape& shape) {
   return shape.ring_bytes() + shape.rows_n * 2 * (is_persistent(shape) ? 2 : 1);
 }
 
-// The warps of a streamed kernel share k, and some of them the weight rows. Their sums meet behind the ring, those of
-// some tokens at a time.
+// The warps of a streamed kernel share k, or the weight rows, or both. Sums of those that share k meet behind the ring,
+// those of some tokens at a time.
 constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int ctas,
                                int stages) {
   return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages, ctas};
@@ -45,7 +45,8 @@ constexpr int streamed_sum_stride(const Shape& shape) {
   return shape.rows_m + 4;
 }  // floats; keeps lanes on distinct banks
 constexpr int streamed_shared_bytes(const Shape& shape) {
-  return shape.ring_bytes() + shape.warps_k * streamed_round(shape.rows_n) * streamed_sum_stride(shape) * 4;
+  const int sums = shape.warps_k * streamed_round(shape.rows_n) * streamed_sum_stride(shape) * 4;
+  return shape.ring_bytes() + (shape.warps_k > 1 ? sums : 0);
 }
 
 // The CTAs of which a multiprocessor's shared memory has room for.

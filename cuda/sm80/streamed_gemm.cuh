@@ -3,14 +3,14 @@
 // no part of the weights' 16 rows is wasted.
 //
 // CTAs are persistent, and their copies run ahead of their products by the whole ring, also from one tile to the next:
-// they go on while the sums of a tile are added and stored. The warps share k: each multiplies its part of
-// every block, and their sums are added in the order of the warps. So tiles may be narrow enough for their number to
-// fill a chip evenly, and no CTA waits for another.
+// they go on while the sums of a tile are added and stored. Up to 32 tokens the warps share k: each multiplies its part
+// of every block, and their sums are added in the order of the warps. So tiles may be narrow enough for their number to
+// fill a chip evenly, and no CTA waits for another. With more tokens there would be too many sums to add.
 #pragma once
 
-#include "../gemm/epilogue.cuh"
 #include "main_loop.cuh"
 #include "rows.cuh"
+#include "streamed_store.cuh"
 
 namespace fused_mlp::sm80 {
 
@@ -44,6 +44,13 @@ struct StreamedGemm {
   static constexpr int kSumStride = streamed_sum_stride(kShape);
   static constexpr int kSharedBytes = streamed_shared_bytes(kShape);
   static_assert(kTokens % kTokensOfRound == 0);
+
+  // Rows of one weight that lie behind each other in a tile, before those of the other for the same columns. A warp
+  // that has all of k has both, so that it can multiply them.
+  static constexpr bool kSharesK = kWarpsK_ > 1;
+  static constexpr int kRun = kSharesK || !kGated ? kColumns : Tile::kWarpRowsM / 2;
+  static_assert(kRun % kMmaM == 0);
+  using Args = StreamedGemmArgs;
 };
 
 // The copies, which run ahead of the products from tile to tile.
@@ -56,12 +63,24 @@ struct StreamedCopies {
 
   const StreamedGemmArgs& args;
   int tile;
-  int begin = 0;  // of the next block of the tile
+  int first;  // block of a tile that is copied, by where it begins
+  int begin;  // of the next block
   Weights weights;
   Tokens tokens;
 
   __device__ __forceinline__ StreamedCopies(const StreamedGemmArgs& args, int tile)
-      : args(args), tile(tile), weights(weights_of(args, tile)), tokens(tokens_of(args, tile)) {}
+      : args(args),
+        tile(tile),
+        first(first_block(args)),
+        begin(first),
+        weights(weights_of(args, tile)),
+        tokens(tokens_of(args, tile)) {}
+
+  // CTAs of gated products begin at different blocks: not all read the same lines of a, and of the memory's channels,
+  // at a time. Plain ones, with fewer and longer rows, are slower so.
+  __device__ __forceinline__ static int first_block(const StreamedGemmArgs& args) {
+    return Gemm::kGated ? blockIdx.x % ((args.k + Tile::kBlockK - 1) / Tile::kBlockK) * Tile::kBlockK : 0;
+  }
 
   __device__ __forceinline__ static int first_column(const StreamedGemmArgs& args, int tile) {
     return tile / args.tiles_m * Gemm::kColumns;
@@ -72,8 +91,9 @@ struct StreamedCopies {
   __device__ __forceinline__ static Weights weights_of(const StreamedGemmArgs& args, int tile) {
     const int column = first_column(args, tile);
     return Weights([&](int row) {
-      const Matrix& weight = row < Gemm::kColumns ? args.weight : args.up_weight;
-      return row_of<Element>(weight, column + row % Gemm::kColumns, args.n);
+      const bool up = Gemm::kGated && row / Gemm::kRun % 2 == 1;
+      const int runs = row / Gemm::kRun / Gemm::kParts;  // of both weights, before this row's
+      return row_of<Element>(up ? args.up_weight : args.weight, column + runs * Gemm::kRun + row % Gemm::kRun, args.n);
     });
   }
   __device__ __forceinline__ static Tokens tokens_of(const StreamedGemmArgs& args, int tile) {
@@ -88,8 +108,8 @@ struct StreamedCopies {
       weights.template load<1>(stage, begin, args.k, 0);
       tokens.template load<1>(stage + Tile::kRowsM * Tile::kRowBytes, begin, args.k, 0);
       begin += Tile::kBlockK;
-      if (begin >= args.k) {
-        begin = 0;
+      if (begin >= args.k) begin = 0;
+      if (begin == first) {
         tile += gridDim.x;
         if (tile < args.tiles) {
           weights = weights_of(args, tile);
@@ -100,84 +120,6 @@ struct StreamedCopies {
     cp_async_commit();
   }
 };
-
-// Where the sums of the warps that share a part of k lie for a token, from those of the tile's first weight row on.
-template <typename Gemm>
-__device__ __forceinline__ uint32_t sums_place(uint32_t sums, int warp_k, int token) {
-  return sums + (warp_k * Gemm::kTokensOfRound + token) * Gemm::kSumStride * 4;
-}
-
-// Writes the warp's sums of the tokens from `first` on to shared memory.
-template <typename Gemm>
-__device__ __forceinline__ void lay_down(uint32_t shared, const Accumulator<typename Gemm::Tile>& sums,
-                                         const WarpPlace<typename Gemm::Tile>& warp, int first) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < Gemm::Tile::kTilesM; ++i) {
-#pragma unroll
-    for (int j = 0; j < Gemm::kTokensOfRound / kMmaN; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = warp.m * Gemm::Tile::kWarpRowsM + i * kMmaM + c / 2 * 8 + lane / 4;
-        const int token = j * kMmaN + lane % 4 * 2 + c % 2;
-        store_shared_float(sums_place<Gemm>(shared, warp.k, token) + row * 4, sums[i][first / kMmaN + j][c]);
-      }
-    }
-  }
-}
-
-// Adds the warps' sums, of eight adjacent columns of a token and their bias, in the order of the warps. Calls
-// take(i, sum) for each column.
-template <typename Gemm, typename Take>
-__device__ __forceinline__ void add_up(uint32_t shared, const StreamedGemmArgs& args, const void* bias, int token,
-                                       int row, int column, Take&& take) {
-  float total[kPiece] = {};
-#pragma unroll
-  for (int warp = 0; warp < Gemm::Tile::kWarpsK; ++warp) {
-    const uint32_t place = sums_place<Gemm>(shared, warp, token) + row * 4;
-#pragma unroll
-    for (int i = 0; i < kPiece; i += 4) {
-      const float4 v = load_shared_float4(place + i * 4);
-      total[i] += v.x, total[i + 1] += v.y, total[i + 2] += v.z, total[i + 3] += v.w;
-    }
-  }
-  if (bias != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kPiece; i += 2) {
-      const float2 pair = to_float2(load_bias_pair<typename Gemm::Element>(bias, column + i, args.n));
-      total[i] += pair.x, total[i + 1] += pair.y;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPiece; ++i) take(i, total[i]);
-}
-
-// Stores the tokens whose sums are in shared memory: eight columns of a token at a time.
-template <typename Gemm>
-__device__ __forceinline__ void store_tokens(uint32_t shared, const StreamedGemmArgs& args, int first_token,
-                                             int first_column) {
-  using Element = typename Gemm::Element;
-  constexpr int kPieces = Gemm::kColumns / kPiece;
-  for (int index = threadIdx.x; index < Gemm::kTokensOfRound * kPieces; index += Gemm::Tile::kThreads) {
-    const int token = index / kPieces;
-    const int row = index % kPieces * kPiece;
-    const int column = first_column + row;
-    if (first_token + token >= args.m || column >= args.n) continue;
-    const auto sums = [&](Operand operand, auto&& take) {
-      if (operand == Operand::kGate) {
-        add_up<Gemm>(shared, args, args.epilogue.bias, token, row, column, take);
-      } else {
-        add_up<Gemm>(shared, args, args.epilogue.up_bias, token, Gemm::kColumns + row, column, take);
-      }
-    };
-    float value[kPiece];
-    GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
-    Element* out = static_cast<Element*>(args.out.data) + (first_token + token) * args.out.row_stride + column;
-    *reinterpret_cast<uint4*>(out) =
-        make_uint4(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]),
-                   round_pair<Element>(value[4], value[5]), round_pair<Element>(value[6], value[7]));
-  }
-}
 
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
@@ -217,13 +159,11 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
         }
         reading = after(reading);
       }
-#pragma unroll
-      for (int first = 0; first < Gemm::kTokens; first += Gemm::kTokensOfRound) {
-        if (first > 0) cta_sync();  // the sums before have been read
-        lay_down<Gemm>(shared_sums, sums, place, first);
-        cta_sync();
-        store_tokens<Gemm>(shared_sums, args, Copies::first_token(args, tile) + first,
-                           Copies::first_column(args, tile));
+      const int first_token = Copies::first_token(args, tile), first_column = Copies::first_column(args, tile);
+      if constexpr (Gemm::kSharesK) {
+        add_and_store<Gemm>(shared_sums, args, sums, place, first_token, first_column);
+      } else {
+        store_sums<Gemm>(args, sums, place, first_token, first_column);
       }
     }
     cp_async_wait<0>();

@@ -10,11 +10,9 @@
 
 // Python is not linked against: the interpreter that imports the extension defines these. Being weak, they may stay
 // undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
-#pragma weak PyArg_ParseTuple
 #pragma weak PyBool_FromLong
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
-#pragma weak PyDict_SetItem
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches
@@ -28,7 +26,6 @@
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_Type
 #pragma weak PyLong_AsSsize_t
-#pragma weak PyLong_FromSsize_t
 #pragma weak PyModule_Create2
 #pragma weak PyModule_GetDict
 #pragma weak PyModule_Type

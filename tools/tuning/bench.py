@@ -18,6 +18,7 @@ from tuning.model import KERNEL, Model
 ROUNDS = 4
 BUDGET_US = 1000.0  # of one candidate's turn
 ENTRY = Path(__file__).with_name("entry.cpp")
+SUFFIXES = (".cpp", ".cu", ".cuh", ".def", ".h")
 
 SHAPES = [
     (384, 1536),
@@ -76,12 +77,14 @@ def describe() -> Gpu:
 
 
 def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes.CDLL:
-    """The project's own sources with entry.cpp, in folder."""
+    """The project's own sources with entry.cpp, in folder; what was compiled before, where no source is newer."""
+    library = folder / f"{architecture}_{code}.so"
+    if library.exists() and library.stat().st_mtime > _last_change():
+        return ctypes.CDLL(str(library))
     nvcc = toolchain.nvcc()
     if nvcc is None:
         raise TuneError("no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{architecture}.so"
     listed = project.config()["kernel"][f"cuda_{architecture}"]["src"]
     listed = [*listed, "cuda/gemm/refusal.cpp", "cuda/pointwise.cu"]
     sources = [project.ROOT / source for source in listed if source.endswith((".cpp", ".cu"))]
@@ -93,6 +96,13 @@ def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes
     if result.returncode != 0:
         raise TuneError(f"nvcc failed: {next(iter((result.stderr or result.stdout).splitlines()), 'no message')}")
     return ctypes.CDLL(str(library))
+
+
+def _last_change() -> float:
+    """When one of the files that the library may be made of was last written."""
+    folders = (project.ROOT / "cuda", project.ROOT / "torch-ext", ENTRY.parent)
+    files = (file for folder in folders for file in folder.rglob("*") if file.suffix in SUFFIXES)
+    return max(file.stat().st_mtime for file in files)
 
 
 def grid(quick: bool) -> list[tuple[str, int, int, int]]:

@@ -21,7 +21,7 @@ from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
-_plain, _is_traced = shortcut.plain, shortcut.is_traced
+_plain = shortcut.plain
 _call = shortcut._originals[nn.Linear, "__call__"]
 _forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
 _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
@@ -35,6 +35,12 @@ class Pending(NamedTuple):
     projections: Tuple[nn.Module, ...]
     act: Callable[[Tensor], Tensor]
     between: Tuple[Any, ...] = ()
+
+
+def pending(pattern: Pattern, x: Tensor, *given: Any) -> Pending:
+    """What a head hands over: the arguments of ``shortcut.fused``, with parts that are given by name read."""
+    *parts, owner, _ = given
+    return Pending(pattern, x, *shortcut.read(owner, tuple(parts)))
 
 
 class Half(NamedTuple):
@@ -64,19 +70,21 @@ tails: Dict[Callable[..., Any], Half] = {}
 wholes: Dict[Callable[..., Any], Half] = {}
 
 
-def block(module: nn.Module, x: Tensor, *around: Any) -> Tensor:
-    """``shortcut.block`` of a module that is an MLP, and what is around it."""
-    if _plain is not None and not _is_traced():
-        found = _plain.block_of(wholes, module, x, *around)
+def block(module: Union[nn.Module, str], x: Tensor, *given: Any) -> Tensor:
+    """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
+    if _plain is not None:
+        found = _plain.block_of(wholes, module, x, *given)
         if found is not None:
             return found
+    *around, owner, _ = given
+    module, *around = (shortcut.read(owner, part) for part in (module, *around))
     norm, norm_first = around[-2:]
     return shortcut.around(module(norm(x) if norm_first else x), *around)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
     """:func:`joined` of the children of a module under these names."""
-    if _plain is not None and not _is_traced():
+    if _plain is not None:
         found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
         if found is not None:
             if type(found) is not tuple:

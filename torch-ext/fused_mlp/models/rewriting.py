@@ -225,7 +225,7 @@ def _rewritten(
     def is_unknown(site: sites.AnySite) -> bool:
         return isinstance(site, sites.Site) and site.act.role == sites.UNKNOWN and not site.pattern.pointwise
 
-    found = sites.rewrite(tree, role, is_known, functools.partial(_call, memory))
+    found = sites.rewrite(tree, role, is_known, functools.partial(_call, memory, function))
     left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
@@ -254,19 +254,23 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-def _call(memory: str, site: sites.AnySite) -> ast.expr:
+def _call(memory: str, function: FunctionType, site: sites.AnySite) -> ast.expr:
     if isinstance(site, sites.Joint):
         return _joined(memory, site)
     if isinstance(site, sites.Block):
-        return _block(memory, site)
+        return _block(function, site)
     act = _act(site.act)
     if site.pattern.pointwise:
         gate, up = site.inputs
         waiting = _made_call("activated", gate, act)
         return _made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
+    return _by_names("fused", function, _arguments(site), {2, 3, 4})
+
+
+def _arguments(site: sites.Site) -> List[ast.expr]:
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(_name_of_pattern(site.pattern), ast.Load())
-    return _made_call("fused", pattern, *site.inputs, projections, act, between)
+    return [pattern, *site.inputs, projections, _act(site.act), between]
 
 
 def _joined(memory: str, site: sites.Joint) -> ast.expr:
@@ -278,13 +282,29 @@ def _joined(memory: str, site: sites.Joint) -> ast.expr:
     return _made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
 
 
-def _block(memory: str, block: sites.Block) -> ast.expr:
+def _block(function: FunctionType, block: sites.Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
-    around = (ast.Tuple(list(block.behind), ast.Load()), block.residual, ast.Constant(block.residual_first))
-    around += (block.norm or ast.Constant(None), ast.Constant(block.norm_first))
+    around = [ast.Tuple(list(block.behind), ast.Load()), block.residual, ast.Constant(block.residual_first)]
+    around += [block.norm or ast.Constant(None), ast.Constant(block.norm_first)]
     if isinstance(block.site, sites.Whole):
-        return _made_call("block of a module", *block.site.parts, *around)
-    return _made_call("block", *_call(memory, block.site).args, *around)
+        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 5})
+    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 8})
+
+
+def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
+    """A call with names in the place of attributes of the method's first argument; that, and all names, come last."""
+    owner, names = function.__code__.co_varnames[0], {}
+
+    def named(node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Tuple):
+            return ast.Tuple([named(each) for each in node.elts], ast.Load())
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != owner:
+            return node
+        names[node.attr] = ast.Name(owner, ast.Load())
+        return ast.Constant(node.attr)
+
+    given = [named(node) if place in places else node for place, node in enumerate(arguments)]
+    return _made_call(name, *given, next(iter(names.values()), ast.Constant(None)), ast.Constant((*names,)))
 
 
 def _act(act: sites.Act) -> ast.expr:
@@ -349,7 +369,7 @@ def _head(
         return None
     tree = copy.deepcopy(tree)
     tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
-    whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
+    whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.pending}
     called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
     parts = _children((*called, *site.projections), forward) if called else None
     own = None if parts is None else (whole[_name_of_pattern(site.pattern)], parts)

@@ -65,7 +65,6 @@ if plain is not None:
             "every_gpu": native.takes_every_gpu,
             "blocks": dispatch._open_blocks,
             "is_inference": torch.is_inference_mode_enabled,
-            "hiding_none": {},
             "quiet": (
                 torch._C._is_any_autocast_enabled,
                 torch._C._len_torch_dispatch_stack,
@@ -99,46 +98,68 @@ Act = Union[nn.Module, Callable[[Tensor], Tensor]]
 def fused(
     pattern: Pattern,
     x: Tensor,
-    projections: Tuple[nn.Module, ...],
-    act: Act,
-    between: Tuple[Union[nn.Module, float], ...] = (),
+    projections: Tuple[Union[nn.Module, str], ...],
+    act: Union[Act, str],
+    between: Tuple[Union[nn.Module, float, str], ...] = (),
+    owner: Optional[nn.Module] = None,
+    names: Tuple[str, ...] = (),
 ) -> Tensor:
-    """``forwards.fused`` of what ``act`` computes, by the short way where there is one."""
-    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
-        found = plain.fused(pattern, x, projections, act, between)
+    """``forwards.fused`` of what ``act`` computes, by the short way where there is one.
+
+    Parts that are children of ``owner`` may be given by name; ``names`` are all of these. To read one as an attribute
+    takes Python longer than the short way takes for all.
+    """
+    is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
+    is_alone = False  # a single layer that autograd follows, which no op records
+    if is_short:
+        found = plain.fused(pattern, x, projections, act, between, owner, names)
         if type(found) is tuple:
-            if pattern.op == "linear" and pattern.memory == training.KEPT:
-                return act(projections[0](x))  # autograd follows, and no op records a single layer
-            found = _recorded_or_packed(pattern, *found)
+            is_alone = pattern.op == "linear" and pattern.memory == training.KEPT
+            found = None if is_alone else _recorded_or_packed(pattern, *found)
         if found is not None:
             return found
+    if names:
+        projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    if is_alone:
+        return act(projections[0](x))
+    if is_short:
         _learn(act)  # for the next call
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
+
+
+def read(owner: Optional[nn.Module], part: Any) -> Any:
+    """A part, or those in a tuple, of which names stand for attributes."""
+    if type(part) is tuple:
+        return tuple(read(owner, each) for each in part)
+    return getattr(owner, part) if type(part) is str else part
 
 
 def block(
     pattern: Pattern,
     x: Tensor,
-    projections: Tuple[nn.Module, ...],
-    act: Act,
-    between: Tuple[Union[nn.Module, float], ...],
-    behind: Tuple[Union[nn.Module, float], ...],
+    projections: Tuple[Union[nn.Module, str], ...],
+    act: Union[Act, str],
+    between: Tuple[Union[nn.Module, float, str], ...],
+    behind: Tuple[Union[nn.Module, float, str], ...],
     residual: Tensor,
     residual_first: bool,
-    norm: Optional[nn.Module],
+    norm: Union[nn.Module, str, None],
     norm_first: bool,
+    owner: Optional[nn.Module] = None,
+    names: Tuple[str, ...] = (),
 ) -> Tensor:
     """The block of an MLP: ``norm(residual + behind(mlp(x)))``, or where the norm comes first ``residual +
     behind(mlp(norm(x)))``; without a norm the sum.
 
     One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
     """
-    if plain is not None and not is_traced():
-        found = plain.block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first)
+    if plain is not None:
+        given = pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names
+        found = plain.block(*given)
         if found is not None:
             return found
-    given = norm(x) if norm_first else x
-    values = fused(pattern, given, projections, act, between)
+    behind, norm = read(owner, behind), read(owner, norm)
+    values = fused(pattern, norm(x) if norm_first else x, projections, act, between, owner, names)
     return around(values, behind, residual, residual_first, norm, norm_first)
 
 

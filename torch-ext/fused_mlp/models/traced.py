@@ -61,24 +61,29 @@ def run(
     return result
 
 
-_BEGUN = "fused_mlp_begun"  # how many methods have begun behind a node, and not ended
+_BEGUN = "_fused_mlp_begun"  # an attribute of graphs: the methods that have begun, and not ended
 
 
 def _begin(context: Any) -> None:
-    last = next(iter(reversed(context.graph().nodes)), None)
-    if last is not None:
-        last.meta[_BEGUN] = last.meta.get(_BEGUN, 0) + 1
+    graph = context.graph()
+    try:
+        memory = context.get_local("memory").as_python_constant()
+    except KeyError:  # resumed behind a graph break
+        return
+    vars(graph).setdefault(_BEGUN, []).append((next(iter(reversed(graph.nodes)), None), memory))
 
 
 def _end(context: Any) -> None:
-    nodes: List[fx.Node] = []
-    for node in reversed(context.graph().nodes):
-        if node.meta.get(_BEGUN):
-            node.meta[_BEGUN] -= 1
+    graph, nodes = context.graph(), []
+    if not vars(graph).get(_BEGUN):  # the method began before a graph break
+        return
+    last, memory = vars(graph)[_BEGUN].pop()
+    for node in reversed(graph.nodes):
+        if node is last:
             break
         nodes.append(node)
     if calls.pointwise_reason() is None and not training.is_transformed():
-        _fuse(nodes[::-1], context.get_local("memory").as_python_constant())
+        _fuse(nodes[::-1], memory)
 
 
 def _fuse(nodes: List[fx.Node], memory: str) -> None:
