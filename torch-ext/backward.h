@@ -236,7 +236,7 @@ class Backward {
     }();
     if (both) both.launch(*dx_rows_);
     if (dx_rows_ && !both) add_to_input(*dgate, weight, &Backend::mm);
-    const bool batched = needs(kWeight) && needs(kUpWeight) && batches(weight, *up_weight, in_place);
+    const bool batched = needs(kWeight) && needs(kUpWeight) && batches(weight, *up_weight);
     if (batched) {
       Tensor first = new_dense(weight, weight.sizes()), second = new_dense(weight, weight.sizes());
       Backend::mm_both(first, second, *dgate, *dup, x_);
@@ -301,11 +301,12 @@ class Backward {
   static bool has_gaps(const Tensor& weight) { return weight.stride(1) != 1 || weight.stride(0) != weight.size(1); }
 
   // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
-  // the same time, beside those of all weights and what is not overwritten, which must not be more memory than eager's
-  // six matrices [rows, hidden] beside the gradient of one weight.
-  bool batches(const Tensor& weight, const Tensor& up_weight, bool in_place) const {
-    const int64_t out = weight.size(0), in = weight.size(1), spared = in_place ? 4 : 2;
-    return sums_ == nullptr && x_.size(0) * (spared * out - in) >= 2 * out * in && !has_gaps(weight) &&
+  // the same time, beside those of all weights, which must not be more memory than eager's six matrices [rows, hidden]
+  // beside the gradient of one weight. By the sizes alone: a graph that is kept, and not overwritten, gives the same
+  // bits.
+  bool batches(const Tensor& weight, const Tensor& up_weight) const {
+    const int64_t out = weight.size(0), in = weight.size(1);
+    return sums_ == nullptr && x_.size(0) * (4 * out - in) >= 2 * out * in && !has_gaps(weight) &&
            !has_gaps(up_weight) && Backend::batches(weight);
   }
 
