@@ -1,6 +1,7 @@
 """Fused models under torch.compile: what Dynamo guards on, and what becomes one op of what it records."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -170,6 +171,22 @@ def test_hidden_values_that_a_hook_sees(fused_mlp, device):
             assert_close(run(x), module(x))
     assert_close(kept[0], kept[1])
     assert_close(kept[2], kept[3])
+
+
+@pytest.mark.parametrize("name", ["_fuse", "_are_alike", "comptime"])
+def test_a_torch_that_records_in_another_way(fused_mlp, device, monkeypatch, name):
+    """Methods stay as they were recorded, and a warning says why."""
+    module = Plain().to(device)
+    fused_mlp.fuse_mlps(module)
+    if name == "comptime":
+        monkeypatch.delattr(torch._dynamo.comptime, name)
+    else:
+        traced = importlib.import_module(f"{fused_mlp.__name__}.models.traced")
+        monkeypatch.setattr(traced, name, lambda *given: given[99])
+    (run, backend), x = compiled(module), x_of(device)
+    with torch.no_grad(), pytest.warns(UserWarning, match="nothing is fused under torch.compile"):
+        assert_close(run(x), module(x))
+    assert backend.ops() == ([], 2)
 
 
 class Broken(Plain):

@@ -82,6 +82,7 @@ inline int64_t rows_of_a_block(int64_t rows, int64_t in, int64_t hidden) {
   constexpr int64_t kStep = 256;
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
   const int64_t most = std::max(kLeast, rows * in / std::max<int64_t>(3 * hidden, 1));
+  if (rows <= most) return rows;
   const int64_t block = parts(parts(rows, parts(rows, most)), kStep) * kStep;
   return 3 * 2 * (rows - block) > 4 * 4 * in ? block : rows;
 }

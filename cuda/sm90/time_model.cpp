@@ -48,8 +48,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double ctas = static_cast<double>(ceil_div(p.m, rows) * ceil_div(p.n, kernel.columns()) * split_k);
   const int usable = usable_multiprocessors(chip.multiprocessors, split_k);
   const double most = std::ceil(ctas / usable);
-  const double block = c.k_block + c.k_row * rows +
-                       (c.shared_k_column * kernel.block_n + c.shared_k_row * rows) * most;
+  const double block = c.k_block + c.k_row * rows + (c.shared_k_column * kernel.block_n + c.shared_k_row * rows) * most;
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;

@@ -11,6 +11,7 @@ Nodes that nothing uses any more stay in the graph, which compilers drop: somebo
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any, Callable, List, NamedTuple, Optional, Set, Tuple
 
 import torch
@@ -38,6 +39,24 @@ class Unchanged(metaclass=_Unchanged):
     """
 
 
+class _Recorded(type):
+    def __instancecheck__(cls, module: Any) -> bool:
+        try:
+            from torch._dynamo.comptime import comptime  # noqa: F401
+        except ImportError as error:
+            _warn(error)
+            return False
+        return True
+
+
+class Recorded(metaclass=_Recorded):
+    """All modules, where this torch shows what Dynamo records."""
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"nothing is fused under torch.compile: {type(error).__name__}: {error}", stacklevel=2)
+
+
 def run(
     memory: str,
     method: Callable[..., Any],
@@ -50,10 +69,12 @@ def run(
 
     ``memory``: what training keeps. Where a backend is forced other than the compiled ops, PyTorch computes.
     """
-    from torch._dynamo.comptime import comptime
-
     if not isinstance(module, Unchanged):
         method = instead(module) or method
+    if not isinstance(module, Recorded):
+        return method(module, *args, **kwargs)
+    from torch._dynamo.comptime import comptime
+
     _open_blocks[-1].name  # for the guard: traced anew where another backend is forced  # noqa: B018
     comptime(_begin)
     result = method(module, *args, **kwargs)
@@ -65,25 +86,31 @@ _BEGUN = "_fused_mlp_begun"  # an attribute of graphs: the methods that have beg
 
 
 def _begin(context: Any) -> None:
-    graph = context.graph()
     try:
-        memory = context.get_local("memory").as_python_constant()
+        graph, memory = context.graph(), context.get_local("memory").as_python_constant()
+        vars(graph).setdefault(_BEGUN, []).append((next(iter(reversed(graph.nodes)), None), memory))
     except KeyError:  # resumed behind a graph break
         return
-    vars(graph).setdefault(_BEGUN, []).append((next(iter(reversed(graph.nodes)), None), memory))
+    except Exception as error:
+        _warn(error)
 
 
 def _end(context: Any) -> None:
-    graph, nodes = context.graph(), []
-    if not vars(graph).get(_BEGUN):  # the method began before a graph break
-        return
-    last, memory = vars(graph)[_BEGUN].pop()
-    for node in reversed(graph.nodes):
-        if node is last:
-            break
-        nodes.append(node)
-    if calls.pointwise_reason() is None and not training.is_transformed():
-        _fuse(nodes[::-1], memory)
+    try:
+        graph, nodes = context.graph(), []
+        if not vars(graph).get(_BEGUN):  # the method began before a graph break
+            return
+        last, memory = vars(graph)[_BEGUN].pop()
+        for node in reversed(graph.nodes):
+            if node is last:
+                break
+            nodes.append(node)
+        if calls.pointwise_reason() is None and not training.is_transformed():
+            _fuse(nodes[::-1], memory)
+    except Exception as error:  # another torch may record in another way: what it has recorded is right as it is
+        if _open_blocks[-1].name != "auto":  # what is forced may refuse
+            raise
+        _warn(error)
 
 
 def _fuse(nodes: List[fx.Node], memory: str) -> None:
@@ -254,10 +281,13 @@ def _value(node: fx.Node) -> Any:
 
 
 class _Made:
-    """Nodes that are put in front of another."""
+    """Nodes that are put in front of another; those that nothing uses in the end are taken out again."""
 
     def __init__(self, root: fx.Node) -> None:
         self.root, self._nodes = root, []
+
+    def __enter__(self) -> _Made:
+        return self
 
     def node(self, target: Any, *args: Any) -> fx.Node:
         with self.root.graph.inserting_before(self.root):
@@ -266,9 +296,10 @@ class _Made:
         self._nodes.append(made)
         return made
 
-    def undo(self) -> None:
-        while self._nodes:
-            self.root.graph.erase_node(self._nodes.pop())
+    def __exit__(self, *_: Any) -> None:
+        for node in reversed(self._nodes):
+            if not node.users:
+                self.root.graph.erase_node(node)
 
 
 def _computed(target: Any, *args: Any) -> Any:
@@ -283,13 +314,12 @@ def _is_replaced(
     """Makes a node one of an op that computes all before it, if there is one for it."""
     if not _is_apart(root, hidden.nodes.union(views)):
         return False
-    made = _Made(root)
     for x in _behind_views(hidden.gate.x):
-        target, *args = _call(made, x, hidden, last, memory) or (None,)
-        if target is not None and _are_alike(_value(root), target, args):
-            root.op, root.target, root.args, root.kwargs = "call_function", target, tuple(args), {}
-            return True
-        made.undo()
+        with _Made(root) as made:
+            target, *args = _call(made, x, hidden, last, memory) or (None,)
+            if target is not None and _are_alike(_value(root), target, args):
+                root.op, root.target, root.args, root.kwargs = "call_function", target, tuple(args), {}
+                return True
     return False
 
 
