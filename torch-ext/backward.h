@@ -303,8 +303,7 @@ class Backward {
 
   // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
   // the same time, beside those of all weights, which must not be more memory than eager's six matrices [rows, hidden]
-  // beside the gradient of one weight. By the sizes alone: a graph that is kept, and not overwritten, gives the same
-  // bits.
+  // beside the gradient of one weight.
   bool batches(const Tensor& weight, const Tensor& up_weight) const {
     const int64_t out = weight.size(0), in = weight.size(1);
     return sums_ == nullptr && x_.size(0) * (4 * out - in) >= 2 * out * in && !has_gaps(weight) &&
