@@ -107,8 +107,8 @@ def test_a_graph_of_forward_and_backward(fused_mlp, device, implementation):
             captured = gradients()
         graph.replay()
         torch.cuda.synchronize()
-        for one, other in zip(captured, gradients(), strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        for one, other in zip(captured, gradients(), strict=True):  # which other kernels may compute
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
 
 
 @functions

@@ -99,10 +99,13 @@ def test_each_kernel(fused_mlp, device, architecture, number):
 
 
 def test_those_that_are_chosen(fused_mlp, device):
-    """On a Hopper GPU many rows go through the kernels, few through torch's GEMMs, and explain tells the truth."""
+    """On a Hopper GPU many rows go through the kernels, and explain tells the truth.
+
+    The gradients of few rows go through torch's GEMMs, but for that of x, where two of these keep the CPU busier.
+    """
     needs("sm90")
     products = ("GatedKept", "GatedGradient", "Pair")
-    for rows, fused in ((8192, set(products)), (1024, set(products[:2])), (16, set())):
+    for rows, fused in ((8192, set(products)), (1024, set(products)), (16, {"Pair"})):
         made = leaves(operands("gated_mlp", (rows,), (1024, 4096, 1024), dtype=torch.bfloat16, device=device))
         with gemm_kernels.chosen(fused_mlp):
             (kept,) = fused_mlp.explain(fused_mlp.gated_mlp, **made).parts
@@ -150,19 +153,6 @@ def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype
         assert_no_worse_than_eager(*three, name, roundings=8)
 
 
-def working_memory(rows, width, hidden, dtype):
-    """What torch's product of a gradient in float32 allocates beside its result."""
-    narrow, wide = (torch.ones(rows, columns, device="cuda", dtype=dtype) for columns in (width, hidden))
-    found = []
-    for one, other in ((narrow, wide), (wide, narrow)):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        product = torch.mm(one.t(), other, out_dtype=torch.float32)
-        found.append(torch.cuda.max_memory_allocated() - before - product.nbytes)
-        del product
-    return max(found)
-
-
 @half_dtypes
 @pytest.mark.parametrize("by_column", [False, True])
 @functions
@@ -186,9 +176,8 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
     grad, wanted = torch.randn_like(found[0]), list(made.values())
     _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
     # The matrices of a block; the result and the gradient of x, and where the layout asks for it a copy of that.
-    alone = function == "gated_linear"
-    block, ends = (2 if alone else 3) * 10240 * hidden, rows * (2 * width + (hidden if alone else width))
-    cublas = 2**25 + working_memory(10240, width, hidden, dtype)  # that of this thread, and of a product
+    block, ends = 3 * 10240 * hidden, rows * (2 * width + (hidden if function == "gated_linear" else width))
+    cublas = 2**25 + 2**25  # that of this thread, and what a product of it in float32 works in
     assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**23
 
 
