@@ -289,7 +289,7 @@ def sweep_graphs_sentence() -> str:
     return (
         f"In CUDA graphs on an {found['machine']['gpu']}, over the same {len(by_ratio)} shapes, it takes "
         f"{statistics.median(by_ratio):.2f} of eager's time at the median and {by_ratio[-1]:.2f} at worst; it took "
-        f"longer than eager at {sum(ratio > 1 for ratio in by_ratio)} of them."
+        f"longer than eager at {sum(ratio > 1 for ratio in by_ratio) or 'none'} of them."
     )
 
 
