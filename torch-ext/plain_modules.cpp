@@ -103,7 +103,7 @@ struct Names {
   PyObject* order = PyUnicode_InternFromString("__mro__");
   // What finds attributes, of all names and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
-  // Of a forward, then those of a backward.
+  // Those of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
