@@ -28,7 +28,7 @@ struct Cpu {
     if (rows.rows == 0 || rows.cols == 0) return;
     torch::stable::parallel_for(0, rows.rows, ceil_div(kGrain, rows.cols), [&](int64_t begin, int64_t end) {
       pointwise().norm({dtype, end - begin, rows.cols}, norm, from_row(from, begin, dtype),
-                             with.data == nullptr ? with : from_row(with, begin, dtype), from_row(to, begin, dtype));
+                       with.data == nullptr ? with : from_row(with, begin, dtype), from_row(to, begin, dtype));
     });
   }
 
@@ -56,8 +56,8 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
 Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                           const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                           const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
-                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                          std::optional<double> eps, int64_t norm) {
+                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
+                          int64_t norm) {
   check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, residual,
                            norm_weight, norm_bias, eps, norm);
   return block<Cpu>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {

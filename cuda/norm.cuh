@@ -1,5 +1,5 @@
-// The kernel of LayerNorm and RMSNorm, which may add a residual first. Apart from its launch, so that a compiler of device code alone takes this
-// file.
+// The kernel of LayerNorm and RMSNorm, which may add a residual first. Apart from its launch, so that a compiler of
+// device code alone takes this file.
 #pragma once
 
 #include "norm.h"

@@ -59,8 +59,8 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
 Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                           const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                           const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
-                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                          std::optional<double> eps, int64_t norm) {
+                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
+                          int64_t norm) {
   check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, residual,
                            norm_weight, norm_bias, eps, norm);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());

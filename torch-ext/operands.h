@@ -103,8 +103,8 @@ inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight
 
 inline void check_residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                                      const Tensor& down_weight, const OptionalTensor& gate_bias,
-                                     const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                                     int64_t activation, const Tensor& residual, const OptionalTensor& norm_weight,
+                                     const OptionalTensor& up_bias, const OptionalTensor& down_bias, int64_t activation,
+                                     const Tensor& residual, const OptionalTensor& norm_weight,
                                      const OptionalTensor& norm_bias, std::optional<double> eps, int64_t norm) {
   check_activation(activation);
   check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);

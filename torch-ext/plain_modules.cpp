@@ -73,9 +73,10 @@ struct Settings {
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor", "parameter", "linear", "dropout", "gelu", "module", "call", "original",
-                                     "known", "norms", "ops", "dtypes", "on_device", "refusal", "every_gpu", "blocks",
-                                     "is_inference", "quiet", "empty", "unchanged"};
+constexpr const char* kSettings[] = {"tensor", "parameter",    "linear",    "dropout", "gelu",
+                                     "module", "call",         "original",  "known",   "norms",
+                                     "ops",    "dtypes",       "on_device", "refusal", "every_gpu",
+                                     "blocks", "is_inference", "quiet",     "empty",   "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -435,8 +436,8 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
 }
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
-// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern, whose
-// gate and up are packed, and the operands.
+// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
+// whose gate and up are packed, and the operands.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;

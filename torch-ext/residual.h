@@ -16,7 +16,7 @@ struct Around {
   int64_t norm;
 
   bool norm_first() const { return is_norm_first(norm); }
-  bool centred() const { return norm / 2 == 0; }                      // LayerNorm's
+  bool centred() const { return norm / 2 == 0; }                       // LayerNorm's
   float weight_offset() const { return norm / 2 == 2 ? 1.0f : 0.0f; }  // of the weight that is stored
 };
 

@@ -245,7 +245,7 @@ def _rewritten(
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
-            halves.wholes[function] = halves.wholes[made] = whole
+            halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
 
 
