@@ -60,11 +60,11 @@ def computed(x, gate, up, down, biases, residual, weight, bias, eps, norm, dtype
 # Rows, and in, hidden, out: a warp, a block, more than registers hold; in vectors and one by one.
 SHAPES = [
     (1, (1024, 1024, 1024)),
-    (9, (64, 96, 64)),
+    (19, (64, 96, 64)),
     (37, (33, 70, 33)),
     (130, (768, 64, 768)),
-    (3, (4099, 24, 4099)),
-    (2, (20000, 8, 20000)),
+    (5, (1501, 256, 1501)),
+    (4, (9000, 256, 9000)),
 ]
 
 
