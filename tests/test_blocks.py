@@ -1,4 +1,4 @@
-"""The block that an MLP is part of: its residual and its LayerNorm in one op with it."""
+"""The block that an MLP is part of: its residual and its norm in one op with it."""
 
 import copy
 import importlib
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import Gated, Halves, Plain
+from modules import Gated, Halves, PackedGated, Plain, RMSNorm
 from reference import FLOAT32_ROUNDING
 from safety import assert_close, x_of
 from test_coverage import built, inputs_of, largest_error
@@ -26,13 +26,17 @@ def op(fused_mlp):
 def blocks(fused_mlp, monkeypatch):
     """The calls of the op: whether there is a norm, and whether it comes first."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    taken, op = [], shortcut._ops["residual_mlp"]
+    taken = []
 
-    def spy(*args):
-        taken.append((args[9] is not None, args[10]))
-        return op(*args)
+    def spied(op):
+        def spy(*args):
+            taken.append((args[-2] is not None, args[-1] % 2 == 1))
+            return op(*args)
 
-    monkeypatch.setitem(shortcut._ops, "residual_mlp", spy)
+        return spy
+
+    for name in ("residual_mlp", "residual_gated_mlp"):
+        monkeypatch.setitem(shortcut._ops, name, spied(shortcut._ops[name]))
     return taken
 
 
@@ -211,12 +215,38 @@ class Around(nn.Module):
         return hidden_states
 
 
+class Decoding(nn.Module):
+    """Llama's."""
+
+    def __init__(self, kind=Gated):
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), kind(bias=True)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, hidden_states, *, scale=1.0):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class PackedDecoding(Around):
+    """Phi-3's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), PackedGated()
+
+
 KINDS = {
     Halves: (True, False),
     Behind: (True, False),
     InFront: (True, True),
     Summed: (False, False),
     Around: (True, True),
+    Decoding: (True, True),
+    PackedDecoding: (True, True),
 }
 
 
@@ -253,8 +283,8 @@ def test_what_autograd_follows_has_parts(fused_mlp, device, blocks, kind):
     for parameter in fused.parameters():
         parameter.requires_grad_(False)
     assert not fused(x_of(device)).requires_grad
-    norm = next(part for part in fused.modules() if isinstance(part, nn.LayerNorm))
-    norm.bias.requires_grad_(True)
+    norm = next(part for part in fused.modules() if is_norm(part))
+    norm.weight.requires_grad_(True)
     assert fused(x_of(device)).requires_grad
     assert len(blocks) == 1
 
@@ -264,7 +294,7 @@ def the_norm(module):
 
 
 def is_norm(part):
-    return isinstance(part, nn.LayerNorm)
+    return isinstance(part, (nn.LayerNorm, RMSNorm))
 
 
 def changed_norm(make):
@@ -314,7 +344,8 @@ CHANGES = {
     "a forward of its own": (with_attribute("forward", lambda norm: lambda x: 2 * x), False),
     "an eps that is no float": (with_attribute("eps", 1), False),
     "another norm": (changed_norm(lambda norm: nn.LayerNorm(32, bias=False).to(norm.weight)), True),
-    "RMSNorm": (changed_norm(lambda norm: nn.RMSNorm(32).to(norm.weight)), False),
+    "torch's RMSNorm": (changed_norm(lambda norm: nn.RMSNorm(32, eps=1e-6).to(norm.weight)), True),
+    "RMSNorm without an eps": (changed_norm(lambda norm: nn.RMSNorm(32).to(norm.weight)), False),
     "Identity": (changed_norm(lambda norm: nn.Identity()), False),
     "a subclass": (changed_norm(lambda norm: Doubling(32).to(norm.weight)), False),
     "two dimensions": (changed_norm(of_two_dimensions), False),
@@ -475,11 +506,13 @@ def test_compiled(fused_mlp, device):
         x = x_of(device)
         with torch.no_grad():
             assert_close(torch.compile(fused, backend=backend, fullgraph=True)(x), module(x))
-        assert sum(".mlp" in target for target in targets) == 1 and not any("linear" in target for target in targets)
+        mlps = [target for target in targets if ".mlp" in target or ".gated_mlp" in target]
+        assert len(mlps) == 1 and not any("linear" in target for target in targets), kind
 
 
 # Models, and how many blocks they have.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
+MODELS.update({"llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -26,6 +26,7 @@ gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
 residual_mlp = ops.residual_mlp.default
+residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
@@ -240,9 +241,28 @@ def _(
     norm_weight: Optional[Tensor],
     norm_bias: Optional[Tensor],
     eps: Optional[float],
-    norm_first: bool,
+    norm: int,
 ) -> Tensor:
     return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("residual_gated_mlp"))
+def _(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    residual: Tensor,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: Optional[float],
+    norm: int,
+) -> Tensor:
+    return _like_linear(x, down_weight)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
