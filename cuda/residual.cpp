@@ -50,13 +50,13 @@ struct Cuda {
 
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, bool residual_first, const OptionalTensor& norm_weight,
-                    const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first) {
+                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                    std::optional<double> eps, bool norm_first) {
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, norm_weight, norm_bias, eps,
                      norm_first);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
-  return block<Cuda>(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, residual_first, norm_weight,
-                     norm_bias, eps, norm_first);
+  return block<Cuda>(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, norm_weight, norm_bias, eps,
+                     norm_first);
 }
 
 }  // namespace fused_mlp

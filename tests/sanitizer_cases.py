@@ -278,7 +278,7 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
                 continue
             print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
             for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
-                op(x, None, weight, None, bias, 0, view, True, norm, bias, 1e-5, False)
+                op(x, None, weight, None, bias, 0, view, norm, bias, 1e-5, False)
                 torch.cuda.synchronize()
                 count += 1
     return count

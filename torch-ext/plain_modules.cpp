@@ -325,7 +325,6 @@ struct Mlp {
 struct Block {
   Objects behind;
   PyObject* residual;
-  PyObject* residual_first;
   PyObject* norm;
   PyObject* norm_first;
 };
@@ -351,10 +350,10 @@ Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* oper
   return own.get() == dtype ? put(operands, place + 2, eps) : kNo;
 }
 
-// Puts a block's residual, its order and its norm into a tuple, as the op has them from a place on.
+// Puts a block's residual and its norm into a tuple, as the op has them from a place on.
 Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
   if (class_of(block.residual) != settings.tensor) return kNo;
-  PyObject* const given[] = {block.residual, block.residual_first, Py_None, Py_None, Py_None, block.norm_first};
+  PyObject* const given[] = {block.residual, Py_None, Py_None, Py_None, block.norm_first};
   for (PyObject* each : given) {
     if (put(operands, place++, each) != kYes) return kError;
   }
@@ -372,7 +371,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   // The op's arguments: x, weights, biases, code, and those of the block, which are of an MLP with two layers.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
   if (block != nullptr && layers != 2) return nullptr;
-  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 6));
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 5));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
@@ -542,14 +541,13 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   }
   // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
-  const bool normed = ending != Py_None && PyObject_IsTrue(PyTuple_GetItem(ending, 0)) == 1;
+  const bool normed = PyObject_IsTrue(ending) == 1;
   const Objects parts = ends.all(), between = parts.subspan(1, parts.size() - 1 - normed);
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
   const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{
-        {}, PyTuple_GetItem(rest, 0), PyTuple_GetItem(ending, 1), normed ? parts.back() : Py_None, Py_False};
+    const Block block{{}, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None, Py_False};
     PyObject* const whole = fused(mlp, recording, &block);
     if (whole != nullptr || !is_answer()) return whole;
   }
@@ -652,30 +650,30 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[12];
-  if (!unpack(given, "ootottooooot", of)) return nullptr;
+  PyObject* of[11];
+  if (!unpack(given, "ootottoooot", of)) return nullptr;
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
-  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[8]);
+  if (is_followed(of[1], recording) != kNo || open(&owner, of[9], of[10]) != kYes) return answered(nullptr);
+  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[7]);
   const bool known = act != nullptr && norm != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{behind.all(), of[6], of[7], norm, of[9]};
+  const Block block{behind.all(), of[6], norm, of[8]};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[10];
-  if (!unpack(given, "dootooooot", of)) return nullptr;
+  PyObject* of[9];
+  if (!unpack(given, "dootoooot", of)) return nullptr;
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
-  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[6]);
+  if (is_followed(of[2], recording) != kNo || open(&owner, of[7], of[8]) != kYes) return answered(nullptr);
+  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[5]);
   const bool known = module != nullptr && norm != nullptr && owner.add_all(of[3], &behind);
-  const Block block{behind.all(), of[4], of[5], norm, of[7]};
+  const Block block{behind.all(), of[4], norm, of[6]};
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 

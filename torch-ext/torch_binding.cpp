@@ -23,8 +23,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "int activation) -> Tensor");
   ops.def(
       "residual_mlp(Tensor x, Tensor? fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
-      "int activation, Tensor residual, bool residual_first, Tensor? norm_weight, Tensor? norm_bias, float? eps, "
-      "bool norm_first) -> Tensor");
+      "int activation, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float? eps, bool norm_first) -> "
+      "Tensor");
   ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "

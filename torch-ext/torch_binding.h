@@ -47,12 +47,12 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
 
 // The block that an MLP is part of: mlp(...) + residual, and with an `eps` its LayerNorm over the last dimension; where
 // `norm_first`, mlp(norm(x), ...) + residual instead. Without fc1_weight it is one layer, by fc2_weight. The sum is
-// rounded after the norm, not before. Without a norm behind, the result lies in memory as PyTorch lays residual +
-// mlp(...) where `residual_first`, else mlp(...) + residual.
+// rounded after the norm, not before. The rows of the result are adjacent, also where those of the residual are not: a
+// kernel that reads them next does not have to copy them.
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, bool residual_first, const OptionalTensor& norm_weight,
-                    const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first);
+                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                    std::optional<double> eps, bool norm_first);
 
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.

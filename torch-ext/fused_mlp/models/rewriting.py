@@ -351,7 +351,7 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     ending = sites.ending_of(tree, start, role)
     norm = () if ending is None or ending.norm is None else (ending.norm,)
     names = _children((start.projection, *start.between, *behind, *norm), forward)
-    ends = None if ending is None else (bool(norm), ending.residual_first)
+    ends = None if ending is None else bool(norm)
     halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
@@ -426,7 +426,7 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
         act,
         between,
         words,
-        _around(last.ending is not None, bool(last.ending and last.ending[0])),
+        _around(last.ending is not None, bool(last.ending)),
     )
 
 

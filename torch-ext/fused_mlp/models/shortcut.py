@@ -151,10 +151,11 @@ def block(
     """The block of an MLP: ``norm(residual + behind(mlp(x)))``, or where the norm comes first ``residual +
     behind(mlp(norm(x)))``; without a norm the sum.
 
-    One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
+    One op where the short way is taken, whose result has adjacent rows. ``residual_first``, the order of the sum in the
+    source, decides how its parts lay out theirs.
     """
     if plain is not None:
-        given = pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names
+        given = pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names
         found = plain.block(*given)
         if found is not None:
             return found
