@@ -8,8 +8,6 @@
 // rows while it is in a register.
 namespace fused_mlp::few_rows {
 
-constexpr int64_t kMostRows = 8;
-
 // A weight [out, in], whose rows are of adjacent elements and row_stride elements apart, and a dense bias [out] or
 // null.
 struct Projection {

@@ -1,13 +1,12 @@
 // The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
 // included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b.
 
-using few_rows::kMostRows;
 using few_rows::Layer;
 using few_rows::Projection;
 using few_rows::Rows;
 
-// So far ahead of the sums weights are fetched, in bytes. A page of memory is where the processor's own fetching ends.
-constexpr int64_t kAhead = 4096;
+// So many rows of x have sums in registers at once.
+constexpr int64_t kRowsAtOnce = 8;
 
 // Where a block of features lies, and how many of them no earlier block has.
 struct BlockOf {
@@ -80,7 +79,7 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
 #pragma GCC unroll 8
       for (int s = 0; s < kStreams; ++s) {
         const T* at = weights + s * projection.row_stride + from;
-        __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead);
+        __builtin_prefetch(at + kStreams * projection.row_stride);
         values[s] = kept(load(at));
       }
 #pragma GCC unroll 8
@@ -151,7 +150,7 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
 // Calls visit.template operator()<T, kRows>() for the run-time dtype and number of rows.
 template <typename T, int kRows = 1, typename Visitor>
 void visit_rows(int64_t rows, const Visitor& visitor) {
-  if constexpr (kRows < kMostRows) {
+  if constexpr (kRows < kRowsAtOnce) {
     if (rows > kRows) return visit_rows<T, kRows + 1>(rows, visitor);
   }
   visitor.template operator()<kRows>();
@@ -159,16 +158,22 @@ void visit_rows(int64_t rows, const Visitor& visitor) {
 
 template <typename T>
 void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next) {
-  auto multiplied = multiply<T, 1>;
-  visit_rows<T>(x.count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
   auto finished = finish<T, Activation::kLinear>;
   visit_activation(layer.activation, [&]<Activation kActivation>() { finished = finish<T, kActivation>; });
-  Products gates[kMostRows], ups[kMostRows];
+  Products gates[kRowsAtOnce], ups[kRowsAtOnce];
+  const int64_t parts = ceil_div(x.count, kRowsAtOnce);
   for (int64_t index = begin; index < end; ++index) {
     const int64_t feature = BlockOf(layer.out_features, index).begin;
-    multiplied(layer.gate, layer.in_features, feature, x, gates);
-    if (layer.gated) multiplied(layer.up, layer.in_features, feature, x, ups);
-    finished(layer, index, x, gates, ups, out, next);
+    for (int64_t part = 0; part < parts; ++part) {  // the block of weights is in a cache, after the first
+      const int64_t first = x.count * part / parts, count = x.count * (part + 1) / parts - first;
+      const Rows some{x.data + first * x.stride, x.stride, count};
+      auto multiplied = multiply<T, 1>;
+      visit_rows<T>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
+      multiplied(layer.gate, layer.in_features, feature, some, gates);
+      if (layer.gated) multiplied(layer.up, layer.in_features, feature, some, ups);
+      finished(layer, index, some, gates, ups, out.data == nullptr ? out : Matrix{row<T>(out, first), out.row_stride},
+               {next.data + first * next.stride, next.stride, count});
+    }
   }
 }
 
