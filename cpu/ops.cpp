@@ -48,13 +48,16 @@ void run_pointwise(const Kernel& kernel, PointwiseShape shape, int64_t activatio
   for_parts(shape, [&](const PointwiseShape& part, auto... rows) { kernel(part, activation, rows...); }, operands...);
 }
 
+// The rows of [..., cols].
+int64_t count_rows(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
 // [..., cols] as [rows, cols], a view wherever the strides admit one.
 Tensor flatten_rows(const Tensor& x) {
-  if (x.dim() == 2) return x;
-  const auto sizes = x.sizes();
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= sizes[d];
-  return torch::stable::reshape(x, {rows, sizes[x.dim() - 1]});
+  return x.dim() == 2 ? x : torch::stable::reshape(x, {count_rows(x), x.size(-1)});
 }
 
 // A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
@@ -395,7 +398,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const std::optional<OutputLayer> output =
       second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
   const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
-  const bool few_rows = takes_few_rows(x, TensorRows(x).rows, hidden, output ? &*output : nullptr);
+  const bool few_rows = takes_few_rows(x, count_rows(x), hidden, output ? &*output : nullptr);
   PlanRecord plan;
   const auto record = [&](bool pointwise) {
     if (few_rows) {
