@@ -33,7 +33,8 @@ constexpr int64_t kSums = 4 * 256;
 
 // A slice of a panel's weights (16 KiB) is copied before it is multiplied with all the tokens. The copy stays in L1,
 // from where tiles are read twice as fast as from L2 (on a Xeon); read in place, rows of a weight would often share L1
-// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use.
+// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With one pair of
+// tiles of tokens, each of the weights' tiles is used but once, and they are read in place.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
 constexpr int64_t kPairsOfLongSlice = 4;
 
@@ -93,6 +94,9 @@ struct Panel {
 
   // Whether the elements of a row are adjacent.
   bool by_rows() const { return layer->gate.column_stride == 1; }
+
+  // Whether tiles can be read in place: no row is repeated.
+  bool has_all_rows() const { return begin_feature + layer->panel_features() <= layer->out_features; }
 
   // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.
   void pack(int64_t begin, int64_t count, char* packed) const {
@@ -225,6 +229,56 @@ struct Ahead {
   int64_t count, column;
 };
 
+// Adds the product of a panel's weights in place, from column `begin` on, and of one pair of tiles of tokens to the
+// sums, or of the first of the pair. Each of its steps also advances the epilogue of earlier sums, and prefetches the
+// next panel, in the order in which it lies: a page of memory has a few rows.
+void multiply_in_place(const Panel& panel, const Panel& next, int64_t begin, const char* tokens, int64_t steps,
+                       float* sums, bool both, Epilogue& epilogue, int64_t epilogue_steps) {
+  const uint16_t *low = panel.rows[0] + begin, *high = panel.rows[kTileRows] + begin;
+  const int64_t low_stride = panel.layer->gate.row_stride * 2;
+  const int64_t high_stride = (panel.layer->gated ? panel.layer->up : panel.layer->gate).row_stride * 2;
+  if (begin > 0) {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    _tile_loadd(2, sums + 512, 64);
+    _tile_loadd(3, sums + 768, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  int64_t ahead_row = 0, ahead_step = 0;
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(6, tokens, 64);
+    _tile_loadd(4, low + step * kDepth, low_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, high + step * kDepth, high_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if (both) {
+      _tile_loadd(7, tokens + kTileBytes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    for (int64_t lines = 32; lines > 0;) {
+      const int64_t count = min(lines, steps - ahead_step);
+      const uint16_t* from = next.rows[ahead_row] + begin + ahead_step * kDepth;
+      for (int64_t i = 0; i < count; ++i) _mm_prefetch(from + i * kDepth, _MM_HINT_T1);
+      lines -= count;
+      ahead_step += count;
+      if (ahead_step < steps) continue;
+      ahead_step = 0;
+      ++ahead_row;
+    }
+    tokens += 2 * kTileBytes;
+    epilogue.advance(epilogue_steps);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
 // Adds the product of a packed slice of weights and of tokens to the sums. Each of its steps also advances the epilogue
 // of earlier sums, and prefetches weights into L2.
 void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
@@ -321,7 +375,13 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
         const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
         float* sums = scratch + p % slots * pairs * kSums;
         int64_t k = chunk;
-        do {
+        if (pairs == 1 && panel.by_rows() && panel.has_all_rows()) {
+          const int64_t steps = (chunk_end - k) / kDepth;
+          multiply_in_place(panel, next_panel, k, reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes),
+                            steps, sums, tokens > kTileRows, epilogue, epilogue_steps);
+          k += steps * kDepth;
+        }
+        while (k < chunk_end || k == 0) {
           const int64_t count = min(slice, chunk_end - k);
           panel.pack(k, count, weights);
           finish_stores();
@@ -335,13 +395,14 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
                      k > 0, epilogue, epilogue_steps, ahead);
           }
           k += count;
-        } while (k < chunk_end);
+          if (layer.in_features == 0) break;
+        }
         epilogue.advance(epilogue.steps);
         if (k == layer.in_features) {
           epilogue.sums = sums;
           epilogue.panel = p;
           epilogue.step = 0;
-          epilogue.steps = pairs * layer.panel_features();  // panel_features() / 2 pairs of features, two tiles
+          epilogue.steps = ceil_div(tokens, kTileRows) * layer.panel_features() / 2;  // a pair of features of a tile
         }
       }
       chunk = chunk_end;

@@ -16,6 +16,7 @@
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
 #include "amx_mlp.h"
+#include "few_rows_mlp.h"
 #include "isa.h"
 #include "parallel.h"
 #include "pointwise.h"
@@ -47,13 +48,16 @@ void run_pointwise(const Kernel& kernel, PointwiseShape shape, int64_t activatio
   for_parts(shape, [&](const PointwiseShape& part, auto... rows) { kernel(part, activation, rows...); }, operands...);
 }
 
+// The rows of [..., cols].
+int64_t count_rows(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
 // [..., cols] as [rows, cols], a view wherever the strides admit one.
 Tensor flatten_rows(const Tensor& x) {
-  if (x.dim() == 2) return x;
-  const auto sizes = x.sizes();
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= sizes[d];
-  return torch::stable::reshape(x, {rows, sizes[x.dim() - 1]});
+  return x.dim() == 2 ? x : torch::stable::reshape(x, {count_rows(x), x.size(-1)});
 }
 
 // A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
@@ -215,6 +219,47 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 }
 #endif
 
+// Whether the kernels of few rows take these layers.
+bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output) {
+  if (rows > few_rows::most_rows(dtype_of(x, "x"))) return false;
+  const int64_t block = few_rows::kernels()->block;
+  const auto takes = [&](const Tensor& weight, const OptionalTensor& bias) {
+    return layout_refusal(weight, bias) == Refusal::kNone && weight.size(0) >= block && weight.size(1) >= block;
+  };
+  return takes(hidden.weight, hidden.bias) && (!hidden.gated() || takes(*hidden.up_weight, *hidden.up_bias)) &&
+         (output == nullptr || takes(output->weight, output->bias));
+}
+
+few_rows::Projection few_rows_projection(const Tensor& weight, const OptionalTensor& bias) {
+  return {weight.const_data_ptr(), weight.stride(0), bias ? bias->const_data_ptr() : nullptr};
+}
+
+// Computes what run_blocks() does for few rows.
+void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+  const DType dtype = dtype_of(x, "x");
+  few_rows::Layer first{dtype,
+                        few_rows_projection(hidden.weight, hidden.bias),
+                        {},
+                        hidden.gated(),
+                        x.size(1),
+                        hidden.features(),
+                        hidden.activation};
+  if (hidden.gated()) first.up = few_rows_projection(*hidden.up_weight, *hidden.up_bias);
+  few_rows::Layer second{};
+  if (output) {
+    second = {dtype,
+              few_rows_projection(output->weight, output->bias),
+              {},
+              false,
+              hidden.features(),
+              output->features(),
+              static_cast<int64_t>(Activation::kLinear)};
+  }
+  const TensorRows rows(x);
+  few_rows::run({const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}, rows.rows, first,
+                output ? &second : nullptr, out);
+}
+
 // x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
 // strided rows there may be a NaN.
 Tensor gemm_rows(const Tensor& flat) {
@@ -287,6 +332,10 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
   const Tensor out = new_result(x, output ? output->features() : hidden.features());
   if (out.numel() == 0) return out;
   const Tensor out_rows = matrix_of(out, flat.size(0));
+  if (takes_few_rows(x, flat.size(0), hidden, output)) {
+    run_few_rows(flat, hidden, output, out_rows);
+    return out;
+  }
 #if defined(__x86_64__)
   if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
     run_tiles(flat, hidden, output, out_rows);
@@ -349,8 +398,13 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const std::optional<OutputLayer> output =
       second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
   const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
+  const bool few_rows = takes_few_rows(x, count_rows(x), hidden, output ? &*output : nullptr);
   PlanRecord plan;
   const auto record = [&](bool pointwise) {
+    if (few_rows) {
+      plan.layer().set("implementation", name(std::min(isa(), Isa::kAvx512)));
+      return;
+    }
     plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
     if (refusal == Refusal::kNone) return;
     plan.set("refusal", code(refusal));

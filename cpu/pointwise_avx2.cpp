@@ -14,6 +14,7 @@ namespace fused_mlp::avx2 {
 constexpr int kWidth = 8;
 
 #include "math.inl"
+#include "memory.inl"
 #include "pointwise.inl"
 
 }  // namespace fused_mlp::avx2

@@ -17,6 +17,7 @@ constexpr int kWidth = 16;
 #define FUSED_MLP_PERMUTES
 
 #include "math.inl"
+#include "memory.inl"
 #include "pointwise.inl"
 
 }  // namespace fused_mlp::avx512

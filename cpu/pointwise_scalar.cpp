@@ -8,6 +8,7 @@ namespace fused_mlp::scalar {
 constexpr int kWidth = 4;
 
 #include "math.inl"
+#include "memory.inl"
 #include "pointwise.inl"
 
 }  // namespace fused_mlp::scalar

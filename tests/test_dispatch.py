@@ -87,7 +87,8 @@ def test_every_record_has_words(fused_mlp):
     none, *refusals = codes_in("torch-ext/plan.h", "kRefusalCodes")
     records = [{"implementation": "torch", "refusal": refusal, "pointwise": "cuda"} for refusal in refusals]
     kernel = {"implementation": "sm90", "block_m": 128, "block_n": 192, "split_k": 2}
-    records += [{**kernel, "kernel": "streamed", "schedule": "swapped"}, {"implementation": "amx"}]
+    records += [{**kernel, "kernel": "streamed", "schedule": "swapped"}]
+    records += [{"implementation": isa} for isa in ("amx", "avx512", "avx2")]
     for schedule in codes_in("cuda/gemm/problem.h", "kNames"):
         records.append({**kernel, "kernel": "tiled", "schedule": schedule})
     records.append({**kernel, "implementation": "sm80", "kernel": "tiled", "schedule": "cooperative", "basis": "model"})

@@ -89,6 +89,27 @@ def test_model_sized(fused_mlp, device, implementation, function, rows, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
+def test_few_rows(fused_mlp, device, implementation, function, dtype):
+    """Every number of rows to which a kernel may be made, and blocks of features that begin inside of others."""
+    for rows in (*range(1, 18), 31, 32, 33):
+        for sizes in ((64, 96, 32), (45, 77, 39)):
+            check(fused_mlp, implementation, function, operands(function, (rows,), sizes, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_few_rows_have_special_values_once(fused_mlp, device, implementation, name, dtype):
+    """An infinity in features that two blocks hold is not multiplied with the zeros of one of them."""
+    for rows, column in ((1, 0), (2, 20), (4, 31), (5, 44)):
+        made = operands("linear", (rows,), (45, 77, 39), dtype=dtype, device=device)
+        made[name][0, column] = torch.inf
+        result = call(fused_mlp, implementation, "linear", made, None)
+        eager = reference.eager("linear", made, None)
+        assert torch.equal(result.isnan(), eager.isnan()) and torch.equal(result.isinf(), eager.isinf())
+
+
 def every_other_row(tensor):
     return torch.stack([tensor, torch.full_like(tensor, GAP)], dim=1).flatten(0, 1)[::2]
 

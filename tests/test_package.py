@@ -145,7 +145,7 @@ def test_instruction_sets(isa):
     known = [name for name, flags in FLAGS.items() if flags <= cpu_flags()]
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
-    chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or any_call"
+    chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or few_rows or any_call"
     files = ("tests/test_functional.py", "tests/test_experts.py")
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],

@@ -51,6 +51,11 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
 
+def reads(weight: Tensor) -> bool:
+    """Whether a kernel of this build reads a weight as it lies: those for GPUs want rows of adjacent elements."""
+    return DEVICE_TYPE == "cpu" or weight.stride(1) == 1 or weight.shape[1] == 1
+
+
 def is_hopper(x: Tensor) -> bool:
     """Whether ``x`` is on a GPU that the kernels of experts are for."""
     return (_is_hopper if torch.compiler.is_compiling() else _cached_is_hopper)(x.get_device())

@@ -38,7 +38,7 @@ _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in
 class Part:
     """How one layer of a call is computed.
 
-    ``implementation`` is "sm90", "sm80" or "amx", where one kernel does the GEMM and all that follows it, or "torch",
+    ``implementation`` is "sm90", "sm80", "amx", "avx512" or "avx2", where one kernel does the GEMM and all that follows it, or "torch",
     where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise``
     says where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda", or the
     instruction set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h
@@ -65,6 +65,8 @@ class Part:
             return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
         if self.implementation == "amx":
             return "fused GEMM on AMX tiles"
+        if self.implementation in ("avx2", "avx512"):
+            return f"few rows, the weights stream past them, in {self.implementation}"
         split = f", k split in {self.split_k}" if self.split_k > 1 else ""
         basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
         if self.kernel == "grouped":

@@ -1,0 +1,202 @@
+// The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
+// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b.
+
+using few_rows::Layer;
+using few_rows::Projection;
+using few_rows::Rows;
+
+// So many rows of x have sums in registers at once.
+constexpr int64_t kRowsAtOnce = 8;
+
+// Where a block of features lies, and how many of them no earlier block has.
+struct BlockOf {
+  int64_t begin, count;
+
+  BlockOf(int64_t features, int64_t index) : begin(index * kBlock), count(kBlock) {
+    if (begin + kBlock <= features) return;
+    count = features - begin;
+    begin = features - kBlock;
+  }
+};
+
+// Keeps some elements of a block, and makes zeros of the others, whatever they are.
+struct Mask {
+  VecBits half[2];
+};
+
+FUSED_MLP_INLINE Pair masked(Pair x, const Mask& mask) {
+  for (int h = 0; h < 2; ++h) x.half[h] = (Vec)((VecBits)x.half[h] & mask.half[h]);
+  return x;
+}
+
+template <typename T>
+FUSED_MLP_INLINE Mask last_of_block(int64_t count) {
+  Mask mask;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    mask.half[kIsBf16<T> ? i % 2 : i / kWidth][kIsBf16<T> ? i / 2 : i % kWidth] = i < kBlock - count ? 0u : ~0u;
+  }
+  return mask;
+}
+
+// The sums of each vector's lanes.
+FUSED_MLP_INLINE Vec lane_sums(const Vec (&vectors)[kWidth]) {
+  Vec level[kWidth];
+  for (int i = 0; i < kWidth; ++i) level[i] = vectors[i];
+#pragma GCC unroll 8
+  for (int count = kWidth / 2; count > 0; count /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) level[i] = pairwise_sums(level[2 * i], level[2 * i + 1]);
+  }
+  return level[0];
+}
+
+// The products of a block of features with one row of x, each as a vector whose lanes are yet to be added. They are in
+// the order of the lanes of a pair.
+typedef Vec Products[2][kWidth];
+
+template <typename T>
+FUSED_MLP_INLINE Vec& product_of(Products& products, int64_t feature) {
+  return kIsBf16<T> ? products[feature % 2][feature / 2] : products[feature / kWidth][feature % kWidth];
+}
+
+// How many rows of weights are read at once: as many as leave half of the registers free.
+constexpr int streams_of(int rows) {
+  int streams = 8;
+  while (streams * rows > kWidth) streams /= 2;
+  return streams > 0 ? streams : 1;
+}
+
+template <typename T, int kRows>
+void multiply(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products) {
+  constexpr int kStreams = streams_of(kRows);
+  const int64_t last = (in_features - 1) / kBlock, rest = in_features - last * kBlock;
+  const Mask mask = last_of_block<T>(rest);
+  for (int64_t f = 0; f < kBlock; f += kStreams) {
+    const T* weights = static_cast<const T*>(projection.weight) + (begin + f) * projection.row_stride;
+    Vec sums[kStreams][kRows] = {};
+    const auto add = [&](int64_t from, int64_t to, const auto& kept) __attribute__((always_inline)) {
+      Pair values[kStreams];
+#pragma GCC unroll 8
+      for (int s = 0; s < kStreams; ++s) {
+        const T* at = weights + s * projection.row_stride + from;
+        __builtin_prefetch(at + kStreams * projection.row_stride);
+        values[s] = kept(load(at));
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Pair row = load(x.data + r * x.stride + to);
+#pragma GCC unroll 8
+        for (int s = 0; s < kStreams; ++s) {
+          sums[s][r] += values[s].half[0] * row.half[0];
+          sums[s][r] += values[s].half[1] * row.half[1];
+        }
+      }
+    };
+    for (int64_t b = 0; b < last; ++b) {
+      add(b * kBlock, b * kBlock, [](Pair values) __attribute__((always_inline)) { return values; });
+    }
+    add(in_features - kBlock, last * kBlock,
+        [&](Pair values) __attribute__((always_inline)) { return masked(values, mask); });
+#pragma GCC unroll 8
+    for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) product_of<T>(products[r], f + s) = sums[s][r];
+    }
+  }
+}
+
+template <typename T>
+FUSED_MLP_INLINE Pair add_up(const Products& products, const Projection& projection, int64_t begin) {
+  Pair sums{{lane_sums(products[0]), lane_sums(products[1])}};
+  if (projection.bias != nullptr) {
+    const Pair bias = load(static_cast<const T*>(projection.bias) + begin);
+    for (int h = 0; h < 2; ++h) sums.half[h] += bias.half[h];
+  }
+  return sums;
+}
+
+// What a value is after it has been rounded.
+FUSED_MLP_INLINE Pair rounded(Pair x, const float*) { return x; }
+FUSED_MLP_INLINE Pair rounded(Pair x, const BFloat16*) { return from_bf16(to_bf16(x)); }
+
+template <typename T, Activation kActivation>
+void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, const Products* ups, Matrix out,
+            Rows next) {
+  const BlockOf block(layer.out_features, index);
+  for (int64_t r = 0; r < x.count; ++r) {
+    Pair values = add_up<T>(gates[r], layer.gate, block.begin);
+    for (Vec& value : values.half) value = activate<kActivation, kIsBf16<T>>(value);
+    if (layer.gated) {
+      const Pair factors = add_up<T>(ups[r], layer.up, block.begin);
+      for (int h = 0; h < 2; ++h) values.half[h] *= factors.half[h];
+    }
+    if (out.data == nullptr) {
+      store(next.data + r * next.stride + index * kBlock,
+            masked(rounded(values, static_cast<T*>(nullptr)), last_of_block<T>(block.count)));
+      continue;
+    }
+    T* to = row<T>(out, r) + block.begin;
+    if (block.count == kBlock) {
+      store(to, values);
+    } else {  // the others belong to an earlier block
+      T all[kBlock];
+      store(all, values);
+      const int64_t others = kBlock - block.count;
+      __builtin_memcpy(to + others, all + others, block.count * sizeof(T));
+    }
+  }
+}
+
+// Calls visit.template operator()<T, kRows>() for the run-time dtype and number of rows.
+template <typename T, int kRows = 1, typename Visitor>
+void visit_rows(int64_t rows, const Visitor& visitor) {
+  if constexpr (kRows < kRowsAtOnce) {
+    if (rows > kRows) return visit_rows<T, kRows + 1>(rows, visitor);
+  }
+  visitor.template operator()<kRows>();
+}
+
+template <typename T>
+void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next) {
+  auto finished = finish<T, Activation::kLinear>;
+  visit_activation(layer.activation, [&]<Activation kActivation>() { finished = finish<T, kActivation>; });
+  Products gates[kRowsAtOnce], ups[kRowsAtOnce];
+  const int64_t parts = ceil_div(x.count, kRowsAtOnce);
+  for (int64_t index = begin; index < end; ++index) {
+    const int64_t feature = BlockOf(layer.out_features, index).begin;
+    for (int64_t part = 0; part < parts; ++part) {  // the block of weights is in a cache, after the first
+      const int64_t first = x.count * part / parts, count = x.count * (part + 1) / parts - first;
+      const Rows some{x.data + first * x.stride, x.stride, count};
+      auto multiplied = multiply<T, 1>;
+      visit_rows<T>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
+      multiplied(layer.gate, layer.in_features, feature, some, gates);
+      if (layer.gated) multiplied(layer.up, layer.in_features, feature, some, ups);
+      finished(layer, index, some, gates, ups, out.data == nullptr ? out : Matrix{row<T>(out, first), out.row_stride},
+               {next.data + first * next.stride, next.stride, count});
+    }
+  }
+}
+
+static void project(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next) {
+  const auto project = layer.dtype == DType::kFloat32 ? project_as<float> : project_as<BFloat16>;
+  project(layer, x, begin, end, out, next);
+}
+
+template <typename T>
+void prepare_as(Matrix x, int64_t features, Rows rows) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    for (int64_t index = 0; index * kBlock < features; ++index) {
+      const BlockOf block(features, index);
+      const Pair values = load(row<T>(x, r) + block.begin);
+      store(rows.data + r * rows.stride + index * kBlock,
+            block.count == kBlock ? values : masked(values, last_of_block<T>(block.count)));
+    }
+  }
+}
+
+static void prepare(DType dtype, Matrix x, int64_t features, Rows rows) {
+  const auto prepare = dtype == DType::kFloat32 ? prepare_as<float> : prepare_as<BFloat16>;
+  prepare(x, features, rows);
+}
+
+const few_rows::Kernels kFewRows = {kBlock, prepare, project};

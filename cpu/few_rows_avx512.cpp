@@ -1,0 +1,37 @@
+#include "../torch-ext/activation.h"
+#include "few_rows.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+
+namespace fused_mlp::avx512 {
+
+constexpr int kWidth = 16;
+#define FUSED_MLP_PERMUTES
+
+#include "math.inl"
+#include "memory.inl"
+// [a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...]
+FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return (Vec)_mm512_permutex2var_ps((__m512)a, even, (__m512)b) +
+         (Vec)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b);
+}
+
+#include "few_rows.inl"
+
+}  // namespace fused_mlp::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,62 @@
+#include "few_rows_mlp.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "isa.h"
+
+namespace fused_mlp::few_rows {
+
+using torch::stable::Tensor;
+
+namespace {
+
+// Bytes of weights worth a thread.
+constexpr int64_t kGrain = 32768;
+
+int64_t padded(int64_t features) { return ceil_div(features, kernels()->block) * kernels()->block; }
+
+void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next) {
+  const int64_t block = kernels()->block;
+  const int64_t block_bytes = block * layer.in_features * element_bytes(layer.dtype) * (layer.gated ? 2 : 1);
+  torch::stable::parallel_for(
+      0, ceil_div(layer.out_features, block), ceil_div(kGrain, block_bytes),
+      [&](int64_t begin, int64_t end) { kernels()->project(layer, rows, begin, end, out, next); });
+}
+
+}  // namespace
+
+const Kernels* kernels() {
+#if defined(__x86_64__)
+  switch (isa()) {
+    case Isa::kAmx:
+    case Isa::kAvx512:
+      return &avx512::kFewRows;
+    case Isa::kAvx2:
+      return &avx2::kFewRows;
+    case Isa::kScalar:
+      break;
+  }
+#endif
+  return nullptr;
+}
+
+int64_t most_rows(DType dtype) {
+  if (kernels() == nullptr) return 0;
+  return dtype == DType::kBFloat16 ? 4 : 16;
+}
+
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out) {
+  const int64_t in_stride = padded(hidden.in_features), next_stride = down == nullptr ? 0 : padded(down->in_features);
+  const int64_t bytes = rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float));
+  const Tensor workspace = torch::stable::new_empty(out, {bytes / element_bytes(hidden.dtype)});
+  float* const data = static_cast<float*>(workspace.mutable_data_ptr());
+  const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
+  const Matrix to{out.mutable_data_ptr(), out.size(1)};
+  kernels()->prepare(hidden.dtype, x, hidden.in_features, prepared);
+  run_layer(hidden, prepared, down == nullptr ? to : Matrix{nullptr, 0}, next);
+  if (down != nullptr) run_layer(*down, next, to, {});
+}
+
+}  // namespace fused_mlp::few_rows

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "few_rows.h"
+
+namespace fused_mlp::few_rows {
+
+// The kernels of the best instruction set that this CPU has, or null.
+const Kernels* kernels();
+
+// Up to so many rows they are faster than the other ways, by measurement.
+int64_t most_rows(DType dtype);
+
+// Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const torch::stable::Tensor& out);
+
+}  // namespace fused_mlp::few_rows
