@@ -12,10 +12,13 @@ struct PointwiseShape {
   int64_t cols;
 };
 
-// What LayerNorm takes beside the rows. A null weight stands for ones, a null bias for zeros.
+// What LayerNorm, or RMSNorm where not centred, takes beside the rows. A null weight stands for ones, a null bias for
+// zeros.
 struct Norm {
   const void *weight, *bias;
   float eps;
+  float weight_offset;  // which each weight is stored without
+  bool centred;
 };
 
 // The kernels of one instruction set. Arithmetic is in fp32, each result is rounded once. An output may be one of the
@@ -30,8 +33,8 @@ struct PointwiseKernels {
   // dgate = grad * up * act'(gate), dup = grad * act(gate)
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup);
-  // The LayerNorm of each row of x + residual; of x alone where residual.data is null.
-  void (*layer_norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
+  // The norm of each row of x + residual; of x alone where residual.data is null.
+  void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };
 
 // Those of the best instruction set that this CPU has.

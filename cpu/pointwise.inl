@@ -91,7 +91,7 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
 }
 
 template <typename T>
-void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+void norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
   const float share = 1.0f / static_cast<float>(shape.cols);
   const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
   for (int64_t r = 0; r < shape.rows; ++r) {
@@ -106,12 +106,15 @@ void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Ma
       }
       return values;
     };
-    Vec total = splat(0.0f);
-    for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Pair values = values_at(c, count);
-      for (int h = 0; h < 2; ++h) total += values.half[h] * share;
-    });
-    const float mean = lanes_sum(total);
+    float mean = 0.0f;
+    if (norm.centred) {
+      Vec total = splat(0.0f);
+      for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+        const Pair values = values_at(c, count);
+        for (int h = 0; h < 2; ++h) total += values.half[h] * share;
+      });
+      mean = lanes_sum(total);
+    }
     Vec rests = splat(0.0f), squares = splat(0.0f);
     for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
@@ -122,14 +125,14 @@ void layer_norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Ma
         squares += values.half[h] * values.half[h];
       }
     });
-    const float left = lanes_sum(rests) * share;
+    const float left = norm.centred ? lanes_sum(rests) * share : 0.0f;
     const float scale = 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
       for (Vec& value : values.half) value = (value - mean - left) * scale;
       if (weight != nullptr) {
         const Pair weights = load(weight + c, count);
-        for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h];
+        for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h] + norm.weight_offset;
       }
       if (bias != nullptr) {
         const Pair biases = load(bias + c, count);
@@ -174,9 +177,9 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
   });
 }
 
-static void layer_norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
-  const auto rows = shape.dtype == DType::kFloat32 ? layer_norm_rows<float> : layer_norm_rows<BFloat16>;
+static void norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+  const auto rows = shape.dtype == DType::kFloat32 ? norm_rows<float> : norm_rows<BFloat16>;
   rows(shape, norm, x, residual, out);
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, layer_norm};
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, norm};

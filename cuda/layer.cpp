@@ -51,7 +51,7 @@ struct FusedGemm {
       : architecture(architecture_of(gpu)), gpu(gpu), stream(stream), refusal(choose(x, layer, follows_gemm)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
-  void launch() const { check(architecture->launch(problem, plan, gpu, stream)); }
+  void launch() const { check(plan.architecture->launch(problem, plan, gpu, stream)); }
 
  private:
   Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
@@ -102,7 +102,7 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
   if (gemm.fused()) {
-    record_kernel(gemm.architecture->name, gemm.plan.kernel, gemm.architecture->guesses(gemm.gpu), plan);
+    record_kernel(gemm.plan.architecture->name, gemm.plan.kernel, guesses(gemm.plan, gemm.gpu), plan);
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));

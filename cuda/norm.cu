@@ -6,17 +6,17 @@ namespace fused_mlp {
 namespace {
 
 template <typename T, int Width>
-cudaError_t launch(const LayerNorm& norm, cudaStream_t stream) {
+cudaError_t launch(const Norm& norm, cudaStream_t stream) {
   unsigned threads = 32;  // with more than one vector each, up to the most that a block has
   while (threads < kNormThreads && int64_t{threads} * 2 * Width < norm.cols) threads *= 2;
   const dim3 block(threads, threads == 32 ? 4 : 1);
   const int64_t blocks = ceil_div(norm.rows, block.y);
-  layer_norm_kernel<T, Width><<<static_cast<unsigned>(blocks), block, 0, stream>>>(norm);
+  norm_kernel<T, Width><<<static_cast<unsigned>(blocks), block, 0, stream>>>(norm);
   return cudaGetLastError();
 }
 
 template <typename T>
-cudaError_t run(const LayerNorm& norm, cudaStream_t stream) {
+cudaError_t run(const Norm& norm, cudaStream_t stream) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; };
   const auto fits = [&](const Matrix& m) { return aligned(m.data) && (norm.rows == 1 || m.row_stride % kWidth == 0); };
@@ -27,7 +27,7 @@ cudaError_t run(const LayerNorm& norm, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_layer_norm(const LayerNorm& norm, cudaStream_t stream) {
+cudaError_t launch_norm(const Norm& norm, cudaStream_t stream) {
   if (norm.rows == 0 || norm.cols == 0) return cudaSuccess;
   return visit_dtype(norm.dtype,
                      [&](auto* element) { return run<std::remove_pointer_t<decltype(element)>>(norm, stream); });

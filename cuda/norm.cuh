@@ -1,5 +1,5 @@
-// The kernel of LayerNorm behind a residual. Apart from its launch, so that a compiler of device code alone takes this
-// file.
+// The kernel of LayerNorm and RMSNorm, which may add a residual first. Apart from its launch, so that a compiler of
+// device code alone takes this file.
 #pragma once
 
 #include "norm.h"
@@ -42,8 +42,9 @@ __device__ __forceinline__ float variance_of(float mean_square, float mean) {
 
 // blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. The mean is taken first, so that the
 // squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values gives 0.
+// Where it is not centred, the mean counts as 0.
 template <typename T, int Width>
-__global__ void __launch_bounds__(kNormThreads) layer_norm_kernel(const __grid_constant__ LayerNorm p) {
+__global__ void __launch_bounds__(kNormThreads) norm_kernel(const __grid_constant__ Norm p) {
   using Vec = Vector<T, Width>;
   __shared__ Sums of_warps[2][kNormThreads / 32];
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -86,12 +87,15 @@ __global__ void __launch_bounds__(kNormThreads) layer_norm_kernel(const __grid_c
 
   const float share = 1.0f / static_cast<float>(p.cols);
   Sums sums{};
-  for_each([&](int64_t, const Values& values) {
+  float mean = 0.0f;
+  if (p.centred) {
+    for_each([&](int64_t, const Values& values) {
 #pragma unroll
-    for (int i = 0; i < Width; ++i) sums.first = fmaf(values.lane[i], share, sums.first);  // which does not overflow
-  });
-  const float mean = over_row(sums, of_warps[0]).first;
-  sums = {};
+      for (int i = 0; i < Width; ++i) sums.first = fmaf(values.lane[i], share, sums.first);  // which does not overflow
+    });
+    mean = over_row(sums, of_warps[0]).first;
+    sums = {};
+  }
   for_each([&](int64_t, const Values& values) {
 #pragma unroll
     for (int i = 0; i < Width; ++i) {
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(kNormThreads) layer_norm_kernel(const __grid_c
     }
   });
   sums = over_row(sums, of_warps[1]);
-  const float left = sums.first * share;
+  const float left = p.centred ? sums.first * share : 0.0f;
   const float scale = 1.0f / sqrtf(variance_of(sums.second * share, left) + p.eps);
   for_each([&](int64_t col, const Values& values) {
     Vec weight, bias, result;
@@ -110,7 +114,7 @@ __global__ void __launch_bounds__(kNormThreads) layer_norm_kernel(const __grid_c
 #pragma unroll
     for (int i = 0; i < Width; ++i) {
       float value = (values.lane[i] - mean - left) * scale;
-      if (p.weight != nullptr) value *= to_float(weight.lane[i]);
+      if (p.weight != nullptr) value *= to_float(weight.lane[i]) + p.weight_offset;
       if (p.bias != nullptr) value += to_float(bias.lane[i]);
       result.lane[i] = from_float<T>(value);
     }

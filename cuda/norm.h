@@ -8,15 +8,17 @@
 
 namespace fused_mlp {
 
-// LayerNorm over the columns of x + residual; of x alone where residual.data is null. A null weight stands for ones, a
-// null bias for zeros. out may be x itself.
-struct LayerNorm {
+// LayerNorm, or RMSNorm where not centred, over the columns of x + residual; of x alone where residual.data is null. A
+// null weight stands for ones, a null bias for zeros. out may be x itself.
+struct Norm {
   Matrix x, residual, out;
   int64_t rows, cols;
   DType dtype;
   const void *weight, *bias;
   float eps;
+  float weight_offset;  // which each weight is stored without
+  bool centred;
 };
-cudaError_t launch_layer_norm(const LayerNorm& norm, cudaStream_t stream);
+cudaError_t launch_norm(const Norm& norm, cudaStream_t stream);
 
 }  // namespace fused_mlp

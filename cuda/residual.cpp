@@ -1,4 +1,4 @@
-// An MLP with the residual and the norm of its block.
+// MLPs with the residual and the norm of their block.
 #include "../torch-ext/residual.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
@@ -15,28 +15,21 @@ namespace {
 
 // What residual.h asks of a backend.
 struct Cuda {
-  static void norm(const Tensor& x, const Tensor* residual, const OptionalTensor& weight, const OptionalTensor& bias,
-                   double eps, const Tensor& out) {
+  static void norm(const Tensor& x, const Tensor* residual, const Around& around, const Tensor& out) {
     const TensorRows rows(x), other(residual == nullptr ? x : *residual);
-    const DenseVector scale(weight), shift(bias);
-    check(launch_layer_norm({matrix(rows),
-                             residual == nullptr ? kNoMatrix : matrix(other),
-                             {out.mutable_data_ptr(), rows.cols},
-                             rows.rows,
-                             rows.cols,
-                             dtype_of(x, "x"),
-                             scale.data(),
-                             shift.data(),
-                             static_cast<float>(eps)},
-                            current_stream(x)));
-  }
-
-  static Tensor layers(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
-                       const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation) {
-    bool fused = false;
-    const Tensor hidden =
-        fc1_weight ? apply_layer(x, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused) : x;
-    return apply_layer(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+    const DenseVector scale(around.weight), shift(around.bias);
+    check(launch_norm({matrix(rows),
+                       residual == nullptr ? kNoMatrix : matrix(other),
+                       {out.mutable_data_ptr(), rows.cols},
+                       rows.rows,
+                       rows.cols,
+                       dtype_of(x, "x"),
+                       scale.data(),
+                       shift.data(),
+                       static_cast<float>(*around.eps),
+                       around.weight_offset(),
+                       around.centred()},
+                      current_stream(x)));
   }
 
   static Tensor sum(const Tensor& a, const Tensor& b) {
@@ -50,13 +43,32 @@ struct Cuda {
 
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, bool residual_first, const OptionalTensor& norm_weight,
-                    const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first) {
+                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                    std::optional<double> eps, int64_t norm) {
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, norm_weight, norm_bias, eps,
-                     norm_first);
+                     norm);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
-  return block<Cuda>(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, residual_first, norm_weight,
-                     norm_bias, eps, norm_first);
+  return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
+    bool fused = false;
+    const Tensor hidden =
+        fc1_weight ? apply_layer(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused) : values;
+    return apply_layer(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+  });
+}
+
+Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                          const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
+                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
+                          int64_t norm) {
+  check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, residual,
+                           norm_weight, norm_bias, eps, norm);
+  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
+    bool fused = false;
+    const Tensor hidden = apply_layer(values, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
+    return apply_layer(hidden, {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, &fused);
+  });
 }
 
 }  // namespace fused_mlp

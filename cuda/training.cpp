@@ -44,7 +44,7 @@ class TrainingGemm {
   void record(PlanRecord* plan) const {
     plan->layer();
     if (*this) {
-      record_kernel(architecture_->name, plan_.kernel, architecture_->guesses(gpu(device_)), plan);
+      record_kernel(plan_.architecture->name, plan_.kernel, guesses(plan_, gpu(device_)), plan);
     } else {
       plan->set("implementation", "torch").set("refusal", code(refusal_));
       if (problem_.kind != Product::kPair) plan->set("pointwise", "cuda");
@@ -77,7 +77,7 @@ class TrainingGemm {
   }
 
   void launch_on_stream_of(const Tensor& tensor) const {
-    check(architecture_->launch(problem_, plan_, gpu(device_), current_stream(tensor)));
+    check(plan_.architecture->launch(problem_, plan_, gpu(device_), current_stream(tensor)));
   }
 
   GemmProblem problem_{};

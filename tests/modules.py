@@ -118,6 +118,22 @@ class Decoder(nn.Module):
         return scale * (residual + hidden_states), rest, options
 
 
+class RMSNorm(nn.Module):
+    """Llama's norm."""
+
+    def __init__(self, width=32, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
 PROJECTIONS = {
     Gated: ("gate_proj", "up_proj", "down_proj"),
     PackedGated: ("gate_up_proj", "down_proj"),

@@ -1,4 +1,4 @@
-"""The block that an MLP is part of: its residual and its LayerNorm in one op with it."""
+"""The block that an MLP is part of: its residual and its norm in one op with it."""
 
 import copy
 import importlib
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import Gated, Halves, Plain
+from modules import Gated, Halves, PackedGated, Plain, RMSNorm
 from reference import FLOAT32_ROUNDING
 from safety import assert_close, x_of
 from test_coverage import built, inputs_of, largest_error
@@ -24,15 +24,19 @@ def op(fused_mlp):
 
 @pytest.fixture
 def blocks(fused_mlp, monkeypatch):
-    """The calls of the op: whether the residual comes first, whether there is a norm, whether that comes first."""
+    """The calls of the op: whether there is a norm, and whether it comes first."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    taken, op = [], shortcut._ops["residual_mlp"]
+    taken = []
 
-    def spy(*args):
-        taken.append((args[7], args[10] is not None, args[11]))
-        return op(*args)
+    def spied(op):
+        def spy(*args):
+            taken.append((args[-2] is not None, args[-1] % 2 == 1))
+            return op(*args)
 
-    monkeypatch.setitem(shortcut._ops, "residual_mlp", spy)
+        return spy
+
+    for name in ("residual_mlp", "residual_gated_mlp"):
+        monkeypatch.setitem(shortcut._ops, name, spied(shortcut._ops[name]))
     return taken
 
 
@@ -84,7 +88,7 @@ def test_errors_are_no_larger_than_eager_ones(op, device, dtype, form):
             given = operands(device, dtype, rows, sizes, layers, norm)
             residual = 3 * given[5] + 20
             given = (*given[:5], residual, *given[6:])
-            got = op(*given[:5], GELU, residual, True, *given[6:], eps, norm_first)
+            got = op(*given[:5], GELU, residual, *given[6:], eps, norm_first)
             expected, eager = (computed(*given, eps, norm_first, kind) for kind in (torch.float64, dtype))
             error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
             assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING, (rows, sizes, layers)
@@ -97,28 +101,26 @@ def test_rows_of_a_norm(op, device):
     residual[2, 7], residual[3, 1] = torch.nan, torch.inf
     wide = torch.full((5, 100), torch.nan, device=device)
     wide[:, 30:70] = residual
-    got = op(x, fc1, fc2, bias1, bias2, GELU, wide[:, 30:70], False, weight, bias, 1e-5, False)
+    got = op(x, fc1, fc2, bias1, bias2, GELU, wide[:, 30:70], weight, bias, 1e-5, False)
     expected = computed(x, fc1, fc2, bias1, bias2, residual, weight, bias, 1e-5, False, torch.float32)
     torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
     assert got[2].isnan().all() and got[[0, 1, 4]].isfinite().all()
     for value in (0.1, 3.1e4, 1e30):
         equal = torch.full((5, 40), value, device=device)
-        got = op(torch.zeros_like(x), fc1, fc2, None, None, GELU, equal, False, None, bias, 1e-12, False)
+        got = op(torch.zeros_like(x), fc1, fc2, None, None, GELU, equal, None, bias, 1e-12, False)
         assert torch.equal(got, bias.expand(5, 40))
 
 
-@pytest.mark.parametrize("residual_first", [False, True])
-def test_layout_of_sums(op, device, residual_first):
-    """As PyTorch's: Whisper's hidden values lie column by column."""
+def test_rows_of_sums_are_adjacent(op, device):
+    """Also where those of the residual are not: Whisper's first hidden values lie column by column."""
     x, fc1, fc2, bias1, bias2, *_ = operands(device, torch.float32, 14, (64, 96, 40))
     x = x.view(2, 7, 64)
     values = F.linear(F.gelu(F.linear(x, fc1, bias1)), fc2, bias2)
     for residual in (torch.randn(2, 40, 7, device=device).mT, torch.randn(2, 7, 80, device=device)[..., ::2]):
-        got = op(x, fc1, fc2, bias1, bias2, GELU, residual, residual_first, None, None, None, False)
-        expected = residual + values if residual_first else values + residual
-        assert got.stride() == expected.stride()
-        assert_close(got, expected)
-        given = (x, fc1, fc2, bias1, bias2, GELU, residual, residual_first, None, None)
+        got = op(x, fc1, fc2, bias1, bias2, GELU, residual, None, None, None, False)
+        assert got.is_contiguous()
+        assert_close(got, residual + values)
+        given = (x, fc1, fc2, bias1, bias2, GELU, residual, None, None)
         for norm in ((None, False), (1e-5, False), (1e-5, True)):
             torch.library.opcheck(op, (*given, *norm), test_utils=("test_schema", "test_faketensor"))
 
@@ -128,7 +130,7 @@ def test_empty(op, device):
         x, fc1, fc2, bias1, bias2, residual, weight, bias = operands(
             device, torch.float32, rows, (max(n_in, 1), 8, out)
         )
-        got = op(x[:, :n_in], fc1[:, :n_in], fc2, bias1, bias2, GELU, residual, True, weight, bias, 1e-5, False)
+        got = op(x[:, :n_in], fc1[:, :n_in], fc2, bias1, bias2, GELU, residual, weight, bias, 1e-5, False)
         assert got.shape == (rows, out) and got.isfinite().all()
 
 
@@ -147,11 +149,11 @@ def test_operands_that_do_not_fit(op, device):
         given = [*good]
         given[index] = fault
         with pytest.raises(RuntimeError, match=r"must be|must have|differs in"):
-            op(*given[:5], GELU, given[5], True, *given[6:], 1e-5, False)
+            op(*given[:5], GELU, given[5], *given[6:], 1e-5, False)
     with pytest.raises(RuntimeError, match="eps"):
-        op(*good[:5], GELU, good[5], True, *good[6:], None, False)
+        op(*good[:5], GELU, good[5], *good[6:], None, False)
     with pytest.raises(RuntimeError, match="norm_weight"):
-        op(*good[:5], GELU, good[5], True, *good[6:], 1e-5, True)  # of the width of x
+        op(*good[:5], GELU, good[5], *good[6:], 1e-5, True)  # of the width of x
 
 
 # Modules.
@@ -213,12 +215,38 @@ class Around(nn.Module):
         return hidden_states
 
 
+class Decoding(nn.Module):
+    """Llama's."""
+
+    def __init__(self, kind=Gated):
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), kind(bias=True)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, hidden_states, *, scale=1.0):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class PackedDecoding(Around):
+    """Phi-3's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), PackedGated()
+
+
 KINDS = {
-    Halves: (False, True, False),
-    Behind: (True, True, False),
-    InFront: (True, True, True),
-    Summed: (False, False, False),
-    Around: (False, True, True),
+    Halves: (True, False),
+    Behind: (True, False),
+    InFront: (True, True),
+    Summed: (False, False),
+    Around: (True, True),
+    Decoding: (True, True),
+    PackedDecoding: (True, True),
 }
 
 
@@ -240,7 +268,7 @@ def test_one_op(fused_mlp, device, blocks, kind, mode):
         with mode():
             got, expected = fused(x), module(x)
         assert_close(got, expected)
-        assert got.stride() == expected.stride()
+        assert got.is_contiguous()
     assert blocks == 3 * [KINDS[kind]]
 
 
@@ -255,8 +283,8 @@ def test_what_autograd_follows_has_parts(fused_mlp, device, blocks, kind):
     for parameter in fused.parameters():
         parameter.requires_grad_(False)
     assert not fused(x_of(device)).requires_grad
-    norm = next(part for part in fused.modules() if isinstance(part, nn.LayerNorm))
-    norm.bias.requires_grad_(True)
+    norm = next(part for part in fused.modules() if is_norm(part))
+    norm.weight.requires_grad_(True)
     assert fused(x_of(device)).requires_grad
     assert len(blocks) == 1
 
@@ -266,7 +294,7 @@ def the_norm(module):
 
 
 def is_norm(part):
-    return isinstance(part, nn.LayerNorm)
+    return isinstance(part, (nn.LayerNorm, RMSNorm))
 
 
 def changed_norm(make):
@@ -316,7 +344,8 @@ CHANGES = {
     "a forward of its own": (with_attribute("forward", lambda norm: lambda x: 2 * x), False),
     "an eps that is no float": (with_attribute("eps", 1), False),
     "another norm": (changed_norm(lambda norm: nn.LayerNorm(32, bias=False).to(norm.weight)), True),
-    "RMSNorm": (changed_norm(lambda norm: nn.RMSNorm(32).to(norm.weight)), False),
+    "torch's RMSNorm": (changed_norm(lambda norm: nn.RMSNorm(32, eps=1e-6).to(norm.weight)), True),
+    "RMSNorm without an eps": (changed_norm(lambda norm: nn.RMSNorm(32).to(norm.weight)), False),
     "Identity": (changed_norm(lambda norm: nn.Identity()), False),
     "a subclass": (changed_norm(lambda norm: Doubling(32).to(norm.weight)), False),
     "two dimensions": (changed_norm(of_two_dimensions), False),
@@ -477,11 +506,13 @@ def test_compiled(fused_mlp, device):
         x = x_of(device)
         with torch.no_grad():
             assert_close(torch.compile(fused, backend=backend, fullgraph=True)(x), module(x))
-        assert sum(".mlp" in target for target in targets) == 1 and not any("linear" in target for target in targets)
+        mlps = [target for target in targets if ".mlp" in target or ".gated_mlp" in target]
+        assert len(mlps) == 1 and not any("linear" in target for target in targets), kind
 
 
 # Models, and how many blocks they have.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
+MODELS.update({"llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
 
 
 @pytest.mark.parametrize("model_type", MODELS)

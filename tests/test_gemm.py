@@ -1,7 +1,7 @@
 """The GEMMs with fused epilogues, through the public functions: right, repeatable, and really fused.
 
-Every test runs with the kernels of each architecture that the GPU can run, those that it would not choose by itself as
-well: a Hopper GPU runs those of sm80, too.
+Every test runs with what is chosen, and with the kernels of each architecture that the GPU can run: a Hopper GPU runs
+those of sm80, too.
 """
 
 import random
@@ -24,19 +24,19 @@ half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True, params=gemm_kernels.ARCHITECTURES)
+@pytest.fixture(autouse=True, params=("chosen", *gemm_kernels.ARCHITECTURES))
 def architecture(request, fused_mlp) -> str:
-    """Whose kernels compute what they can. On the GPU whose own they are, nothing is forced."""
+    """Whose kernels compute what they can."""
     capability = torch.cuda.get_device_capability()
+    if request.param == "chosen":
+        if gemm_kernels.any_forced() or capability != (9, 0):
+            pytest.skip("kernels are forced for the whole run, or chosen by a model of this GPU")
+        yield request.param
+        return
     if not gemm_kernels.runs_on(request.param, capability):
         pytest.skip(f"the kernels of {request.param} do not run on a GPU of {capability}")
-    if request.param == "sm90":
-        if gemm_kernels.any_forced():
-            pytest.skip("other kernels are forced for the whole run")
+    with gemm_kernels.forced(fused_mlp, request.param):
         yield request.param
-    else:
-        with gemm_kernels.forced(fused_mlp, request.param):
-            yield request.param
 
 
 def gemms_of(function: str) -> int:
@@ -279,11 +279,14 @@ def test_one_kernel_for_each_gemm(fused_mlp, device, function, architecture):
         checked += 1
         names = kernels_of(lambda: getattr(fused_mlp, function)(**made, activation="gelu_pytorch_tanh"))  # noqa: B023
         assert len(names) == gemms_of(function), names
-        assert all(f"fused_mlp::{architecture}" in name for name in names), names
+        whose = gemm_kernels.ARCHITECTURES if architecture == "chosen" else (architecture,)
+        assert all(any(f"fused_mlp::{each}" in name for each in whose) for name in names), names
     assert checked, "explain calls none of the shapes fused"
 
 
 def test_sanitizer_cases_reach_every_kernel(fused_mlp, architecture):
+    if architecture == "chosen":
+        pytest.skip("the kernels are an architecture's")
     (extension,) = (machine.build_folder()).glob("*-cu*/*.so")
 
     def run():
@@ -379,7 +382,7 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
 
 @pytest.mark.parametrize(("rows", "n_in", "fused"), [(300, 14336, True), (300, 3072, False), (3000, 14336, False)])
 def test_plain_products_near_what_the_chip_can_do_are_fused(fused_mlp, device, architecture, rows, n_in, fused):
-    if architecture != "sm90":
+    if architecture != "chosen":
         pytest.skip("forced kernels are compared with nothing")
     made = operands("linear", (rows,), (n_in, n_in * 2 // 7 // 8 * 8, 0), dtype=torch.bfloat16, device=device)
     assert (fused_gemms(fused_mlp, "linear", made, "linear") == 1) == fused

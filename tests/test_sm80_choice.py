@@ -80,12 +80,26 @@ def test_the_document_names_the_margin():
     assert f"takes {float(margin):.1f} times" in DOCUMENT.read_text()
 
 
-def test_a_hopper_gpu_does_not_get_them_by_itself():
-    """The first row that runs on a GPU is taken. All others get them, and docs say that they have not run there."""
+def test_a_hopper_gpu_has_kernels_of_its_own():
+    """The first row that runs on a GPU is taken. All others get these, and docs say that they have not run there."""
     text = (project.ROOT / "cuda/gemm/choice.cpp").read_text()
     rows = re.findall(r"\{&(\w+)::kArchitecture, (\w+), \w+\}", text)
     assert rows == [("sm90", "true"), ("sm80", "true")]
     assert "have never run on one of these" in DOCUMENT.read_text()
+
+
+def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
+    """Up to 32 rows, which one tile holds, where weight rows begin at lines of the cache."""
+    h200 = GPUS["H200"]
+    for k, n in WIDTHS:
+        for gated in (True, False):
+            for m, rows in ((1, "8"), (8, "8"), (9, "16"), (16, "16"), (17, "32"), (32, "32")):
+                kernel, microseconds = predictor.beside_sm90(h200, m, n, k, gated)
+                assert KERNELS[kernel][:3] == ("streamed", "Gated" if gated else "Plain", rows)
+                bytes_read = 2 * n * k * (2 if gated else 1)
+                assert 0.85 * bytes_read / h200.bytes_per_microsecond < microseconds < 12 + 1.8 * bytes_read / 4e6
+            assert predictor.beside_sm90(h200, 33, n, k, gated)[0] == -1
+    assert predictor.beside_sm90(h200, 8, 4096, 4104, True)[0] == -1
 
 
 @gpus

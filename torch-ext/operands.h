@@ -63,25 +63,20 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
                   " differs in shape from the first operand");
 }
 
-// An MLP with its residual and norm; without a first weight, one layer.
-inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
-                               const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                               const Tensor& residual, const OptionalTensor& norm_weight,
-                               const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first) {
-  check_activation(activation);
-  if (fc1_weight) {
-    check_linear(x, *fc1_weight, fc1_bias);
-    check_second(x, *fc1_weight, fc2_weight, fc2_bias);
-  } else {
-    check_linear(x, fc2_weight, fc2_bias);
-  }
+inline bool is_norm_first(int64_t norm) { return norm % 2 != 0; }
+
+// What is around an MLP whose last weight this is.
+inline void check_around(const Tensor& x, const Tensor& last_weight, const Tensor& residual,
+                         const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
+                         int64_t norm) {
+  STD_TORCH_CHECK(0 <= norm && norm < 6, "norm must be a code of torch_binding.h, not ", norm);
   check_same_kind(residual, "residual", x);
   const auto sizes = residual.sizes(), of_x = x.sizes();
   STD_TORCH_CHECK(residual.dim() == x.dim() && std::equal(sizes.begin(), sizes.end() - 1, of_x.begin()) &&
-                      residual.size(-1) == fc2_weight.size(0),
+                      residual.size(-1) == last_weight.size(0),
                   "residual must have the shape of the result");
-  STD_TORCH_CHECK(eps.has_value() || !(norm_first || norm_weight || norm_bias), "a norm must have an eps");
-  const int64_t features = norm_first ? x.size(-1) : fc2_weight.size(0);
+  STD_TORCH_CHECK(eps.has_value() || !(norm != 0 || norm_weight || norm_bias), "a norm must have an eps");
+  const int64_t features = is_norm_first(norm) ? x.size(-1) : last_weight.size(0);
   const auto check_norm = [&](const OptionalTensor& operand, const char* name) {
     if (!operand.has_value()) return;
     check_same_kind(*operand, name, x);
@@ -89,6 +84,32 @@ inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight
   };
   check_norm(norm_weight, "norm_weight");
   check_norm(norm_bias, "norm_bias");
+}
+
+// An MLP with its residual and norm; without a first weight, one layer.
+inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
+                               const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
+                               const Tensor& residual, const OptionalTensor& norm_weight,
+                               const OptionalTensor& norm_bias, std::optional<double> eps, int64_t norm) {
+  check_activation(activation);
+  if (fc1_weight) {
+    check_linear(x, *fc1_weight, fc1_bias);
+    check_second(x, *fc1_weight, fc2_weight, fc2_bias);
+  } else {
+    check_linear(x, fc2_weight, fc2_bias);
+  }
+  check_around(x, fc2_weight, residual, norm_weight, norm_bias, eps, norm);
+}
+
+inline void check_residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                                     const Tensor& down_weight, const OptionalTensor& gate_bias,
+                                     const OptionalTensor& up_bias, const OptionalTensor& down_bias, int64_t activation,
+                                     const Tensor& residual, const OptionalTensor& norm_weight,
+                                     const OptionalTensor& norm_bias, std::optional<double> eps, int64_t norm) {
+  check_activation(activation);
+  check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
+  check_second(x, gate_weight, down_weight, down_bias);
+  check_around(x, down_weight, residual, norm_weight, norm_bias, eps, norm);
 }
 
 // The experts of a mixture: torch_binding.h has their shapes.

@@ -49,16 +49,16 @@ class Few {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, nn.LayerNorm
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
-  PyObject* layer_norm;
   PyObject* module;        // nn.Module
   PyObject* call;          // nn.Module.__call__ as torch wrote it
   PyObject* original;      // the attribute by which a fused module has the class that it was made from
   PyObject* known;         // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* norms;         // by class of norms: what read_norm() says
   PyObject* ops;           // by name
   PyObject* dtypes;        // those that the ops take
   PyObject* on_device;     // the attribute of a tensor that is true on their device
@@ -69,15 +69,14 @@ struct Settings {
   PyObject* quiet;         // functions that return something true where every call is disturbed
   PyObject* empty;         // dictionaries that hold something there
   PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
-  PyObject* of_norms;      // the same of nn.LayerNorm
 };
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor",    "parameter", "linear",    "dropout", "gelu",         "layer_norm",
-                                     "module",    "call",      "original",  "known",   "ops",          "dtypes",
-                                     "on_device", "refusal",   "every_gpu", "blocks",  "is_inference", "quiet",
-                                     "empty",     "unchanged", "of_norms"};
+constexpr const char* kSettings[] = {"tensor", "parameter",    "linear",    "dropout", "gelu",
+                                     "module", "call",         "original",  "known",   "norms",
+                                     "ops",    "dtypes",       "on_device", "refusal", "every_gpu",
+                                     "blocks", "is_inference", "quiet",     "empty",   "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -90,9 +89,10 @@ struct Names {
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");
   PyObject* training = PyUnicode_InternFromString("training");
-  PyObject* eps = PyUnicode_InternFromString("eps");
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
+  PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
+  PyObject* no_norm = PyLong_FromSsize_t(0);  // its code
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* numel = PyUnicode_InternFromString("numel");
@@ -186,8 +186,8 @@ Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
   return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
 }
 
-// Puts the weight and the bias of a plain module, whose class has both, into a tuple.
-Answer read_parameters(PyObject* state, bool recording, PyObject* operands, Py_ssize_t weight_place,
+// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple.
+Answer read_parameters(PyObject* state, bool recording, bool biased, PyObject* operands, Py_ssize_t weight_place,
                        Py_ssize_t bias_place) {
   const Answer bare = is_bare(state, recording);
   if (bare != kYes) return bare;
@@ -195,7 +195,7 @@ Answer read_parameters(PyObject* state, bool recording, PyObject* operands, Py_s
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
   PyObject* weight = item(parameters, names().weight);
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
-  PyObject* bias = item(parameters, names().bias);
+  PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
   if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
   if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
   const Answer there = put(operands, weight_place, weight);
@@ -206,7 +206,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
                    Py_ssize_t bias_place) {
   if (class_of(layer) != settings.linear) return kNo;
   PyObject* state = state_of(layer);
-  return state == nullptr ? kError : read_parameters(state, recording, operands, weight_place, bias_place);
+  return state == nullptr ? kError : read_parameters(state, recording, true, operands, weight_place, bias_place);
 }
 
 // Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
@@ -311,87 +311,6 @@ PyObject* known_activation(PyObject* act, bool recording) {
   return plain ? known : nullptr;
 }
 
-// An MLP, or a part of one, as a module has it now.
-struct Mlp {
-  PyObject* pattern;
-  PyObject* x;
-  Objects projections;
-  PyObject* act;
-  Objects between;
-};
-
-// What is around an MLP in its block: behind its last projection what may pass values on, a sum with the residual, and
-// the norm, None where there is none.
-struct Block {
-  Objects behind;
-  PyObject* residual;
-  PyObject* residual_first;
-  PyObject* norm;
-  PyObject* norm_first;
-};
-
-// Puts weight, bias and eps of a plain nn.LayerNorm over the last dimension into a tuple, in this order. That the
-// weight is of that dimension the op itself asks.
-Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
-  if (class_of(norm) != settings.layer_norm) return kNo;
-  PyObject* state = state_of(norm);
-  if (state == nullptr) return kError;
-  const Answer read = read_parameters(state, recording, operands, place, place + 1);
-  const Answer unchanged = read == kYes ? are_unchanged(settings.of_norms) : read;
-  if (unchanged != kYes) return unchanged;
-  PyObject* eps = item(state, names().eps);
-  PyObject* normalized = item(state, names().normalized);
-  if (eps == nullptr || normalized == nullptr) return PyErr_Occurred() ? kError : kNo;
-  if (!PyFloat_Check(eps) || !PyTuple_Check(normalized) || PyTuple_Size(normalized) != 1) return kNo;
-  PyObject* weight = PyTuple_GetItem(operands, place);
-  const Owned size(PyObject_CallMethodObjArgs(weight, names().numel, nullptr));
-  const Owned own(size ? PyObject_GetAttr(weight, names().dtype) : nullptr);
-  if (!own) return kError;
-  if (PyLong_AsSsize_t(size.get()) != PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0))) return kNo;
-  return own.get() == dtype ? put(operands, place + 2, eps) : kNo;
-}
-
-// Puts a block's residual, its order and its norm into a tuple, as the op has them from a place on.
-Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
-  if (class_of(block.residual) != settings.tensor) return kNo;
-  PyObject* const given[] = {block.residual, block.residual_first, Py_None, Py_None, Py_None, block.norm_first};
-  for (PyObject* each : given) {
-    if (put(operands, place++, each) != kYes) return kError;
-  }
-  return block.norm == Py_None ? kYes : read_norm(block.norm, dtype, recording, operands, place - 4);
-}
-
-// The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
-// answer: it is not known. With a block, the result is that of the block, and nothing is left.
-PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
-  PyObject* dtype = dtype_taken(mlp.x);
-  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
-  PyObject* known = known_activation(mlp.act, recording);
-  if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
-  if (block != nullptr && pass(block->behind, recording) != kYes) return nullptr;
-  // The op's arguments: x, weights, biases, code, and those of the block, which are of an MLP with two layers.
-  const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
-  if (block != nullptr && layers != 2) return nullptr;
-  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 6));
-  PyObject* const operands = given.get();
-  if (operands == nullptr) return nullptr;
-  for (Py_ssize_t i = 0; i < layers; ++i) {
-    if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
-  }
-  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
-  if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
-  const Answer packed = attribute_is_true(mlp.pattern, names().packed);
-  const Answer left = packed == kNo && recording ? needs_gradient(operands) : packed;
-  if (left == kError || (left == kYes && block != nullptr)) return nullptr;
-  if (left == kYes) {
-    Py_INCREF(operands);
-    return operands;
-  }
-  const Owned name(block == nullptr ? PyObject_GetAttr(mlp.pattern, names().op) : nullptr);
-  PyObject* op = name || block != nullptr ? item(settings.ops, name ? name.get() : names().block_op) : nullptr;
-  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
-}
-
 // The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
 // views, that cost something to make and nothing to ask for their size.
 PyObject* dictionaries_of(PyObject* order) {
@@ -450,6 +369,107 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   Py_INCREF(order.get());
   known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
   return kYes;
+}
+
+// An MLP, or a part of one, as a module has it now.
+struct Mlp {
+  PyObject* pattern;
+  PyObject* x;
+  Objects projections;
+  PyObject* act;
+  Objects between;
+};
+
+// What is around an MLP in its block: behind its last projection what may pass values on, a sum with the residual, and
+// the norm, None where there is none.
+struct Block {
+  Objects behind;
+  PyObject* residual;
+  PyObject* norm;
+  PyObject* norm_first;
+};
+
+// Whether a norm that knows the shape of what it norms, as torch's do, knows that of its weight.
+Answer norms_last_dimension(PyObject* state, PyObject* weight) {
+  PyObject* normalized = item(state, names().normalized);
+  if (normalized == nullptr || !PyTuple_Check(normalized)) return PyErr_Occurred() ? kError : kNo;
+  if (PyTuple_Size(normalized) != 1) return kNo;
+  const Owned size(PyObject_CallMethodObjArgs(weight, names().numel, nullptr));
+  if (!size) return kError;
+  return answer(PyLong_AsSsize_t(size.get()) == PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0)));
+}
+
+// Puts weight, bias, eps and code of a plain norm over the last dimension into a tuple, in this order. That the weight
+// is of that dimension the op itself asks. Its class is known by a tuple: (code, name of eps, whether it is one of
+// torch's, whether it has a bias, attributes that are unchanged, names that the module itself must not have, names that
+// its class must not have).
+Answer read_norm(PyObject* norm, bool first, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  PyObject* known = item(settings.norms, class_of(norm));
+  PyObject* state = known == nullptr ? nullptr : state_of(norm);
+  if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
+  Answer said = read_parameters(state, recording, biased, operands, place, place + 1);
+  if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
+  if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
+  PyObject* weight = PyTuple_GetItem(operands, place);
+  if (said == kYes) {
+    said = of_torch ? norms_last_dimension(state, weight) : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
+  }
+  if (said != kYes) return said;
+  PyObject* eps = item(state, PyTuple_GetItem(known, 1));
+  if (eps == nullptr || !PyFloat_Check(eps)) return PyErr_Occurred() ? kError : kNo;
+  const Owned own(PyObject_GetAttr(weight, names().dtype));
+  const Owned code(own ? PyLong_FromSsize_t(PyLong_AsSsize_t(PyTuple_GetItem(known, 0)) + first) : nullptr);
+  if (!code || put(operands, place + 2, eps) != kYes || put(operands, place + 3, code.get()) != kYes) return kError;
+  return answer(own.get() == dtype);
+}
+
+// Puts a block's residual and its norm into a tuple, as the op has them from a place on.
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  if (class_of(block.residual) != settings.tensor) return kNo;
+  PyObject* const given[] = {block.residual, Py_None, Py_None, Py_None, names().no_norm};
+  for (PyObject* each : given) {
+    if (put(operands, place++, each) != kYes) return kError;
+  }
+  if (block.norm == Py_None) return kYes;
+  return read_norm(block.norm, block.norm_first != Py_False, dtype, recording, operands, place - 4);
+}
+
+// The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
+// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
+// whose gate and up are packed, and the operands.
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
+  PyObject* dtype = dtype_taken(mlp.x);
+  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject* known = known_activation(mlp.act, recording);
+  if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
+  if (block != nullptr && pass(block->behind, recording) != kYes) return nullptr;
+  // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
+  const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
+  if (block != nullptr && layers < 2) return nullptr;
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 5));
+  PyObject* const operands = given.get();
+  if (operands == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < layers; ++i) {
+    if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
+  }
+  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
+  if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
+  const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  const Answer followed = recording && (packed == kNo || block != nullptr) ? needs_gradient(operands) : kNo;
+  if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
+  if (packed == kYes || followed == kYes) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  if (block != nullptr) {
+    PyObject* op = item(settings.ops, layers == 2 ? names().block_op : names().gated_block_op);
+    return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+  }
+  const Owned name(PyObject_GetAttr(mlp.pattern, names().op));
+  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
 }
 
 // A module, whose children are found by their names, as its attributes are.
@@ -542,16 +562,16 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   }
   // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
-  const bool normed = ending != Py_None && PyObject_IsTrue(PyTuple_GetItem(ending, 0)) == 1;
+  const bool normed = PyObject_IsTrue(ending) == 1;
   const Objects parts = ends.all(), between = parts.subspan(1, parts.size() - 1 - normed);
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
   const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{
-        {}, PyTuple_GetItem(rest, 0), PyTuple_GetItem(ending, 1), normed ? parts.back() : Py_None, Py_False};
-    PyObject* const whole = fused(mlp, recording, &block);
-    if (whole != nullptr || !is_answer()) return whole;
+    const Block block{{}, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None, Py_False};
+    Owned whole(fused(mlp, recording, &block));
+    if (!whole && !is_answer()) return nullptr;
+    if (whole && class_of(whole.get()) == settings.tensor) return whole.release();  // or operands, as below
   }
   const Owned result(fused(mlp, recording));
   if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
@@ -566,7 +586,9 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();
-  return fused({PyTuple_GetItem(names, 0), x, parts.subspan(1, 2), parts[0], parts.subspan(3)}, recording, &block);
+  const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
+  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], parts.subspan(1 + layers)};
+  return fused(mlp, recording, &block);
 }
 
 PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
@@ -652,30 +674,30 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[12];
-  if (!unpack(given, "ootottooooot", of)) return nullptr;
+  PyObject* of[11];
+  if (!unpack(given, "ootottoooot", of)) return nullptr;
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
-  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[8]);
+  if (is_followed(of[1], recording) != kNo || open(&owner, of[9], of[10]) != kYes) return answered(nullptr);
+  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[7]);
   const bool known = act != nullptr && norm != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{behind.all(), of[6], of[7], norm, of[9]};
+  const Block block{behind.all(), of[6], norm, of[8]};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[10];
-  if (!unpack(given, "dootooooot", of)) return nullptr;
+  PyObject* of[9];
+  if (!unpack(given, "dootoooot", of)) return nullptr;
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
-  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[6]);
+  if (is_followed(of[2], recording) != kNo || open(&owner, of[7], of[8]) != kYes) return answered(nullptr);
+  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[5]);
   const bool known = module != nullptr && norm != nullptr && owner.add_all(of[3], &behind);
-  const Block block{behind.all(), of[4], of[5], norm, of[7]};
+  const Block block{behind.all(), of[4], norm, of[6]};
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 

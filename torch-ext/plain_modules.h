@@ -27,20 +27,20 @@ namespace fused_mlp {
 //     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
 //     activation's code. None where it cannot be known, or the op raised RuntimeError. Parts that are strings stand for
 //     children of the owner; `names` are all of these, here and below.
-//   block(pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names)
-//       -> Tensor | None
-//     The same for an MLP of two layers and what is around it, where autograd does not follow: parts behind it that
-//     pass values on, the sum with a residual, and a nn.LayerNorm of the sum, or of x where it comes first, or None.
-//   block_of(wholes, module, x, behind, residual, residual_first, norm, norm_first, owner, names) -> Tensor | None
+//   block(pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names) -> Tensor | None
+//     The same for a whole MLP and what is around it, where autograd does not follow: parts behind it that pass values
+//     on, the sum with a residual, and a norm of the sum, or of x where it comes first, or None. Where gate and up are
+//     packed, (pattern, the op's operands).
+//   block_of(wholes, module, x, behind, residual, norm, norm_first, owner, names) -> Tensor | tuple | None
 //     The same of a module that is an MLP and no more. The dictionary holds halves as `joined` has them, with (pattern,
-//     (name of the activation, of both projections, of what is between)).
+//     (name of the activation, of the projections, of what is between), number of projections).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
 //     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that
 //     begins with (forward, names, ending): of a head (pattern, (name of the activation, names of projections)), of a
 //     tail the names of its projection, of the dropout in it and of the norm, or None. Where the tail ends with the sum
-//     with what it is given besides, the ending is (whether a norm follows, whether what is given comes first): the op
-//     may then compute that too, and the result is that of the tail.
+//     with what it is given besides, the ending is whether a norm follows: the op may then compute that too, and the
+//     result is that of the tail.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

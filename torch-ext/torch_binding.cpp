@@ -23,8 +23,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "int activation) -> Tensor");
   ops.def(
       "residual_mlp(Tensor x, Tensor? fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
-      "int activation, Tensor residual, bool residual_first, Tensor? norm_weight, Tensor? norm_bias, float? eps, "
-      "bool norm_first) -> Tensor");
+      "int activation, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float? eps, int norm) -> Tensor");
+  ops.def(
+      "residual_gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, Tensor? gate_bias, "
+      "Tensor? up_bias, Tensor? down_bias, int activation, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, "
+      "float? eps, int norm) -> Tensor");
   ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
@@ -70,6 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("gated_mlp", TORCH_BOX(&fused_mlp::gated_mlp));
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
   ops.impl("residual_mlp", TORCH_BOX(&fused_mlp::residual_mlp));
+  ops.impl("residual_gated_mlp", TORCH_BOX(&fused_mlp::residual_gated_mlp));
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));

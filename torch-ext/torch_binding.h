@@ -45,14 +45,22 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation);
 
-// The block that an MLP is part of: mlp(...) + residual, and with an `eps` its LayerNorm over the last dimension; where
-// `norm_first`, mlp(norm(x), ...) + residual instead. Without fc1_weight it is one layer, by fc2_weight. The sum is
-// rounded after the norm, not before. Without a norm behind, the result lies in memory as PyTorch lays residual +
-// mlp(...) where `residual_first`, else mlp(...) + residual.
+// The block that an MLP is part of: mlp(...) + residual, and with an `eps` the norm of that over the last dimension, or
+// mlp(norm(x), ...) + residual. `norm` is 0 for LayerNorm, 2 for RMSNorm, 4 for RMSNorm whose weight is stored less 1,
+// and 1 more where the norm comes first. Without fc1_weight it is one layer, by fc2_weight. A sum is rounded after the
+// norm, not before, and a normed value after its weight. The rows of the result are adjacent, also where those of the
+// residual are not: a kernel that reads them next does not have to copy them.
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, bool residual_first, const OptionalTensor& norm_weight,
-                    const OptionalTensor& norm_bias, std::optional<double> eps, bool norm_first);
+                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                    std::optional<double> eps, int64_t norm);
+
+// The same of a gated MLP.
+Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                          const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
+                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
+                          int64_t norm);
 
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.

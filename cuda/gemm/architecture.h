@@ -27,8 +27,9 @@ struct Architecture {
   TorchComparison (*torch)(const Gpu& gpu);
   Refusal (*decide)(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
   bool (*measured)(const Gpu& gpu);
-
-  bool guesses(const Gpu& gpu) const { return torch == nullptr && !measured(gpu); }
+  // The kernel that is to be considered beside those of another architecture, which is the GPU's own, by an estimate
+  // that may be compared with theirs. Null where there are none such.
+  GemmPlan (*choose_beside)(const GemmProblem& problem, const Gpu& gpu);
 };
 
 namespace sm80 {
@@ -38,13 +39,16 @@ namespace sm90 {
 extern const Architecture kArchitecture;
 }
 
-// The architecture whose kernels run on a GPU, or null.
+// The architecture that is a GPU's own, or null.
 const Architecture* architecture_of(const Gpu& gpu);
 
-// kNone, with the plan in *plan, where a kernel of the architecture is to compute the product; else why torch is to.
-// `launched_behind`: the CPU launches it, behind a GEMM of ours; a graph's launch costs nothing for each of its
-// kernels.
+// kNone, with the plan in *plan, where a kernel of the architecture, which is the GPU's own, or of one considered
+// beside it, is to compute the product; else why torch is to. `launched_behind`: the CPU launches it, behind a GEMM of
+// ours; a graph's launch costs nothing for each of its kernels.
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
                     bool launched_behind = false);
+
+// Whether a plan rests on a model of a GPU that nobody has measured.
+bool guesses(const GemmPlan& plan, const Gpu& gpu);
 
 }  // namespace fused_mlp

@@ -15,7 +15,7 @@ constexpr struct {
   bool training;  // likewise its kernels of training
 } kArchitectures[] = {
     {&sm90::kArchitecture, true, true},
-    {&sm80::kArchitecture, true, true},  // behind sm90: a Hopper GPU, which could run them, does not get them
+    {&sm80::kArchitecture, true, true},  // behind sm90: a Hopper GPU, which can run them, gets those for few rows
 };
 
 // What fused_mlp_force_gemms() was told.
@@ -25,7 +25,22 @@ std::atomic<int> forced_kernel{-1};
 GemmPlan forced_plan(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
   const int kernel = forced_kernel;
   const bool suits = kernel >= 0 && architecture.kernels[kernel].product == p.product();
-  return suits ? GemmPlan{architecture.kernels[kernel], 0.0} : architecture.choose(p, gpu);
+  GemmPlan plan = suits ? GemmPlan{architecture.kernels[kernel], 0.0} : architecture.choose(p, gpu);
+  plan.architecture = &architecture;
+  return plan;
+}
+
+// The kernel of the least estimated time, of the GPU's architecture and of those beside it.
+GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
+  GemmPlan best = architecture.choose(p, gpu);
+  best.architecture = &architecture;
+  for (const auto& row : kArchitectures) {
+    const Architecture& beside = *row.architecture;
+    if (&beside == &architecture || beside.choose_beside == nullptr || !beside.runs_on(gpu)) continue;
+    const GemmPlan plan = beside.choose_beside(p, gpu);
+    if (plan.microseconds < best.microseconds) best = {plan.kernel, plan.microseconds, &beside};
+  }
+  return best;
 }
 
 // Whether a product of training is left to torch.
@@ -89,9 +104,13 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
     *plan = forced_plan(architecture, p, gpu);
     return Refusal::kNone;
   }
-  if (architecture.torch == nullptr) return architecture.decide(p, gpu, plan);
+  if (architecture.torch == nullptr) {
+    const Refusal decided = architecture.decide(p, gpu, plan);
+    plan->architecture = &architecture;
+    return decided;
+  }
   if (training) {
-    *plan = architecture.choose(p, gpu);
+    *plan = fastest(architecture, p, gpu);
     const bool hidden = launched_behind && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
     return hidden || faster ? Refusal::kNone : Refusal::kTorchIsFaster;
@@ -106,13 +125,18 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   const bool near_floor_counts = p.linear() && p.m <= torch.near_floor_rows;
   if (torch_rows && !cpu_counts && !near_floor_counts) return Refusal::kTorchIsFaster;
 
-  *plan = architecture.choose(p, gpu);
+  *plan = fastest(architecture, p, gpu);
   const bool early = p.follows_gemm && plan->kernel.loop == MainLoop::kStreamed;
   const double microseconds = plan->microseconds - (early ? kEarlyMicroseconds : 0.0);
   const double cpu_microseconds = launched_behind ? kLaunchedMicroseconds : kTorchCpuMicroseconds;
   const bool ours = !torch_rows || (cpu_counts && plan->microseconds <= cpu_microseconds) ||
                     (near_floor_counts && microseconds <= torch.near_floor * floor_microseconds(p, torch));
   return ours ? Refusal::kNone : Refusal::kTorchIsFaster;
+}
+
+bool guesses(const GemmPlan& plan, const Gpu& gpu) {
+  return plan.architecture == architecture_of(gpu) && plan.architecture->torch == nullptr &&
+         !plan.architecture->measured(gpu);
 }
 
 }  // namespace fused_mlp

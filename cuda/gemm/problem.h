@@ -144,9 +144,12 @@ struct GemmKernel {
   bool operator==(const GemmKernel&) const = default;
 };
 
+struct Architecture;  // architecture.h
+
 struct GemmPlan {
   GemmKernel kernel;
-  double microseconds;  // estimated
+  double microseconds;                         // estimated
+  const Architecture* architecture = nullptr;  // whose kernel it is, where choose_gemm() has chosen it
 };
 
 // The numbers of rows, from first to last, at which torch's GEMM was measured to be faster. None where last < first.

@@ -41,6 +41,7 @@ constinit const Architecture kArchitecture = {
     .torch = nullptr,
     .decide = decide,
     .measured = [](const Gpu& gpu) { return tuning_of(gpu).measured(); },
+    .choose_beside = choose_beside_sm90,
 };
 
 }  // namespace fused_mlp::sm80

@@ -13,14 +13,19 @@ namespace fused_mlp::sm80 {
 
 template <typename Args>
 cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int64_t grid, int threads, int shared_bytes,
-                          std::atomic<uint64_t>& devices_done, cudaStream_t stream) {
-  const cudaError_t error = allow_shared_memory(kernel, shared_bytes, devices_done);
+                          bool starts_early, const Gpu& gpu, std::atomic<uint64_t>& devices_done, cudaStream_t stream) {
+  const cudaError_t error = allow_shared_memory(kernel, std::max(shared_bytes, gpu.shared_of_cta), devices_done);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(grid);
   config.blockDim = static_cast<unsigned>(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = starts_early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
@@ -35,7 +40,8 @@ cudaError_t launch_tiled(const GemmProblem& p, const Gpu& gpu, cudaStream_t stre
   const int64_t tiles = int64_t{args.tiles_m} * args.tiles_n;
   const int64_t ctas = Gemm::kPersistent ? std::min<int64_t>(tiles, gpu.multiprocessors) : tiles;
   static std::atomic<uint64_t> devices_done{0};
-  return launch_kernel(tiled_gemm_kernel<Gemm>, args, ctas, Gemm::kThreads, Gemm::kSharedBytes, devices_done, stream);
+  return launch_kernel(tiled_gemm_kernel<Gemm>, args, ctas, Gemm::kThreads, Gemm::kSharedBytes, false, gpu,
+                       devices_done, stream);
 }
 
 template <typename Gemm>
@@ -46,10 +52,16 @@ cudaError_t launch_streamed(const GemmProblem& p, const Gpu& gpu, cudaStream_t s
   args.k = static_cast<int>(p.k);
   args.tiles_m = static_cast<int>(ceil_div(p.m, Gemm::kTokens));
   args.tiles = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns));
+  args.starts_early = p.follows_gemm && gpu.major >= 9;
   const int ctas = gpu.multiprocessors * std::max(1, streamed_ctas(Gemm::kShape, gpu.shared_of_multiprocessor));
+  const int grid = std::min(args.tiles, ctas);
+  // CTAs that start while the kernel before drains take all of their share of a multiprocessor's shared memory:
+  // otherwise the first multiprocessors to have room would get several, and others none.
+  const int share = gpu.shared_of_multiprocessor / static_cast<int>(ceil_div(grid, gpu.multiprocessors)) - kSystemBytes;
+  const int shared = args.starts_early ? std::max(Gemm::kSharedBytes, share) : Gemm::kSharedBytes;
   static std::atomic<uint64_t> devices_done{0};
-  return launch_kernel(streamed_gemm_kernel<Gemm>, args, std::min(args.tiles, ctas), Gemm::Tile::kThreads,
-                       Gemm::kSharedBytes, devices_done, stream);
+  return launch_kernel(streamed_gemm_kernel<Gemm>, args, grid, Gemm::Tile::kThreads, shared, args.starts_early, gpu,
+                       devices_done, stream);
 }
 
 // The kernels of inference, or those of training.

@@ -66,6 +66,10 @@ bool offered(size_t place, const Gpu& gpu);
 // The kernel that is estimated to take the least time, of those offered.
 GemmPlan choose(const GemmProblem& problem, const Gpu& gpu);
 
+// The streamed kernel of the least estimated time on a Hopper GPU, which has kernels of its own: beside_sm90.cpp. Of
+// infinite time where none is to be considered.
+GemmPlan choose_beside_sm90(const GemmProblem& problem, const Gpu& gpu);
+
 // kNone, with the plan in *plan, where the GPU's model says that a kernel of ours is the faster way, with a margin.
 Refusal decide(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
 

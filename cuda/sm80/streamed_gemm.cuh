@@ -25,6 +25,7 @@ struct StreamedGemmArgs {
   int k;
   int tiles_m;
   int tiles;
+  bool starts_early;  // before the kernel that writes a is done
 };
 
 template <typename Element_, Product kProduct_, int kTokens_, int kColumns_, int kBlockK_, int kWarpsM_, int kWarpsK_,
@@ -101,12 +102,12 @@ struct StreamedCopies {
     return Tokens([&](int row) { return row_of<Element>(args.a, token + row, args.m); }, args.m - token);
   }
 
-  // Starts those of the next block, if there is one. They are a group in any case: so that the number of groups behind
-  // a block's is always the same.
-  __device__ __forceinline__ void start(uint32_t stage) {
+  // Starts those of the next block, if there is one.
+  template <bool kOfWeights, bool kOfTokens>
+  __device__ __forceinline__ void start_some(uint32_t stage) {
     if (tile < args.tiles) {
-      weights.template load<1>(stage, begin, args.k, 0);
-      tokens.template load<1>(stage + Tile::kRowsM * Tile::kRowBytes, begin, args.k, 0);
+      if (kOfWeights) weights.template load<1>(stage, begin, args.k, 0);
+      if (kOfTokens) tokens.template load<1>(stage + Tile::kRowsM * Tile::kRowBytes, begin, args.k, 0);
       begin += Tile::kBlockK;
       if (begin >= args.k) begin = 0;
       if (begin == first) {
@@ -117,7 +118,35 @@ struct StreamedCopies {
         }
       }
     }
+  }
+
+  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // same.
+  __device__ __forceinline__ void start(uint32_t stage) {
+    start_some<true, true>(stage);
     cp_async_commit();
+  }
+
+  // Starts those of the first blocks, for all stages but one. Only weights are read until the kernel that writes a is
+  // done.
+  __device__ __forceinline__ void fill(uint32_t ring) {
+    constexpr int kFilled = Tile::kStages - 1;
+    if (!args.starts_early) {
+#pragma unroll 1
+      for (int stage = 0; stage < kFilled; ++stage) start(ring + stage * Tile::kStageBytes);
+      return;
+    }
+    StreamedCopies ahead = *this;
+#pragma unroll 1
+    for (int stage = 0; stage < kFilled; ++stage) {
+      ahead.template start_some<true, false>(ring + stage * Tile::kStageBytes);
+    }
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int stage = 0; stage < kFilled; ++stage) {
+      start_some<false, true>(ring + stage * Tile::kStageBytes);
+      cp_async_commit();
+    }
   }
 };
 
@@ -136,9 +165,9 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
     const WarpPlace<Tile> place(__shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0));
     const FragmentReader<Tile> reader(place);
 
+    allow_next_kernel();
     Copies copies(args, blockIdx.x);
-#pragma unroll 1
-    for (int stage = 0; stage < Tile::kStages - 1; ++stage) copies.start(ring + stage * Tile::kStageBytes);
+    copies.fill(ring);
     uint32_t reading = ring;
     uint32_t writing = ring + (Tile::kStages - 1) * Tile::kStageBytes;
 #pragma unroll 1

@@ -56,6 +56,7 @@ constinit const Architecture kArchitecture = {
     .torch = torch_on,
     .decide = nullptr,
     .measured = nullptr,
+    .choose_beside = nullptr,
 };
 
 }  // namespace fused_mlp::sm90

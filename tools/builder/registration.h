@@ -26,6 +26,7 @@
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_Type
 #pragma weak PyLong_AsSsize_t
+#pragma weak PyLong_FromSsize_t
 #pragma weak PyModule_Create2
 #pragma weak PyModule_GetDict
 #pragma weak PyModule_Type

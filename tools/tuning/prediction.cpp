@@ -1,5 +1,7 @@
 // The choice of a GEMM of sm_80 for any GPU that can be described, for ctypes. Includes no CUDA header.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "../../cuda/gemm/record.h"
 #include "../../cuda/sm80/plan.h"
@@ -52,6 +54,14 @@ int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* 
   microseconds[0] = plan.microseconds;
   microseconds[1] = sm80::torch_microseconds(p, *gpu);
   return ours ? 1 : 0;
+}
+
+// The kernel that a Hopper GPU has beside its own, or -1.
+int beside_sm90(const Gpu* gpu, const tuning::Shape* shape, double* microseconds) {
+  const GemmPlan plan = sm80::choose_beside_sm90(tuning::problem_of(*shape), *gpu);
+  *microseconds = plan.microseconds;
+  const auto found = std::find(std::begin(sm80::kKernels), std::end(sm80::kKernels), plan.kernel);
+  return found == std::end(sm80::kKernels) ? -1 : static_cast<int>(found - std::begin(sm80::kKernels));
 }
 
 // What a listed kernel is estimated to take, whether or not the GPU has code of it.

@@ -9,7 +9,12 @@ from typing import NamedTuple
 import project
 from builder import toolchain
 
-SOURCES = ("cuda/sm80/plan.cpp", "cuda/sm80/time_model.cpp", "tools/tuning/prediction.cpp")
+SOURCES = (
+    "cuda/sm80/beside_sm90.cpp",
+    "cuda/sm80/plan.cpp",
+    "cuda/sm80/time_model.cpp",
+    "tools/tuning/prediction.cpp",
+)
 ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch-ext/activation.h
 
 
@@ -112,6 +117,12 @@ class Predictor:
         """Microseconds of a product (m, n, k, whether gated) by a kernel of the list."""
         shape = (ctypes.c_int64 * 6)(*product, ACTIVATIONS["linear"], gpu.multiprocessors)
         return self._library.estimated(ctypes.byref(gpu), shape, kernel)
+
+    def beside_sm90(self, gpu: Gpu, m: int, n: int, k: int, gated: bool) -> tuple[int, float]:
+        """The kernel of the list that is considered beside those of sm_90a and its microseconds, or -1."""
+        shape = (ctypes.c_int64 * 6)(m, n, k, gated, ACTIVATIONS["linear"], gpu.multiprocessors)
+        microseconds = ctypes.c_double()
+        return self._library.beside_sm90(ctypes.byref(gpu), shape, ctypes.byref(microseconds)), microseconds.value
 
     def offered(self, gpu: Gpu, kernel: int) -> bool:
         """Whether the choice on a GPU is among others of a kernel of the list."""

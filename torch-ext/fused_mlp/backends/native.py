@@ -26,6 +26,7 @@ gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
 residual_mlp = ops.residual_mlp.default
+residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
@@ -48,6 +49,11 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
         return None
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
+
+
+def reads(weight: Tensor) -> bool:
+    """Whether a kernel of this build reads a weight as it lies: those for GPUs want rows of adjacent elements."""
+    return DEVICE_TYPE == "cpu" or weight.stride(1) == 1 or weight.shape[1] == 1
 
 
 def is_hopper(x: Tensor) -> bool:
@@ -237,16 +243,31 @@ def _(
     fc2_bias: Optional[Tensor],
     activation: int,
     residual: Tensor,
-    residual_first: bool,
     norm_weight: Optional[Tensor],
     norm_bias: Optional[Tensor],
     eps: Optional[float],
-    norm_first: bool,
+    norm: int,
 ) -> Tensor:
-    values = _like_linear(x, fc2_weight)
-    if eps is not None and not norm_first:
-        return values
-    return residual + values if residual_first else values + residual
+    return _like_linear(x, fc2_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("residual_gated_mlp"))
+def _(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: int,
+    residual: Tensor,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: Optional[float],
+    norm: int,
+) -> Tensor:
+    return _like_linear(x, down_weight)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))

@@ -50,36 +50,47 @@ class Half(NamedTuple):
     A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)), of a whole MLP the same, with what is between its projections behind them, of a tail its projection,
-    the modules that may hand on what they are given, and the norm that ``ending`` tells of. ``rest`` is a tail's
-    forward from behind its projection on, given what comes out of that, where they do. ``ending`` is (whether a norm
-    follows, whether its argument comes first), where all of that is a sum with the tail's other argument.
+    projections)), of a whole MLP the same, with what is between its projections behind them, and their number, of a
+    tail its projection, the modules that may hand on what they are given, and the norm that ``ending`` tells of.
+    ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do. ``ending``
+    is whether a norm follows, where all of that is a sum with the tail's other argument.
     """
 
     forward: FunctionType
     names: Optional[Tuple[Any, ...]]
-    ending: Optional[Tuple[bool, bool]]
+    ending: Optional[bool]
     found: Any
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
 
 
-# By forwards, those of fused modules too.
+# By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
 heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
 wholes: Dict[Callable[..., Any], Half] = {}
 
 
-def block(module: Union[nn.Module, str], x: Tensor, *given: Any) -> Tensor:
+def block(
+    module: Union[nn.Module, str],
+    x: Tensor,
+    behind: Tuple[Union[nn.Module, float, str], ...],
+    residual: Tensor,
+    residual_first: bool,
+    norm: Union[nn.Module, str, None],
+    norm_first: bool,
+    owner: Optional[nn.Module] = None,
+    names: Tuple[str, ...] = (),
+) -> Tensor:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
     if _plain is not None:
-        found = _plain.block_of(wholes, module, x, *given)
+        found = _plain.block_of(wholes, module, x, behind, residual, norm, norm_first, owner, names)
+        if type(found) is tuple:
+            found = shortcut.packed_block(*found)
         if found is not None:
             return found
-    *around, owner, _ = given
-    module, *around = (shortcut.read(owner, part) for part in (module, *around))
-    norm, norm_first = around[-2:]
-    return shortcut.around(module(norm(x) if norm_first else x), *around)
+    module, behind, norm = (shortcut.read(owner, part) for part in (module, behind, norm))
+    values = module(norm(x) if norm_first else x)
+    return shortcut.around(values, behind, residual, residual_first, norm, norm_first)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import effects, forms, forwards, halves, obstacles, shortcut, sites, switching, traced
+from . import effects, forms, forwards, halves, norms, obstacles, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
@@ -138,7 +138,7 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
-    if type(part) is nn.LayerNorm:
+    if norms.is_norm(type(part)):
         return sites.NORM
     activation = recognise(part)
     if activation is not None:
@@ -245,7 +245,7 @@ def _rewritten(
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
-            halves.wholes[function] = halves.wholes[made] = whole
+            halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
 
 
@@ -351,7 +351,7 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     ending = sites.ending_of(tree, start, role)
     norm = () if ending is None or ending.norm is None else (ending.norm,)
     names = _children((start.projection, *start.between, *behind, *norm), forward)
-    ends = None if ending is None else (bool(norm), ending.residual_first)
+    ends = None if ending is None else bool(norm)
     halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
     return sites.TAIL
 
@@ -379,13 +379,14 @@ def _head(
 def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite]) -> Optional[halves.Half]:
     """The MLP that a forward that was rewritten is, if it does no more than one fused call of plain linear layers."""
     site, call, arguments = found[0], sites.returned(tree), [*tree.args.posonlyargs, *tree.args.args]
-    is_mlp = isinstance(site, sites.Site) and site.pattern.op == "mlp" and site.act.form == "call"
+    is_mlp = isinstance(site, sites.Site) and site.pattern.whole and site.act.form == "call"
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
         return None
     parts = _children((site.act.callee, *site.projections, *site.between), forward)
-    return None if parts is None else halves.Half(forward, (site.pattern, parts), None, site)
+    names = None if parts is None else (site.pattern, parts, len(site.projections))
+    return None if names is None else halves.Half(forward, names, None, site)
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
@@ -426,7 +427,7 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
         act,
         between,
         words,
-        _around(last.ending is not None, bool(last.ending and last.ending[0])),
+        _around(last.ending is not None, bool(last.ending)),
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules import module as _torch_module
 from .. import dispatch, training
 from ..backends import native
 from ..operands import halves
-from . import forms, forwards, obstacles, recognition
+from . import forms, forwards, norms, obstacles, recognition
 from .pattern import Pattern
 from .switching import FUSED
 
@@ -40,7 +40,7 @@ class _Known(NamedTuple):
 
 
 _known: Dict[Union[type, str], _Known] = {}  # those of torch.nn.GELU by its ``approximate``
-_OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp")
+_OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 
@@ -53,11 +53,11 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
-            "layer_norm": nn.LayerNorm,
             "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
             "known": _known,
+            "norms": norms.known,
             "ops": _ops,
             "dtypes": native._DTYPES,
             "on_device": f"is_{native.DEVICE_TYPE}",
@@ -84,10 +84,6 @@ if plain is not None:
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
                 (F, "dropout", _DROPOUT),
-            ),
-            "of_norms": (
-                (nn.LayerNorm, "forward", obstacles.unpatched(nn.LayerNorm, "forward", nn.modules.normalization)),
-                (F, "layer_norm", obstacles.unpatched(F, "layer_norm", F)),
             ),
         }
     )
@@ -151,16 +147,29 @@ def block(
     """The block of an MLP: ``norm(residual + behind(mlp(x)))``, or where the norm comes first ``residual +
     behind(mlp(norm(x)))``; without a norm the sum.
 
-    One op where the short way is taken. ``residual_first`` is the order of the sum in the source.
+    One op where the short way is taken, whose result has adjacent rows. ``residual_first``, the order of the sum in the
+    source, decides how its parts lay out theirs.
     """
     if plain is not None:
-        given = pattern, x, projections, act, between, behind, residual, residual_first, norm, norm_first, owner, names
+        given = pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names
         found = plain.block(*given)
         if found is not None:
             return found
     behind, norm = read(owner, behind), read(owner, norm)
     values = fused(pattern, norm(x) if norm_first else x, projections, act, between, owner, names)
     return around(values, behind, residual, residual_first, norm, norm_first)
+
+
+def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """The block of a gated MLP whose gate and up are halves of one projection; None if no op computes it."""
+    x, gate_up, down, gate_up_bias, down_bias, *others = operands
+    if gate_up.size(0) % 2 != 0:  # there are no halves
+        return None
+    weights, biases = halves(gate_up, pattern.up_first), halves(gate_up_bias, pattern.up_first)
+    try:
+        return _ops["residual_gated_mlp"](x, *weights, down, *biases, down_bias, *others)
+    except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
+        return None
 
 
 def around(

@@ -18,7 +18,7 @@ from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; NORM: nn.LayerNorm; LAYER: another module, with parameters; HEAD: one that computes the hidden values of
+# torch.square; NORM: see `norms`; LAYER: another module, with parameters; HEAD: one that computes the hidden values of
 # an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an MLP and no more; OTHER: what
 # is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import Any, Callable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -289,10 +289,10 @@ class _Made:
     def __enter__(self) -> _Made:
         return self
 
-    def node(self, target: Any, *args: Any) -> fx.Node:
+    def node(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.root.graph.inserting_before(self.root):
-            made = self.root.graph.create_node("call_method" if type(target) is str else "call_function", target, args)
-        made.meta["example_value"] = _computed(target, *args)
+            made = self.root.graph.create_node(_kind(target), target, args, kwargs)
+        made.meta["example_value"] = _computed(target, *args, **kwargs)
         self._nodes.append(made)
         return made
 
@@ -302,10 +302,14 @@ class _Made:
                 self.root.graph.erase_node(node)
 
 
-def _computed(target: Any, *args: Any) -> Any:
-    args = fx.node.map_arg(args, _value)
+def _kind(target: Any) -> str:
+    return "call_method" if type(target) is str else "call_function"
+
+
+def _computed(target: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = fx.node.map_arg((args, kwargs), _value)
     with torch.no_grad():
-        return getattr(args[0], target)(*args[1:]) if type(target) is str else target(*args)
+        return getattr(args[0], target)(*args[1:], **kwargs) if type(target) is str else target(*args, **kwargs)
 
 
 def _is_replaced(
@@ -316,9 +320,10 @@ def _is_replaced(
         return False
     for x in _behind_views(hidden.gate.x):
         with _Made(root) as made:
-            target, *args = _call(made, x, hidden, last, memory) or (None,)
-            if target is not None and _are_alike(_value(root), target, args):
-                root.op, root.target, root.args, root.kwargs = "call_function", target, tuple(args), {}
+            call = _call(made, x, hidden, last, memory)
+            if call is not None and _are_alike(_value(root), *call):
+                root.target, root.args, root.kwargs = call
+                root.op = _kind(root.target)
                 return True
     return False
 
@@ -341,10 +346,14 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(_value(node), (int, torch.SymInt, torch.Size))
 
 
-def _call(
-    made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection], memory: str
-) -> Optional[Tuple[Any, ...]]:
-    """The op that computes all from x, and its arguments; None if there is none."""
+class _Call(NamedTuple):
+    target: Any
+    args: Tuple[Any, ...]
+    kwargs: Dict[str, Any]
+
+
+def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection], memory: str) -> Optional[_Call]:
+    """What computes all from x; None if there is nothing."""
     parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
     given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
     values = [node and _value(node) for node in given]  # as they want gradients
@@ -363,7 +372,11 @@ def _call(
         keep = memory == training.KEPT
         if training.refusal(name) is not None or (keep and training.is_first_frozen(*values)):
             return None
-        return operator.getitem, made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first), 0
+        result = made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first)
+        return _Call(operator.getitem, (result, 0), {})
+    transposed = [node for part, node in zip(parts, given[1:]) if part is not None and part.is_transposed]
+    if _open_blocks[-1].name == "auto" and not all(native.reads(_value(node)) for node in transposed):
+        return _by_torch(made, hidden, *given) if (hidden.up, hidden.up_first, last) == (None, None, None) else None
     if hidden.up_first is not None:
         for place in (1, 4):
             if given[place] is not None:
@@ -372,7 +385,24 @@ def _call(
                 given[place : place + 2] = (second, first) if hidden.up_first else (first, second)
     there = [place for place in (1, 2, 3) if given[place] is not None]
     weights, biases = ([given[place + shift] for place in there] for shift in (0, 3))
-    return getattr(native, name), given[0], *weights, *biases, hidden.row.code
+    return _Call(getattr(native, name), (given[0], *weights, *biases, hidden.row.code), {})
+
+
+def _by_torch(made: _Made, hidden: _Hidden, x: fx.Node, *given: Optional[fx.Node]) -> Optional[_Call]:
+    """The product with tanh-GELU in its epilogue that torch has, which no compiler makes of the two.
+
+    An op of ours would call it in place of a kernel that cannot read a weight [in, out], as GPT-2's are. Called from
+    compiled code without that op it takes less of the CPU's time, and the second layer's product is the compiler's own.
+    """
+    columns, bias = given[0], given[3]
+    first, weight = _value(x), _value(columns)
+    is_taken = hidden.row.name == "gelu_pytorch_tanh" and first.dim() == 2 and first.dtype != torch.float32
+    if not is_taken or weight.shape[1] == 0:  # of no inputs torch does not apply it
+        return None
+    call = _Call(torch.ops.aten._addmm_activation.default, (bias, x, made.node("t", columns)), {"use_gelu": True})
+    for view in hidden.gate.nodes[-2::-1]:
+        call = _Call(view.target, (made.node(call.target, *call.args, **call.kwargs), *view.args[1:]), view.kwargs)
+    return call
 
 
 def _is_plain(value: Any) -> bool:
@@ -381,12 +411,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.layout is torch.strided and value.dtype.is_floating_point
 
 
-def _are_alike(value: Tensor, target: Any, args: List[Any]) -> bool:
-    """Whether an op makes of its arguments what Dynamo knows a value to be."""
+def _are_alike(value: Tensor, target: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
+    """Whether a call makes of its arguments what Dynamo knows a value to be."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     try:
-        other = _computed(target, *args)
+        other = _computed(target, *args, **kwargs)
     except RuntimeError:
         return False
     if (value.dtype, value.device, value.dim()) != (other.dtype, other.device, other.dim()):

@@ -1,0 +1,225 @@
+"""Which classes of modules are norms: torch's by name, RMSNorms by what their forward computes.
+
+An RMSNorm's forward is read as a product of what it multiplies: its input, the weight, and the scale that it makes of
+the mean of the input's squares. What is not such a product is none. At each call compiled code asks whether a class and
+a module of it are still what was read (torch-ext/plain_modules.cpp, ``read_norm``).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from types import FunctionType
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import obstacles
+from .effects import readable
+from .source import value_of
+
+LAYER, RMS, RMS_OF_ONE_MORE = 0, 2, 4  # the codes of the ops (torch-ext/torch_binding.h)
+
+
+class Norm(NamedTuple):
+    """A class of norms: its code, the attribute that is its eps, and what has to stay as it is for that.
+
+    ``absent`` are names that a module must not have itself, as ``PyDict`` items to look for; ``hidden`` are those that
+    its class must not have.
+    """
+
+    code: int
+    eps: str
+    of_torch: bool
+    has_bias: bool
+    unchanged: Tuple[Tuple[Any, str, Any], ...]
+    absent: Tuple[Tuple[str], ...] = ()
+    hidden: Tuple[str, ...] = ()
+
+
+def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
+    home = nn.modules.normalization
+    unchanged = ((kind, "forward", obstacles.unpatched(kind, "forward", home)),)
+    return Norm(code, "eps", True, has_bias, (*unchanged, (F, function, obstacles.unpatched(F, function, F))))
+
+
+known: Dict[type, Norm] = {nn.LayerNorm: _of_torch(LAYER, nn.LayerNorm, "layer_norm", True)}
+if hasattr(nn, "RMSNorm"):
+    known[nn.RMSNorm] = _of_torch(RMS, nn.RMSNorm, "rms_norm", False)
+
+
+def is_norm(kind: type) -> bool:
+    """Whether modules of a class are norms over the last dimension; that is remembered in ``known``."""
+    if kind in known and known[kind].of_torch:
+        return True
+    forward = getattr(kind, "forward", None)
+    is_called = kind.__call__ is obstacles._CALL and isinstance(forward, FunctionType)
+    read = _read(kind, forward) if is_called and not hasattr(forward, "__wrapped__") else None
+    if read is None:
+        known.pop(kind, None)
+        return False
+    known[kind] = read
+    return True
+
+
+class _Value(NamedTuple):
+    """The product of some factors; ``wide`` if it is computed in float32 where the module's input is of 16 bits."""
+
+    factors: Tuple[str, ...]
+    wide: bool = False
+
+
+class _OwnDtype(NamedTuple):
+    """That of the module's input, and of its weight."""
+
+
+_Any = Union[_Value, _OwnDtype, torch.dtype, int, float, str, None]  # a string is the name of an attribute
+
+_X, _WEIGHT = _Value(("x",)), _Value(("weight",))
+_ONE_MORE = ("1 + weight",)
+_MEAN, _WITH_EPS = ("mean square",), ("mean square + eps",)
+_PRODUCTS = {("scale", "weight", "x"): RMS, ("1 + weight", "scale", "x"): RMS_OF_ONE_MORE}
+
+_RSQRT, _POW = obstacles.unpatched(torch, "rsqrt", torch), obstacles.unpatched(torch, "pow", torch)
+
+
+@functools.cache
+def _read(kind: type, forward: FunctionType) -> Optional[Norm]:
+    """What is to be known of a class with this forward, if that is an RMSNorm's."""
+    reader = _Reader(kind)
+    value = reader.returned(forward, [_X])
+    code = _PRODUCTS.get(value.factors) if isinstance(value, _Value) and not value.wide else None
+    if code is None or reader.eps is None:
+        return None
+    functions = [(kind, "__call__", obstacles._CALL), (kind, "forward", forward), *reader.used]
+    absent = tuple((name,) for owner, name, _ in reader.used if owner is kind)
+    return Norm(code, reader.eps, False, False, tuple(functions), absent, ("weight", reader.eps))
+
+
+class _Reader:
+    """Reads the methods of a class, of which one may call others: what they compute of their arguments."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self.eps: Optional[str] = None
+        self.used: List[Tuple[Any, str, Any]] = []  # what is called by its name in a class or in torch
+
+    def returned(self, function: FunctionType, given: List[_Any]) -> _Any:
+        """What a method returns; None where that is not understood."""
+        tree, code = readable(function), function.__code__
+        if tree is None or code.co_argcount != 1 + len(given) or tree.args.defaults or tree.args.kwonlyargs:
+            return None
+        if tree.args.vararg or tree.args.kwarg or tree.args.posonlyargs:
+            return None
+        names = [argument.arg for argument in tree.args.args]
+        scope = _Scope(function, names[0], dict(zip(names[1:], given)))
+        for statement in tree.body[int(ast.get_docstring(tree, clean=False) is not None) :]:
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                return self._value(statement.value, scope) if statement is tree.body[-1] else None
+            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+                return None
+            target = statement.targets[0]
+            if not isinstance(target, ast.Name):
+                return None
+            scope.values[target.id] = self._value(statement.value, scope)
+        return None
+
+    def _value(self, node: ast.expr, scope: _Scope) -> _Any:
+        if isinstance(node, ast.Name) and node.id in scope.values:
+            return scope.values[node.id]
+        if isinstance(node, ast.BinOp):
+            left, right = self._value(node.left, scope), self._value(node.right, scope)
+            return self._combined(node.op, left, right)
+        if isinstance(node, ast.Call):
+            return self._called(node, scope)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == scope.instance:
+                return _WEIGHT if node.attr == "weight" else node.attr
+            if node.value.id in scope.values:
+                value = scope.values[node.value.id]
+                is_own = isinstance(value, _Value) and not value.wide and node.attr == "dtype"
+                return _OwnDtype() if is_own else None
+        found = value_of(node, scope.function, None)
+        return found if type(found) in (int, float, torch.dtype) else None
+
+    def _combined(self, op: ast.operator, left: _Any, right: _Any) -> _Any:
+        if isinstance(op, ast.Pow):
+            return _power(left, right)
+        if isinstance(op, ast.Mult) and isinstance(left, _Value) and isinstance(right, _Value):
+            return _Value(tuple(sorted((*left.factors, *right.factors))), left.wide or right.wide)
+        if not isinstance(op, ast.Add):
+            return None
+        for one, other in ((left, right), (right, left)):
+            if not isinstance(one, _Value):
+                continue
+            if one.factors == _MEAN and type(other) is str and self.eps in (None, other):
+                self.eps = other
+                return _Value(_WITH_EPS, one.wide)
+            if one.factors == _WEIGHT.factors and type(other) in (int, float) and other == 1:
+                return _Value(_ONE_MORE, one.wide)
+        return None
+
+    def _called(self, node: ast.Call, scope: _Scope) -> _Any:
+        callee, named = node.func, {word.arg: self._constant(word.value, scope) for word in node.keywords}
+        if not isinstance(callee, ast.Attribute):
+            return None
+        given = [self._value(argument, scope) for argument in node.args]
+        if isinstance(callee.value, ast.Name) and callee.value.id == scope.instance:
+            method = getattr(self._kind, callee.attr, None)
+            use = (self._kind, callee.attr, method)
+            if named or not isinstance(method, FunctionType) or hasattr(method, "__wrapped__") or use in self.used:
+                return None
+            self.used.append(use)
+            return self.returned(method, given)
+        function = value_of(callee, scope.function, None)
+        if function is not None:
+            self.used.append((torch, callee.attr, function))
+            return _method(function, given[0], given[1:], named) if function in (_RSQRT, _POW) and given else None
+        return _method(callee.attr, self._value(callee.value, scope), given, named)
+
+    def _constant(self, node: ast.expr, scope: _Scope) -> Any:
+        return node.value if isinstance(node, ast.Constant) else self._value(node, scope)
+
+
+class _Scope(NamedTuple):
+    """A method that is read, the name of the module in it, and what other names stand for."""
+
+    function: FunctionType
+    instance: str
+    values: Dict[str, _Any]
+
+
+def _method(name: Any, value: _Any, given: List[_Any], named: Dict[str, Any]) -> _Any:
+    """What a method of a tensor gives, or a function of torch."""
+    if not isinstance(value, _Value):
+        return None
+    if name == "mean":
+        options = {**({"dim": given[0]} if len(given) == 1 else {}), **named}
+        is_mean_square = value == _Value(("x", "x"), True) and len(given) <= 1
+        return _Value(_MEAN, True) if is_mean_square and options == {"dim": -1, "keepdim": True} else None
+    if named:
+        return None
+    if name in ("rsqrt", _RSQRT):
+        return None if given else _power(value, -0.5)
+    if name in ("pow", _POW):
+        return _power(value, given[0]) if len(given) == 1 else None
+    if name == "square":
+        return None if given else _power(value, 2)
+    if name == "float":
+        return None if given else value._replace(wide=True)
+    if name == "type_as":
+        is_own = len(given) == 1 and isinstance(given[0], _Value) and not given[0].wide
+        return value._replace(wide=False) if is_own else None
+    if name == "to" and len(given) == 1 and (given[0] is torch.float32 or isinstance(given[0], _OwnDtype)):
+        return value._replace(wide=given[0] is torch.float32)
+    return None
+
+
+def _power(value: _Any, exponent: _Any) -> Optional[_Value]:
+    if not isinstance(value, _Value) or type(exponent) not in (int, float):
+        return None
+    if exponent == 2:
+        return _Value(tuple(sorted(2 * value.factors)), value.wide)
+    return _Value(("scale",), value.wide) if exponent == -0.5 and value.factors == _WITH_EPS else None
