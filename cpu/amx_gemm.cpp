@@ -86,8 +86,9 @@ struct Panel {
   Panel(const Layer& layer, int64_t index) : layer(&layer), begin_feature(index * layer.panel_features()) {
     const int64_t features = layer.panel_features();
     for (int64_t r = 0; r < 32; ++r) {
-      const Projection& projection = r < features ? layer.gate : layer.up;
-      const int64_t feature = min(index * features + r % features, layer.out_features - 1);
+      const bool first = r < features;
+      const Projection& projection = first ? layer.gate : layer.up;
+      const int64_t feature = min(begin_feature + (first ? r : r - features), layer.out_features - 1);
       rows[r] = projection.weight + feature * projection.row_stride;
     }
   }

@@ -38,6 +38,12 @@ FUSED_MLP_INLINE Mask last_of_block(int64_t count) {
   return mask;
 }
 
+// A block of which the last `count` elements alone are no earlier block's.
+template <typename T>
+FUSED_MLP_INLINE Pair without_others(Pair x, int64_t count) {
+  return count == kBlock ? x : masked(x, last_of_block<T>(count));
+}
+
 // The sums of each vector's lanes.
 FUSED_MLP_INLINE Vec lane_sums(const Vec (&vectors)[kWidth]) {
   Vec level[kWidth];
@@ -66,6 +72,9 @@ constexpr int streams_of(int rows) {
   return streams > 0 ? streams : 1;
 }
 
+// Multiplies a block of features, from `begin` on, with rows of x. A group of the weights' rows is read side by side,
+// and while that is multiplied, the next is fetched: the processor by itself fetches no more than what is left of a
+// page.
 template <typename T, int kRows>
 void multiply(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products) {
   constexpr int kStreams = streams_of(kRows);
@@ -132,7 +141,7 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
     }
     if (out.data == nullptr) {
       store(next.data + r * next.stride + index * kBlock,
-            masked(rounded(values, static_cast<T*>(nullptr)), last_of_block<T>(block.count)));
+            without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count));
       continue;
     }
     T* to = row<T>(out, r) + block.begin;
@@ -147,11 +156,11 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
   }
 }
 
-// Calls visit.template operator()<T, kRows>() for the run-time dtype and number of rows.
-template <typename T, int kRows = 1, typename Visitor>
+// Calls visitor.template operator()<kRows>() for the run-time number of rows.
+template <int kRows = 1, typename Visitor>
 void visit_rows(int64_t rows, const Visitor& visitor) {
   if constexpr (kRows < kRowsAtOnce) {
-    if (rows > kRows) return visit_rows<T, kRows + 1>(rows, visitor);
+    if (rows > kRows) return visit_rows<kRows + 1>(rows, visitor);
   }
   visitor.template operator()<kRows>();
 }
@@ -168,7 +177,7 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
       const int64_t first = x.count * part / parts, count = x.count * (part + 1) / parts - first;
       const Rows some{x.data + first * x.stride, x.stride, count};
       auto multiplied = multiply<T, 1>;
-      visit_rows<T>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
+      visit_rows(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
       multiplied(layer.gate, layer.in_features, feature, some, gates);
       if (layer.gated) multiplied(layer.up, layer.in_features, feature, some, ups);
       finished(layer, index, some, gates, ups, out.data == nullptr ? out : Matrix{row<T>(out, first), out.row_stride},
@@ -188,8 +197,7 @@ void prepare_as(Matrix x, int64_t features, Rows rows) {
     for (int64_t index = 0; index * kBlock < features; ++index) {
       const BlockOf block(features, index);
       const Pair values = load(row<T>(x, r) + block.begin);
-      store(rows.data + r * rows.stride + index * kBlock,
-            block.count == kBlock ? values : masked(values, last_of_block<T>(block.count)));
+      store(rows.data + r * rows.stride + index * kBlock, without_others<T>(values, block.count));
     }
   }
 }

@@ -15,6 +15,9 @@ namespace {
 // Bytes of weights worth a thread.
 constexpr int64_t kGrain = 32768;
 
+// Bytes of weights that a core keeps from call to call.
+constexpr int64_t kCachedBytes = 2 << 20;
+
 int64_t padded(int64_t features) { return ceil_div(features, kernels()->block) * kernels()->block; }
 
 void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next) {
@@ -42,9 +45,13 @@ const Kernels* kernels() {
   return nullptr;
 }
 
-int64_t most_rows(DType dtype) {
-  if (kernels() == nullptr) return 0;
-  return dtype == DType::kBFloat16 ? 4 : 16;
+bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
+  if (kernels() == nullptr) return false;
+  const bool wide = isa() != Isa::kAvx2;
+  if (dtype == DType::kBFloat16) return rows <= (wide ? 4 : 8);
+  // torch's library streams weights past one row itself, and past three with AVX-512; there only the call is shorter.
+  if (rows == 1) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
+  return rows >= (wide ? 4 : 2) && rows <= (wide ? 16 : 12);
 }
 
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out) {

@@ -221,7 +221,10 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 
 // Whether the kernels of few rows take these layers.
 bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output) {
-  if (rows > few_rows::most_rows(dtype_of(x, "x"))) return false;
+  const DType dtype = dtype_of(x, "x");
+  const int64_t of_output = output ? output->weight.numel() : 0;
+  const int64_t elements = hidden.weight.numel() * (hidden.gated() ? 2 : 1) + of_output;
+  if (!few_rows::pays(dtype, rows, elements * element_bytes(dtype))) return false;
   const int64_t block = few_rows::kernels()->block;
   const auto takes = [&](const Tensor& weight, const OptionalTensor& bias) {
     return layout_refusal(weight, bias) == Refusal::kNone && weight.size(0) >= block && weight.size(1) >= block;

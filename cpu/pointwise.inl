@@ -1,4 +1,5 @@
-// The kernels of pointwise.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is included.
+// The kernels of pointwise.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
+// included.
 
 // Calls body(column, count) for the blocks of a row; only the last may have a count below kBlock.
 template <typename Body>
