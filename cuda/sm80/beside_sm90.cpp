@@ -22,6 +22,7 @@ constexpr double kRowBytesPerCycle = 93.0;    // of rows of a, which L2 sends ea
 constexpr double kAloneBytesPerCycle = 47.0;  // of rows of both operands, for a CTA
 constexpr double kBlockCycles = 256.0;        // of a block of k
 constexpr double kProductCycles = 0.0106;     // of a block, for each product of two elements of its rows, by one warp
+constexpr int kWarpsAlone = 8;  // a CTA that is alone takes as long with four as with these
 
 int smallest_tile(int64_t rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : 32; }
 
@@ -40,7 +41,8 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
   const double cycles_for_rows = shape.rows_n * bytes_of_row / (kRowBytesPerCycle * gpu.multiprocessors);
   const double together = from_memory + cycles_for_rows / gpu.cycles_per_microsecond;
   const double products = static_cast<double>(shape.rows_m) * shape.rows_n * shape.block_k;
-  const double block_cycles = kBlockCycles + kProductCycles * products / (shape.warps_m * shape.warps_k);
+  const int warps = shape.ctas == 1 ? kWarpsAlone : shape.warps_m * shape.warps_k;
+  const double block_cycles = kBlockCycles + kProductCycles * products / warps;
   const double cycles_alone = std::max(ceil_div(p.k, shape.block_k) * block_cycles,
                                        (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle);
   const auto round = [&](int64_t count) {
