@@ -24,6 +24,7 @@ constexpr double kRowBytesPerCycle = 93.0;    // that L2 sends each multiprocess
 constexpr double kAloneBytesPerCycle = 40.0;  // of rows of both operands, for a CTA
 constexpr double kBlockCycles = 256.0;        // of a block of k
 constexpr double kProductCycles = 0.0106;     // of a block, for each product of two elements of its rows, by one warp
+constexpr int kWarpsAlone = 8;  // a CTA that is alone takes as long with four as with these
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
@@ -48,7 +49,8 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
       (shape.rows_n + shape.rows_m - read) * bytes_of_row / (kRowBytesPerCycle * gpu.multiprocessors);
   const double together = from_memory + cycles_for_rows / gpu.cycles_per_microsecond;
   const double products = static_cast<double>(shape.rows_m) * shape.rows_n * shape.block_k;
-  const double block_cycles = kBlockCycles + kProductCycles * products / (shape.warps_m * shape.warps_k);
+  const int warps = shape.ctas == 1 ? kWarpsAlone : shape.warps_m * shape.warps_k;
+  const double block_cycles = kBlockCycles + kProductCycles * products / warps;
   const double cycles_alone = std::max(ceil_div(p.k, shape.block_k) * block_cycles,
                                        (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle);
   const auto round = [&](int64_t count) {
