@@ -10,6 +10,8 @@ namespace {
 
 // Beyond so many rows the tensor cores of sm_90a are ahead.
 constexpr int64_t kMostRows = 32;
+constexpr int kLeastTile = 8;
+constexpr int kRowTiles = 2;
 // Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
 constexpr int64_t kLineElements = 64;
 
@@ -18,12 +20,17 @@ constexpr int64_t kLineElements = 64;
 constexpr double kStart = 1.7;                // microseconds
 constexpr double kRound = 0.3;                // microseconds
 constexpr double kShareOfBandwidth = 0.94;    // of the nominal one
-constexpr double kRowBytesPerCycle = 93.0;    // of rows of a, which L2 sends each multiprocessor
-constexpr double kAloneBytesPerCycle = 47.0;  // of rows of both operands, for a CTA
+constexpr double kRowBytesPerCycle = 93.0;    // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 40.0;  // of rows of both operands, for a CTA
 constexpr double kBlockCycles = 256.0;        // of a block of k
 constexpr double kProductCycles = 0.0106;     // of a block, for each product of two elements of its rows, by one warp
+constexpr int kWarpsAlone = 8;  // a CTA that is alone takes as long with four as with these
 
-int smallest_tile(int64_t rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : 32; }
+// One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
+bool holds(int64_t rows, int block_m) {
+  const bool empty = block_m > kLeastTile && block_m >= 2 * rows;
+  return !empty && rows <= kRowTiles * block_m;
+}
 
 // Kernels whose warps do not share k have short rings, and are for several CTAs on each multiprocessor.
 bool enough(int64_t tiles, const Shape& shape, const Gpu& gpu) {
@@ -36,11 +43,14 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
   const Shape& shape = listed.shape;
   const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(shape, gpu.shared_of_multiprocessor);
   const double bytes_of_row = 2.0 * p.k;
-  const double from_memory = shape.rows_m * bytes_of_row / (kShareOfBandwidth * gpu.bytes_per_microsecond);
-  const double cycles_for_rows = shape.rows_n * bytes_of_row / (kRowBytesPerCycle * gpu.multiprocessors);
+  const double read = static_cast<double>(shape.rows_m) / ceil_div(p.m, shape.rows_n);  // from memory; the rest from L2
+  const double from_memory = read * bytes_of_row / (kShareOfBandwidth * gpu.bytes_per_microsecond);
+  const double cycles_for_rows =
+      (shape.rows_n + shape.rows_m - read) * bytes_of_row / (kRowBytesPerCycle * gpu.multiprocessors);
   const double together = from_memory + cycles_for_rows / gpu.cycles_per_microsecond;
   const double products = static_cast<double>(shape.rows_m) * shape.rows_n * shape.block_k;
-  const double block_cycles = kBlockCycles + kProductCycles * products / (shape.warps_m * shape.warps_k);
+  const int warps = shape.ctas == 1 ? kWarpsAlone : shape.warps_m * shape.warps_k;
+  const double block_cycles = kBlockCycles + kProductCycles * products / warps;
   const double cycles_alone = std::max(ceil_div(p.k, shape.block_k) * block_cycles,
                                        (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle);
   const auto round = [&](int64_t count) {
@@ -59,8 +69,8 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
-                       listed.kernel.block_m == smallest_tile(p.m) && offered(place, gpu);
-    const int64_t tiles = ceil_div(p.n, listed.kernel.columns());
+                       holds(p.m, listed.kernel.block_m) && offered(place, gpu);
+    const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
     if (!suits || !enough(tiles, listed.shape, gpu)) continue;
     const double estimated = microseconds(p, listed, tiles, gpu);
     if (estimated < best.microseconds) best = {listed.kernel, estimated};
