@@ -13,8 +13,10 @@
 #include "../torch-ext/torch_binding.h"
 #include "gemm/gpu.h"
 
-// torch's headers declare this function only where USE_CUDA is defined.
+// torch's headers declare these functions only where USE_CUDA is defined.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void** ret_ptr);
+extern "C" AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* ptr);
 
 namespace fused_mlp {
 

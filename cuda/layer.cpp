@@ -51,7 +51,10 @@ struct FusedGemm {
       : architecture(architecture_of(gpu)), gpu(gpu), stream(stream), refusal(choose(x, layer, follows_gemm)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
-  void launch() const { check(plan.architecture->launch(problem, plan, gpu, stream)); }
+  void launch_into(void* out) {
+    problem.out.data = out;
+    check(plan.architecture->launch(problem, plan, gpu, stream));
+  }
 
  private:
   Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
@@ -98,6 +101,30 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
   return out;
 }
 
+// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
+// the stream may use it still when it is given back, as with a tensor's.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
+  const auto out_sizes = with_last_size(x, layer.weight.size(0));
+  if (!gemm->fused()) return torch_layer(rows, out_sizes, layer);
+  const Tensor out = new_dense(x, out_sizes);
+  gemm->launch_into(out.mutable_data_ptr());
+  return out;
+}
+
 // Writes down how apply_layer() would compute a layer.
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
@@ -125,12 +152,28 @@ Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused) {
   const TensorRows rows(x);
   FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), current_stream(x), *fused);
   *fused = gemm.fused();
-  const auto out_sizes = with_last_size(x, layer.weight.size(0));
-  if (!*fused) return torch_layer(rows, out_sizes, layer);
-  const Tensor out = new_dense(x, out_sizes);
-  gemm.problem.out.data = out.mutable_data_ptr();
-  gemm.launch();
-  return out;
+  return run(&gemm, rows, x, layer);
+}
+
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second) {
+  const TensorRows rows(x);
+  const Gpu& device = gpu(x.get_device_index());
+  cudaStream_t const stream = current_stream(x);
+  const Input input = input_of(rows);
+  FusedGemm gemm(input, first, device, stream, false);
+  if (gemm.fused()) {
+    const int64_t features = first.weight.size(0);
+    FusedGemm next({{nullptr, features}, rows.rows, features, input.dtype}, second, device, stream, true);
+    if (next.fused()) {
+      constexpr int64_t kElementBytes = 2;  // float32 has no fused GEMM
+      const Scratch hidden(rows.rows * features * kElementBytes);
+      gemm.launch_into(hidden.data());
+      next.problem.a.data = hidden.data();
+      return run(&next, rows, x, second);
+    }
+  }
+  bool fused = gemm.fused();
+  return apply_layer(run(&gemm, rows, x, first), second, &fused);
 }
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,

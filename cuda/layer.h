@@ -28,6 +28,9 @@ inline const OptionalTensor kNoBias;
 // Computes a layer. On entry *fused says whether the launch before was a fused GEMM, on return whether this one is.
 Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused);
 
+// Computes a layer, and another one of its result.
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second);
+
 // x weight^T + bias by torch's GEMM.
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
                     const OptionalTensor& bias);

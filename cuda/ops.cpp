@@ -68,9 +68,8 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
   check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
   check_second(x, gate_weight, down_weight, down_bias);
   const DeviceGuard device_guard(x.get_device_index());
-  bool fused = false;
-  const Tensor hidden = apply_layer(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
-  return apply_layer(hidden, {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, &fused);
+  return apply_layers(x, {gate_weight, &up_weight, gate_bias, up_bias, activation},
+                      {down_weight, nullptr, down_bias, kNoBias, kNoActivation});
 }
 
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
@@ -79,9 +78,8 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
   check_linear(x, fc1_weight, fc1_bias);
   check_second(x, fc1_weight, fc2_weight, fc2_bias);
   const DeviceGuard device_guard(x.get_device_index());
-  bool fused = false;
-  const Tensor hidden = apply_layer(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused);
-  return apply_layer(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+  return apply_layers(x, {fc1_weight, nullptr, fc1_bias, kNoBias, activation},
+                      {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation});
 }
 
 }  // namespace fused_mlp

@@ -287,9 +287,10 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
                 continue
             print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
             for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
-                op(x, None, weight, None, bias, 0, view, norm, bias, 1e-5, False)
-                torch.cuda.synchronize()
-                count += 1
+                for code in (0, 2):  # LayerNorm, RMSNorm
+                    op(x, None, weight, None, bias, 0, view, norm, bias, 1e-5, code)
+                    torch.cuda.synchronize()
+                    count += 1
     return count
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import pickle
 import sys
 
 import pytest
@@ -402,6 +403,32 @@ def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
         for x in (x_of(device), x_of(device)):
             assert_close(fused(x), module(x))
     assert not blocks
+
+
+@pytest.mark.parametrize("kind", [Around, Decoding, PackedDecoding], ids=lambda kind: kind.__name__)
+def test_copies_and_modes(fused_mlp, device, blocks, kind):
+    module, fused = kind().to(device).eval(), kind().to(device).eval()
+    fused.load_state_dict(module.state_dict())
+    report = fused_mlp.fuse_mlps(fused)
+    x = x_of(device)
+
+    def calls(expected, each, x=x, tolerance=1e-4):
+        with torch.no_grad():
+            each(x), blocks.clear()  # the class of an activation is learnt at its first call
+            assert_close(each(x), expected(x), tolerance)
+        return len(blocks)
+
+    assert calls(module, fused) == 1
+    assert calls(module, copy.deepcopy(fused)) == 1
+    assert calls(module, pickle.loads(pickle.dumps(fused))) == 0  # what is pickled is not fused
+    with torch.autocast(device.type, torch.bfloat16):
+        assert calls(module, fused, tolerance=2e-2) == 0
+    with fused_mlp.backend("torch"):
+        assert calls(module, fused) == 0
+    narrow = copy.deepcopy(module).bfloat16(), copy.deepcopy(fused).bfloat16()
+    assert calls(*narrow, x.bfloat16(), tolerance=4e-2) == 1
+    report.restore()
+    assert calls(module, fused) == 0
 
 
 def test_blocks_around_modules_are_not_reported(fused_mlp, device):

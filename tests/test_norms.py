@@ -59,12 +59,12 @@ def computed(x, gate, up, down, biases, residual, weight, bias, eps, norm, dtype
 
 # Rows, and in, hidden, out: a warp, a block, more than registers hold; in vectors and one by one.
 SHAPES = [
-    (1, (1024, 1024, 1024)),
-    (9, (64, 96, 64)),
+    (1, (1024, 400, 1024)),
+    (19, (64, 96, 64)),
     (37, (33, 70, 33)),
     (130, (768, 64, 768)),
-    (3, (4099, 24, 4099)),
-    (2, (20000, 8, 20000)),
+    (5, (1501, 100, 1501)),
+    (4, (9000, 100, 9000)),
 ]
 
 
@@ -249,6 +249,7 @@ ENDINGS = {
     "in place": "x *= {scale}\n    return (self.weight * x).to(dtype)",
     "nothing": "x.to(dtype)",
     "called by itself": "return self.forward(x)",
+    "shown and forgotten": "_ = print(x)\n    return (self.weight * x * {scale}).to(dtype)",
     "shown": "print(x)\n    return (self.weight * x * {scale}).to(dtype)",
 }
 

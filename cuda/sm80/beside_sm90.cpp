@@ -10,36 +10,53 @@ namespace {
 
 // Beyond so many rows the tensor cores of sm_90a are ahead.
 constexpr int64_t kMostRows = 32;
+constexpr int kLeastTile = 8;
+constexpr int kRowTiles = 2;
 // Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
 constexpr int64_t kLineElements = 64;
 
-// Measured on an H200, each call with other weights, at 132 products of 1 to 32 rows. The estimates are in units of
+// Measured on an H200, each call with other weights, at 239 products of 1 to 32 rows. The estimates are in units of
 // those of sm_90a (cuda/sm90/tuning.h), which they are compared with: what counts is the ratio of both times.
-constexpr double kStart = 2.0;              // microseconds
-constexpr double kShareOfBandwidth = 0.90;  // of the nominal one
-constexpr double kL2BytesPerCycle = 125.0;  // of rows of a, which reach one multiprocessor
-constexpr double kBlockCycles = 335.0;      // of a block of k
-constexpr double kProductCycles = 0.0066;   // of a block, for each product of two elements of its rows and a warp
+constexpr double kStart = 1.7;                // microseconds
+constexpr double kRound = 0.3;                // microseconds
+constexpr double kShareOfBandwidth = 0.94;    // of the nominal one
+constexpr double kRowBytesPerCycle = 93.0;    // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 40.0;  // of rows of both operands, for a CTA
+constexpr double kBlockCycles = 256.0;        // of a block of k
+constexpr double kProductCycles = 0.0106;     // of a block, for each product of two elements of its rows, by one warp
+constexpr int kWarpsAlone = 8;  // a CTA that is alone takes as long with four as with these
 
-int smallest_tile(int64_t rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : 32; }
+// One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
+bool holds(int64_t rows, int block_m) {
+  const bool empty = block_m > kLeastTile && block_m >= 2 * rows;
+  return !empty && rows <= kRowTiles * block_m;
+}
+
+// Kernels whose warps do not share k have short rings, and are for several CTAs on each multiprocessor.
+bool enough(int64_t tiles, const Shape& shape, const Gpu& gpu) {
+  return shape.warps_k > 1 || tiles >= int64_t{shape.ctas} * gpu.multiprocessors;
+}
 
 // CTAs are persistent: rounds of as many tiles as run side by side, and the last round of what is left. A round takes
 // what its bytes take from memory, and rows of a from L2, or what one tile takes alone, if that is longer.
-double microseconds(const GemmProblem& p, const ListedKernel& listed, const Gpu& gpu) {
+double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t tiles, const Gpu& gpu) {
   const Shape& shape = listed.shape;
-  const int64_t tiles = ceil_div(p.n, listed.kernel.columns());
   const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(shape, gpu.shared_of_multiprocessor);
   const double bytes_of_row = 2.0 * p.k;
-  const double from_memory = shape.rows_m * bytes_of_row / (kShareOfBandwidth * gpu.bytes_per_microsecond);
-  const double from_l2 =
-      shape.rows_n * bytes_of_row / (kL2BytesPerCycle * gpu.cycles_per_microsecond * gpu.multiprocessors);
-  const double work =
-      static_cast<double>(shape.rows_m) * shape.rows_n * shape.block_k / (shape.warps_m * shape.warps_k);
-  const double alone =
-      ceil_div(p.k, shape.block_k) * (kBlockCycles + kProductCycles * work) / gpu.cycles_per_microsecond;
-  const auto round = [&](int64_t count) { return std::max(count * (from_memory + from_l2), alone); };
-  const int64_t left = tiles % side_by_side;
-  return kStart + (tiles / side_by_side) * round(side_by_side) + (left > 0 ? round(left) : 0.0);
+  const double read = static_cast<double>(shape.rows_m) / ceil_div(p.m, shape.rows_n);  // from memory; the rest from L2
+  const double from_memory = read * bytes_of_row / (kShareOfBandwidth * gpu.bytes_per_microsecond);
+  const double cycles_for_rows =
+      (shape.rows_n + shape.rows_m - read) * bytes_of_row / (kRowBytesPerCycle * gpu.multiprocessors);
+  const double together = from_memory + cycles_for_rows / gpu.cycles_per_microsecond;
+  const double products = static_cast<double>(shape.rows_m) * shape.rows_n * shape.block_k;
+  const int warps = shape.ctas == 1 ? kWarpsAlone : shape.warps_m * shape.warps_k;
+  const double block_cycles = kBlockCycles + kProductCycles * products / warps;
+  const double cycles_alone = std::max(ceil_div(p.k, shape.block_k) * block_cycles,
+                                       (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle);
+  const auto round = [&](int64_t count) {
+    return count == 0 ? 0.0 : kRound + std::max(count * together, cycles_alone / gpu.cycles_per_microsecond);
+  };
+  return kStart + tiles / side_by_side * round(side_by_side) + round(tiles % side_by_side);
 }
 
 }  // namespace
@@ -52,9 +69,10 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
-                       listed.kernel.block_m == smallest_tile(p.m) && offered(place, gpu);
-    if (!suits) continue;
-    const double estimated = microseconds(p, listed, gpu);
+                       holds(p.m, listed.kernel.block_m) && offered(place, gpu);
+    const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
+    if (!suits || !enough(tiles, listed.shape, gpu)) continue;
+    const double estimated = microseconds(p, listed, tiles, gpu);
     if (estimated < best.microseconds) best = {listed.kernel, estimated};
   }
   return best;

@@ -74,10 +74,14 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
 
   static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
   static constexpr int stage_bytes(int columns) { return Shape::kParts * part_bytes(columns) + Shape::kTokenBytes; }
-  // What a wgmma of the last stage may read behind the ring.
-  static constexpr int kOverrun = kColumns * Shape::kBlockK * sizeof(Element);
+  // What a wgmma of the last stage may read behind the ring: the tokens of the stage lie behind its weights.
+  static constexpr int overrun(int columns) {
+    const int read = kColumns * Shape::kBlockK * static_cast<int>(sizeof(Element));
+    const int behind = read - part_bytes(columns) - Shape::kTokenBytes;
+    return behind > 0 ? behind : 0;
+  }
   static constexpr int stages(int columns, int shared_bytes) {
-    return (shared_bytes - Shape::kAlignment - kOverrun) / (stage_bytes(columns) + 16);
+    return (shared_bytes - Shape::kAlignment - overrun(columns)) / (stage_bytes(columns) + 16);
   }
   static_assert(stages(kColumns, Shape::kSharedLimit) >= 2);
   static_assert(Shape::kPartialBytes + Shape::kAlignment <= Shape::kSharedLimit - stage_bytes(kColumns));
@@ -166,14 +170,18 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
     tile.load_tokens(shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK);
   };
 
-  // In the first round, only weights are read until the kernel that writes a is done.
+  // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block must
+  // not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
   const int first_round = min(k.y, k.x + shared.stages);
   for (int block = k.x; block < first_round; ++block) {
     mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
     load_weights(block - k.x, block);
+    if (!args.starts_early) load_tokens(block - k.x, block);
   }
-  if (args.starts_early) wait_for_previous_kernel();
-  for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
+  if (args.starts_early) {
+    wait_for_previous_kernel();
+    for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
+  }
 
   RingPosition at(shared.stages);
   for (int block = first_round; block < k.y; ++block, at.advance()) {

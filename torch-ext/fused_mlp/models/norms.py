@@ -57,11 +57,9 @@ def is_norm(kind: type) -> bool:
     forward = getattr(kind, "forward", None)
     is_called = kind.__call__ is obstacles._CALL and isinstance(forward, FunctionType)
     read = _read(kind, forward) if is_called and not hasattr(forward, "__wrapped__") else None
-    if read is None:
-        known.pop(kind, None)
-        return False
-    known[kind] = read
-    return True
+    if read is not None:
+        known[kind] = read
+    return read is not None
 
 
 class _Value(NamedTuple):
@@ -108,10 +106,8 @@ class _Reader:
 
     def returned(self, function: FunctionType, given: List[_Any]) -> _Any:
         """What a method returns; None where that is not understood."""
-        tree, code = readable(function), function.__code__
-        if tree is None or code.co_argcount != 1 + len(given) or tree.args.defaults or tree.args.kwonlyargs:
-            return None
-        if tree.args.vararg or tree.args.kwarg or tree.args.posonlyargs:
+        tree = readable(function) if function.__code__.co_argcount == 1 + len(given) else None
+        if tree is None or any(value for name, value in ast.iter_fields(tree.args) if name != "args"):
             return None
         names = [argument.arg for argument in tree.args.args]
         scope = _Scope(function, names[0], dict(zip(names[1:], given)))
@@ -120,10 +116,10 @@ class _Reader:
                 return self._value(statement.value, scope) if statement is tree.body[-1] else None
             if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
                 return None
-            target = statement.targets[0]
-            if not isinstance(target, ast.Name):
+            target, value = statement.targets[0], self._value(statement.value, scope)
+            if not isinstance(target, ast.Name) or value is None:  # which may do anything, also where nobody uses it
                 return None
-            scope.values[target.id] = self._value(statement.value, scope)
+            scope.values[target.id] = value
         return None
 
     def _value(self, node: ast.expr, scope: _Scope) -> _Any:
