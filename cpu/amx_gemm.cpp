@@ -33,10 +33,10 @@ constexpr int64_t kSums = 4 * 256;
 
 // A slice of a panel's weights (16 KiB) is copied before it is multiplied with all the tokens. The copy stays in L1,
 // from where tiles are read twice as fast as from L2 (on a Xeon); read in place, rows of a weight would often share L1
-// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With one pair of
-// tiles of tokens, each of the weights' tiles is used but once, and they are read in place.
+// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With one or two
+// pairs of tiles of tokens, each of the weights' tiles is used but once or twice, and they are read in place.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
-constexpr int64_t kPairsOfLongSlice = 4;
+constexpr int64_t kPairsOfLongSlice = 4, kPairsInPlace = 2;
 
 // Columns of a weight lie in lines of their own, which no processor fetches by itself.
 constexpr int64_t kColumnsAhead = 128;
@@ -232,8 +232,8 @@ struct Ahead {
 
 // Adds the product of a panel's weights in place, from column `begin` on, and of one pair of tiles of tokens to the
 // sums, or of the first of the pair. Each of its steps also advances the epilogue of earlier sums, and prefetches the
-// next panel, in the order in which it lies: a page of memory has a few rows.
-void multiply_in_place(const Panel& panel, const Panel& next, int64_t begin, const char* tokens, int64_t steps,
+// next panel, if given, in the order in which it lies: a page of memory has a few rows.
+void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, const char* tokens, int64_t steps,
                        float* sums, bool both, Epilogue& epilogue, int64_t epilogue_steps) {
   const uint16_t *low = panel.rows[0] + begin, *high = panel.rows[kTileRows] + begin;
   const int64_t low_stride = panel.layer->gate.row_stride * 2;
@@ -261,9 +261,9 @@ void multiply_in_place(const Panel& panel, const Panel& next, int64_t begin, con
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    for (int64_t lines = 32; lines > 0;) {
+    for (int64_t lines = next == nullptr ? 0 : 32; lines > 0;) {
       const int64_t count = min(lines, steps - ahead_step);
-      const uint16_t* from = next.rows[ahead_row] + begin + ahead_step * kDepth;
+      const uint16_t* from = next->rows[ahead_row] + begin + ahead_step * kDepth;
       for (int64_t i = 0; i < count; ++i) _mm_prefetch(from + i * kDepth, _MM_HINT_T1);
       lines -= count;
       ahead_step += count;
@@ -376,10 +376,13 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
         const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
         float* sums = scratch + p % slots * pairs * kSums;
         int64_t k = chunk;
-        if (pairs == 1 && panel.by_rows() && panel.has_all_rows()) {
+        if (pairs <= kPairsInPlace && panel.by_rows() && panel.has_all_rows()) {
           const int64_t steps = (chunk_end - k) / kDepth;
-          multiply_in_place(panel, next_panel, k, reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes),
-                            steps, sums, tokens > kTileRows, epilogue, epilogue_steps);
+          const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
+          for (int64_t pair = 0; pair < pairs; ++pair) {
+            multiply_in_place(panel, pair == 0 ? &next_panel : nullptr, k, tokens_at + pair * pair_bytes, steps,
+                              sums + pair * kSums, tokens - pair * kTokens > kTileRows, epilogue, epilogue_steps);
+          }
           k += steps * kDepth;
         }
         while (k < chunk_end || k == 0) {

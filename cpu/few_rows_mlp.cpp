@@ -18,7 +18,8 @@ constexpr int64_t kGrain = 32768;
 // Bytes of weights that a core keeps from call to call.
 constexpr int64_t kCachedBytes = 2 << 20;
 
-int64_t padded(int64_t features) { return ceil_div(features, kernels()->block) * kernels()->block; }
+// Rows are an odd number of blocks apart, so that no two share a set of L1.
+int64_t padded(int64_t features) { return (ceil_div(features, kernels()->block) | 1) * kernels()->block; }
 
 void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next) {
   const int64_t block = kernels()->block;
@@ -48,7 +49,7 @@ const Kernels* kernels() {
 bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
   if (kernels() == nullptr) return false;
   const bool wide = isa() != Isa::kAvx2;
-  if (dtype == DType::kBFloat16) return rows <= (wide ? 4 : 8);
+  if (dtype == DType::kBFloat16) return rows <= (wide ? 4 : 16);
   // torch's library streams weights past one row itself, and past three with AVX-512; there only the call is shorter.
   if (rows == 1) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
   return rows >= (wide ? 4 : 2) && rows <= (wide ? 16 : 12);
