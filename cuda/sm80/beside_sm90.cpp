@@ -24,6 +24,7 @@ constexpr double kRowBytesPerCycle = 88.0;    // that L2 sends each multiprocess
 constexpr double kAloneBytesPerCycle = 37.7;  // of rows of both operands, for a CTA
 constexpr double kBlockCycles = 271.0;        // of a block of k
 constexpr double kProductCycles = 0.01124;    // of a block, for each product of two elements of its rows, by one warp
+constexpr int kWarpsAlone = 8;                // a CTA that is alone takes as long with four as with these
 constexpr double kMarginOfLargest = 1.03;     // for tiles of kMostRows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
