@@ -33,9 +33,12 @@ bool holds(int64_t rows, int block_m) {
   return !empty && rows <= kRowTiles * block_m;
 }
 
-// Kernels whose warps do not share k have short rings, and are for several CTAs on each multiprocessor.
-bool enough(int64_t tiles, const Shape& shape, const Gpu& gpu) {
-  return shape.warps_k > 1 || tiles >= int64_t{shape.ctas} * gpu.multiprocessors;
+// Kernels whose warps do not share k have short rings, and are for several CTAs on each multiprocessor; plain ones for
+// several CTAs are for more tiles than there are multiprocessors.
+bool enough(int64_t tiles, const ListedKernel& listed, const Gpu& gpu) {
+  const Shape& shape = listed.shape;
+  if (shape.warps_k == 1) return tiles >= int64_t{shape.ctas} * gpu.multiprocessors;
+  return shape.ctas == 1 || is_gated(listed.kernel.product) || tiles > gpu.multiprocessors;
 }
 
 // CTAs are persistent: rounds of as many tiles as run side by side, and the last round of what is left. A round takes
@@ -72,7 +75,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
                        holds(p.m, listed.kernel.block_m) && offered(place, gpu);
     const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
-    if (!suits || !enough(tiles, listed.shape, gpu)) continue;
+    if (!suits || !enough(tiles, listed, gpu)) continue;
     const double margin = listed.kernel.block_m == kMostRows ? kMarginOfLargest : 1.0;
     const double estimated = margin * microseconds(p, listed, tiles, gpu);
     if (estimated < best.microseconds) best = {listed.kernel, estimated};
