@@ -17,15 +17,15 @@ constexpr int64_t kLineElements = 64;
 
 // Measured on an H200, each call with other weights, at 239 products of 1 to 32 rows. The estimates are in units of
 // those of sm_90a (cuda/sm90/tuning.h), which they are compared with: what counts is the ratio of both times.
-constexpr double kStart = 1.8;                // microseconds
-constexpr double kRound = 0.32;               // microseconds
-constexpr double kShareOfBandwidth = 0.887;   // of the nominal one
-constexpr double kRowBytesPerCycle = 88.0;    // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 37.7;  // of rows of both operands, for a CTA
-constexpr double kBlockCycles = 271.0;        // of a block of k
-constexpr double kProductCycles = 0.01124;    // of a block, for each product of two elements of its rows, by one warp
+constexpr double kStart = 1.77;               // microseconds
+constexpr double kRound = 0.315;              // microseconds
+constexpr double kShareOfBandwidth = 0.904;   // of the nominal one
+constexpr double kRowBytesPerCycle = 89.4;    // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 38.5;  // of rows of both operands, for a CTA
+constexpr double kBlockCycles = 266.0;        // of a block of k
+constexpr double kProductCycles = 0.01102;    // of a block, for each product of two elements of its rows, by one warp
 constexpr int kWarpsAlone = 8;                // a CTA that is alone takes as long with four as with these
-constexpr double kMarginOfLargest = 1.03;     // for tiles of kMostRows, whose estimates are the least certain
+constexpr double kMarginOfLargest = 1.05;     // for tiles of kMostRows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
