@@ -43,12 +43,17 @@ struct FusedGemm {
   const Architecture* architecture;
   const Gpu& gpu;
   cudaStream_t stream;
+  bool launched_behind;  // another GEMM of ours, by the CPU: what is chosen then may not be in a graph
   GemmProblem problem{};
   GemmPlan plan{};
   Refusal refusal;
 
   FusedGemm(const Input& x, const Layer& layer, const Gpu& gpu, cudaStream_t stream, bool follows_gemm)
-      : architecture(architecture_of(gpu)), gpu(gpu), stream(stream), refusal(choose(x, layer, follows_gemm)) {}
+      : architecture(architecture_of(gpu)),
+        gpu(gpu),
+        stream(stream),
+        launched_behind(follows_gemm && !is_captured(stream)),
+        refusal(choose(x, layer, follows_gemm)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
   void launch_into(void* out) {
@@ -75,7 +80,7 @@ struct FusedGemm {
       return Refusal::kStridedBias;
     }
     problem.out = {nullptr, problem.n};
-    return choose_gemm(*architecture, problem, gpu, &plan, follows_gemm && !is_captured(stream));
+    return choose_gemm(*architecture, problem, gpu, &plan, launched_behind);
   }
 };
 
@@ -117,9 +122,22 @@ class Scratch {
   void* data_ = nullptr;
 };
 
+// Has torch make the cuBLAS handle that a thread's first product on a GPU needs: it cannot be made while a stream is
+// captured, and the product that a graph leaves to torch may be ours in all calls before.
+void make_cublas_handle(const Tensor& like) {
+  static thread_local uint64_t made = 0;  // a bit for each GPU
+  const uint64_t gpu = uint64_t{1} << like.get_device_index() % 64;
+  if (made & gpu) return;
+  const std::vector<int64_t> sizes{8, 8};
+  const Tensor operand = new_dense(like, sizes), out = new_dense(like, sizes);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), operand.get(), operand.get()));
+  made |= gpu;
+}
+
 Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
   const auto out_sizes = with_last_size(x, layer.weight.size(0));
   if (!gemm->fused()) return torch_layer(rows, out_sizes, layer);
+  if (gemm->launched_behind) make_cublas_handle(x);
   const Tensor out = new_dense(x, out_sizes);
   gemm->launch_into(out.mutable_data_ptr());
   return out;

@@ -5,6 +5,7 @@ those of sm80, too.
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,6 +199,25 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
 # Graphs and streams
 
 ROWS = pytest.mark.parametrize("rows", [1, 40, 300, 2048])
+
+
+def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device):
+    """The second layer, which is torch's in a graph alone, finds the handle that torch cannot make there."""
+    made = operands("mlp", (2048,), (768, 3072, 768), dtype=torch.bfloat16, device=device)
+
+    def captured():
+        fused_mlp.mlp(**made, activation="silu")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = fused_mlp.mlp(**made, activation="silu")
+        graph.replay()
+        return result
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(captured).result()
+    expected = reference.eager("mlp", made, "silu")
+    assert_no_worse_than_eager(result, expected, reference.exact("mlp", made, "silu"), roundings=8)
 
 
 @ROWS
