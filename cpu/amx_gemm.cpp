@@ -33,10 +33,10 @@ constexpr int64_t kSums = 4 * 256;
 
 // A slice of a panel's weights (16 KiB) is copied before it is multiplied with all the tokens. The copy stays in L1,
 // from where tiles are read twice as fast as from L2 (on a Xeon); read in place, rows of a weight would often share L1
-// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With one or two
-// pairs of tiles of tokens, each of the weights' tiles is used but once or twice, and they are read in place.
+// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With up to
+// kPairsInPlace pairs of tiles of tokens, each of the weights' tiles is used so seldom that they are read in place.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
-constexpr int64_t kPairsOfLongSlice = 4, kPairsInPlace = 2;
+constexpr int64_t kPairsOfLongSlice = 4, kPairsInPlace = 4;
 
 // Columns of a weight lie in lines of their own, which no processor fetches by itself.
 constexpr int64_t kColumnsAhead = 128;

@@ -52,7 +52,7 @@ bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
   if (dtype == DType::kBFloat16) return rows <= (wide ? 4 : 16);
   // torch's library streams weights past one row itself, and past three with AVX-512; there only the call is shorter.
   if (rows == 1) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
-  return rows >= (wide ? 4 : 2) && rows <= (wide ? 16 : 12);
+  return rows >= (wide ? 4 : 2) && rows <= (wide ? 15 : 12);
 }
 
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out) {

@@ -93,7 +93,7 @@ def test_model_sized(fused_mlp, device, implementation, function, rows, dtype):
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
 def test_few_rows(fused_mlp, device, implementation, function, dtype):
     """Every number of rows to which a kernel may be made, and blocks of features that begin inside of others."""
-    for rows in (*range(1, 18), 32, 33, 49, 65):
+    for rows in (*range(1, 18), 32, 33, 49, 65, 128, 129):
         for sizes in ((64, 96, 32), (45, 77, 39)):
             check(fused_mlp, implementation, function, operands(function, (rows,), sizes, dtype=dtype, device=device))
 
