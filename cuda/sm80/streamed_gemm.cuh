@@ -3,9 +3,10 @@
 // no part of the weights' 16 rows is wasted.
 //
 // CTAs are persistent, and their copies run ahead of their products by the whole ring, also from one tile to the next:
-// they go on while the sums of a tile are added and stored. Up to 32 tokens the warps share k: each multiplies its part
-// of every block, and their sums are added in the order of the warps. So tiles may be narrow enough for their number to
-// fill a chip evenly, and no CTA waits for another. With more tokens there would be too many sums to add.
+// they go on while the sums of a tile are added and stored. Up to 32 tokens, and in some kernels up to 64, warps share
+// k: each multiplies its part of every block, and their sums are added in the order of the warps. So tiles may be
+// narrow enough for their number to fill a chip evenly, and no CTA waits for another. With many tokens and warps there
+// would be too many sums to add.
 #pragma once
 
 #include "main_loop.cuh"
