@@ -80,6 +80,7 @@ def parts() -> dict[str, str]:
     tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
         "models": models_table(),
         "generate": generate_table("h100-generate"),
+        "generate-h200": generate_table("h200-generate"),
         "generate-mixture": generate_table("h200-generate-mixture"),
         "generate-static": generate_table("h200-generate-static"),
         "training": training_table(),
