@@ -230,15 +230,9 @@ struct Ahead {
   int64_t count, column;
 };
 
-// Adds the product of a panel's weights in place, from column `begin` on, and of one pair of tiles of tokens to the
-// sums, or of the first of the pair. Each of its steps also advances the epilogue of earlier sums, and prefetches the
-// next panel, if given, in the order in which it lies: a page of memory has a few rows.
-void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, const char* tokens, int64_t steps,
-                       float* sums, bool both, Epilogue& epilogue, int64_t epilogue_steps) {
-  const uint16_t *low = panel.rows[0] + begin, *high = panel.rows[kTileRows] + begin;
-  const int64_t low_stride = panel.layer->gate.row_stride * 2;
-  const int64_t high_stride = (panel.layer->gated ? panel.layer->up : panel.layer->gate).row_stride * 2;
-  if (begin > 0) {
+// The sums of a pair of tiles of weights with a pair of tiles of tokens are in tiles 0 to 3: those in memory, or zeros.
+FUSED_MLP_INLINE void load_sums(const float* sums, bool accumulate) {
+  if (accumulate) {
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + 256, 64);
     _tile_loadd(2, sums + 512, 64);
@@ -249,6 +243,24 @@ void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, con
     _tile_zero(2);
     _tile_zero(3);
   }
+}
+
+FUSED_MLP_INLINE void store_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+// Adds the product of a panel's weights in place, from column `begin` on, and of one pair of tiles of tokens to the
+// sums, or of the first of the pair. Each of its steps also advances the epilogue of earlier sums, and prefetches the
+// next panel, if given, in the order in which it lies: a page of memory has a few rows.
+void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, const char* tokens, int64_t steps,
+                       float* sums, bool both, Epilogue& epilogue, int64_t epilogue_steps) {
+  const uint16_t *low = panel.rows[0] + begin, *high = panel.rows[kTileRows] + begin;
+  const int64_t low_stride = panel.layer->gate.row_stride * 2;
+  const int64_t high_stride = (panel.layer->gated ? panel.layer->up : panel.layer->gate).row_stride * 2;
+  load_sums(sums, begin > 0);
   int64_t ahead_row = 0, ahead_step = 0;
   for (int64_t step = 0; step < steps; ++step) {
     _tile_loadd(6, tokens, 64);
@@ -274,27 +286,14 @@ void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, con
     tokens += 2 * kTileBytes;
     epilogue.advance(epilogue_steps);
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
+  store_sums(sums);
 }
 
 // Adds the product of a packed slice of weights and of tokens to the sums. Each of its steps also advances the epilogue
 // of earlier sums, and prefetches weights into L2.
 void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
               int64_t epilogue_steps, Ahead ahead) {
-  if (accumulate) {
-    _tile_loadd(0, sums, 64);
-    _tile_loadd(1, sums + 256, 64);
-    _tile_loadd(2, sums + 512, 64);
-    _tile_loadd(3, sums + 768, 64);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  load_sums(sums, accumulate);
   for (int64_t step = 0; step < steps; ++step) {
     _tile_loadd(6, tokens, 64);
     _tile_loadd(4, weights, 64);
@@ -309,10 +308,7 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
     weights += 2 * kTileBytes;
     epilogue.advance(epilogue_steps);
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
+  store_sums(sums);
 }
 
 // How a product is divided.
@@ -385,7 +381,7 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
           }
           k += steps * kDepth;
         }
-        while (k < chunk_end || k == 0) {
+        for (bool once = layer.in_features == 0; k < chunk_end || once; once = false) {  // without inputs, zeros
           const int64_t count = min(slice, chunk_end - k);
           panel.pack(k, count, weights);
           finish_stores();
@@ -399,7 +395,6 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
                      k > 0, epilogue, epilogue_steps, ahead);
           }
           k += count;
-          if (layer.in_features == 0) break;
         }
         epilogue.advance(epilogue.steps);
         if (k == layer.in_features) {

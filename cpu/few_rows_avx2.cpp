@@ -17,6 +17,7 @@ constexpr int kWidth = 8;
 
 #include "math.inl"
 #include "memory.inl"
+
 // [a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...]
 FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
   const __m256d sums = (__m256d)_mm256_hadd_ps((__m256)a, (__m256)b);  // two of a, two of b, two of a, two of b

@@ -18,6 +18,7 @@ constexpr int kWidth = 16;
 
 #include "math.inl"
 #include "memory.inl"
+
 // [a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...]
 FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);

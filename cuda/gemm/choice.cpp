@@ -68,9 +68,9 @@ constexpr double kLaunchedPairMicroseconds = 50.0;
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
 
-// Whether weight rows are no whole lines of 128 bytes, of a product that torch's GEMM makes in one. At 8, 16, 32 and 64
-// rows of 11776 x 4360 with an activation ours took 1.06, 1.18, 1.33 and 1.31 of the time of torch's GEMM and a
-// pointwise kernel (measured on an H200).
+// Whether a product leaves weight rows that do not fill lines of 128 bytes to torch's GEMM, which reads them faster
+// than our kernels do: at 8, 16, 32 and 64 rows of 11776 x 4360 with an activation ours took 1.06, 1.18, 1.33 and 1.31
+// of the time of torch's GEMM and a pointwise kernel (measured on an H200). A gated product takes two of torch's.
 bool reads_parts_of_lines(const GemmProblem& p) {
   constexpr int64_t kLineElements = 64;
   constexpr int64_t kFirst = 9, kLast = 64;  // rows; at 8 it is little, beyond 64 not measured
