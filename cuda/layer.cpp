@@ -27,8 +27,7 @@ bool torch_has_epilogue(const Layer& layer) {
          layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
 }
 
-// The operand of a layer: rows of k elements. The plan of a second layer is made before its operand is there: its data
-// is null then.
+// The operand of a layer: rows of k elements.
 struct Input {
   Matrix matrix;
   int64_t rows;
@@ -55,15 +54,20 @@ struct FusedGemm {
         launched_behind(follows_gemm && !is_captured(stream)),
         refusal(choose(x, layer, follows_gemm)) {}
 
+  // That of a layer of this one's result, planned before either is launched: its operand has no data yet.
+  FusedGemm behind(const Layer& layer) const {
+    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, gpu, stream, fused()};
+  }
+
   bool fused() const { return refusal == Refusal::kNone; }
-  void launch_into(void* out) {
+  void launch(const void* a, void* out) {
+    problem.a.data = const_cast<void*>(a);
     problem.out.data = out;
     check(plan.architecture->launch(problem, plan, gpu, stream));
   }
 
  private:
   Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
-    if (architecture == nullptr) return Refusal::kGpu;
     problem.a = x.matrix;
     problem.m = x.rows;
     problem.n = layer.weight.size(0);
@@ -71,6 +75,7 @@ struct FusedGemm {
     problem.dtype = x.dtype;
     problem.epilogue.activation = layer.activation;
     problem.follows_gemm = follows_gemm;
+    if (architecture == nullptr) return Refusal::kGpu;
     if (!describe_weight(layer.weight, &problem.weight)) return Refusal::kColumnMajorWeight;
     if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
       return Refusal::kColumnMajorWeight;
@@ -122,9 +127,10 @@ class Scratch {
   void* data_ = nullptr;
 };
 
-// Has torch make the cuBLAS handle that a thread's first product on a GPU needs: it cannot be made while a stream is
-// captured, and the product that a graph leaves to torch may be ours in all calls before.
-void make_cublas_handle(const Tensor& like) {
+// Has torch make the cuBLAS handle that a thread's first product on a GPU needs, where a GEMM of ours may be torch's in
+// a graph: a handle cannot be made while a stream is captured, and all products before may have been ours.
+void make_cublas_handle(const FusedGemm& gemm, const Tensor& like) {
+  if (!gemm.fused() || !gemm.launched_behind) return;
   static thread_local uint64_t made = 0;  // a bit for each GPU
   const uint64_t gpu = uint64_t{1} << like.get_device_index() % 64;
   if (made & gpu) return;
@@ -137,13 +143,12 @@ void make_cublas_handle(const Tensor& like) {
 Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
   const auto out_sizes = with_last_size(x, layer.weight.size(0));
   if (!gemm->fused()) return torch_layer(rows, out_sizes, layer);
-  if (gemm->launched_behind) make_cublas_handle(x);
   const Tensor out = new_dense(x, out_sizes);
-  gemm->launch_into(out.mutable_data_ptr());
+  gemm->launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr());
   return out;
 }
 
-// Writes down how apply_layer() would compute a layer.
+// Writes down how a layer would be computed.
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
   if (gemm.fused()) {
@@ -166,50 +171,40 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   return out;
 }
 
-Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused) {
+Tensor apply_layer(const Tensor& x, const Layer& layer, bool follows_gemm) {
   const TensorRows rows(x);
-  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), current_stream(x), *fused);
-  *fused = gemm.fused();
+  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), current_stream(x), follows_gemm);
+  make_cublas_handle(gemm, x);
   return run(&gemm, rows, x, layer);
 }
 
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second) {
   const TensorRows rows(x);
-  const Gpu& device = gpu(x.get_device_index());
-  cudaStream_t const stream = current_stream(x);
-  const Input input = input_of(rows);
-  FusedGemm gemm(input, first, device, stream, false);
-  if (gemm.fused()) {
-    const int64_t features = first.weight.size(0);
-    FusedGemm next({{nullptr, features}, rows.rows, features, input.dtype}, second, device, stream, true);
-    if (next.fused()) {
-      constexpr int64_t kElementBytes = 2;  // float32 has no fused GEMM
-      const Scratch hidden(rows.rows * features * kElementBytes);
-      gemm.launch_into(hidden.data());
-      next.problem.a.data = hidden.data();
-      return run(&next, rows, x, second);
-    }
+  FusedGemm gemm(input_of(rows), first, gpu(x.get_device_index()), current_stream(x), false);
+  FusedGemm next = gemm.behind(second);
+  make_cublas_handle(next, x);
+  if (!gemm.fused() || !next.fused()) {
+    const Tensor hidden = run(&gemm, rows, x, first);
+    return run(&next, TensorRows(hidden), hidden, second);
   }
-  bool fused = gemm.fused();
-  return apply_layer(run(&gemm, rows, x, first), second, &fused);
+  constexpr int64_t kElementBytes = 2;  // float32 has no fused GEMM
+  const Scratch hidden(rows.rows * first.weight.size(0) * kElementBytes);
+  gemm.launch(rows.tensor.const_data_ptr(), hidden.data());
+  const Tensor out = new_dense(x, with_last_size(x, second.weight.size(0)));
+  next.launch(hidden.data(), out.mutable_data_ptr());
+  return out;
 }
 
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                  const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
                  const OptionalTensor& second_bias, int64_t activation) {
-  const Gpu& device = gpu(x.get_device_index());
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const TensorRows rows(x);
-  const Input input = input_of(rows);
-  cudaStream_t const stream = current_stream(x);
-  const FusedGemm gemm(input, layer, device, stream, false);
+  const FusedGemm gemm(input_of(TensorRows(x)), layer, gpu(x.get_device_index()), current_stream(x), false);
   PlanRecord plan;
   record(gemm, layer, &plan);
   if (second_weight) {
-    const int64_t features = weight.size(0);
     const Layer second{*second_weight, nullptr, second_bias, kNoBias, kNoActivation};
-    record(FusedGemm({{nullptr, features}, input.rows, features, input.dtype}, second, device, stream, gemm.fused()),
-           second, &plan);
+    record(gemm.behind(second), second, &plan);
   }
   return plan.text();
 }

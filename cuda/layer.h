@@ -25,8 +25,8 @@ struct Layer {
 
 inline const OptionalTensor kNoBias;
 
-// Computes a layer. On entry *fused says whether the launch before was a fused GEMM, on return whether this one is.
-Tensor apply_layer(const Tensor& x, const Layer& layer, bool* fused);
+// Computes a layer. `follows_gemm`: the launch before is a fused GEMM.
+Tensor apply_layer(const Tensor& x, const Layer& layer, bool follows_gemm = false);
 
 // Computes a layer, and another one of its result.
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second);

@@ -8,10 +8,11 @@ namespace {
 template <typename T, int Width>
 cudaError_t launch(const Norm& norm, cudaStream_t stream) {
   unsigned threads = 32;  // with more than one vector each, up to the most that a block has
-  while (threads < kNormThreads && int64_t{threads} * 2 * Width < norm.cols) threads *= 2;
+  while (threads < kNormThreads && int64_t{threads} * kNormVectors * Width < norm.cols) threads *= 2;
   const dim3 block(threads, threads == 32 ? 4 : 1);
   const int64_t blocks = ceil_div(norm.rows, block.y);
-  norm_kernel<T, Width><<<static_cast<unsigned>(blocks), block, 0, stream>>>(norm);
+  const auto kernel = norm.centred ? norm_kernel<T, Width, true> : norm_kernel<T, Width, false>;
+  kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(norm);
   return cudaGetLastError();
 }
 

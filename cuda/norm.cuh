@@ -7,30 +7,56 @@
 
 namespace fused_mlp {
 
-constexpr int kNormThreads = 256;
-constexpr int kNormVectors = 4;  // that each thread keeps in registers; what is beyond them is read again
+constexpr int kNormThreads = 512;
+constexpr int kNormVectors = 2;  // that each thread keeps in registers; what is beyond them is read again
 
-struct Sums {
-  float first, second;
+// Elements as they lie in memory: 16 bytes in words, or a single one. Kept so, they take the fewest registers; as a
+// Vector, the compiler takes each 16-bit lane apart as soon as it is read.
+template <typename T, int Width>
+struct alignas(sizeof(T) * Width) Packed {
+  using Word = std::conditional_t<Width == 1, T, uint32_t>;
+  static constexpr int kOfWord = sizeof(Word) / sizeof(T);
+  Word words[Width / kOfWord];
+
+  __device__ __forceinline__ float lane(int i) const {
+    const Word word = words[i / kOfWord];
+    if constexpr (Width == 1) {
+      return to_float(word);
+    } else if constexpr (std::is_same_v<T, float>) {
+      return __uint_as_float(word);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000);
+    } else {
+      return to_float(__ushort_as_half(static_cast<uint16_t>(word >> i % 2 * 16)));
+    }
+  }
 };
 
-// Sums over the threads of a row, for all of them: over a warp, or over a block of whole warps.
-__device__ __forceinline__ Sums over_row(Sums sums, Sums (&of_warps)[kNormThreads / 32]) {
-  constexpr unsigned kAll = 0xffffffff;
+template <int Count>
+__device__ __forceinline__ void add_over_warp(float (&sums)[Count]) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    sums.first += __shfl_xor_sync(kAll, sums.first, lanes);
-    sums.second += __shfl_xor_sync(kAll, sums.second, lanes);
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
   }
-  if (blockDim.x == 32) return sums;
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
+}
+
+// Adds up each of the sums over the threads of a row, for all of them: over a warp, or over a block of whole warps. A
+// kernel calls it once with each Count, which has shared memory of its own.
+template <int Count>
+__device__ __forceinline__ void add_over_row(float (&sums)[Count]) {
+  __shared__ float of_warps[Count][kNormThreads / 32];
+  add_over_warp(sums);
+  if (blockDim.x == 32) return;
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    if (lane == 0) of_warps[i][warp] = sums[i];
+  }
   __syncthreads();
-  sums = of_warps[0];
-  for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) {
-    sums.first += of_warps[warp].first;
-    sums.second += of_warps[warp].second;
-  }
-  return sums;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) sums[i] = lane < blockDim.x / 32 ? of_warps[i][lane] : 0.0f;
+  add_over_warp(sums);
 }
 
 // The mean square without that of the mean that is left in it. What has overflowed stays infinite, and NaN passes.
@@ -40,85 +66,106 @@ __device__ __forceinline__ float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-// blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. The mean is taken first, so that the
-// squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values gives 0.
-// Where it is not centred, the mean counts as 0.
-template <typename T, int Width>
-__global__ void __launch_bounds__(kNormThreads) norm_kernel(const __grid_constant__ Norm p) {
-  using Vec = Vector<T, Width>;
-  __shared__ Sums of_warps[2][kNormThreads / 32];
+// blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under way
+// before it waits for the first, and two blocks of the most threads fit beside each other, so that one reads while the
+// other waits for its sums. Where the norm is centred, the mean is taken first, so that the squares are of small
+// numbers, and corrected by what is left of it in the second pass: a row of equal values gives 0.
+template <typename T, int Width, bool Centred>
+__global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ Norm p) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
+  const bool adds = p.residual.data != nullptr;
   const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
-  const T* const residual =
-      p.residual.data == nullptr ? nullptr : static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
+  const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
   T* const out = static_cast<T*>(p.out.data) + row * p.out.row_stride;
-  const int64_t first = int64_t{threadIdx.x} * Width, step = int64_t{blockDim.x} * Width;
+  const unsigned first = threadIdx.x * Width, step = blockDim.x * Width;
 
+  struct Terms {
+    Packed<T, Width> x, residual;
+  };
   struct Values {
     float lane[Width];
   };
-  const auto sum_at = [&](int64_t col) {
-    const Vec a = *reinterpret_cast<const Vec*>(x + col);
-    Vec b;
-    if (residual != nullptr) b = *reinterpret_cast<const Vec*>(residual + col);
+  const auto read = [](const void* data, int64_t col) {
+    return *reinterpret_cast<const Packed<T, Width>*>(static_cast<const T*>(data) + col);
+  };
+  const auto terms_at = [&](int64_t col) {
+    Terms terms;
+    terms.x = read(x, col);
+    if (adds) terms.residual = read(residual, col);
+    return terms;
+  };
+  const auto sum_of = [&](const Terms& terms) {
     Values sum;
 #pragma unroll
-    for (int i = 0; i < Width; ++i) {
-      sum.lane[i] = to_float(a.lane[i]);
-      if (residual != nullptr) sum.lane[i] += to_float(b.lane[i]);
+    for (int i = 0; i < Width; ++i) sum.lane[i] = terms.x.lane(i);
+    if (adds) {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) sum.lane[i] += terms.residual.lane(i);
     }
     return sum;
   };
-  Values kept[kNormVectors];
+  Terms kept[kNormVectors];
 #pragma unroll
   for (int v = 0; v < kNormVectors; ++v) {
-    const int64_t col = first + v * step;
-    if (col < p.cols) kept[v] = sum_at(col);
+    if (first + v * step < p.cols) kept[v] = terms_at(first + v * step);
   }
   const auto for_each = [&](const auto& body) {
 #pragma unroll
     for (int v = 0; v < kNormVectors; ++v) {
-      const int64_t col = first + v * step;
-      if (col < p.cols) body(col, kept[v]);
+      if (first + v * step < p.cols) body(first + v * step, sum_of(kept[v]));
     }
-    for (int64_t col = first + kNormVectors * step; col < p.cols; col += step) body(col, sum_at(col));
+#pragma unroll 1
+    for (int64_t col = first + kNormVectors * step; col < p.cols; col += step) body(col, sum_of(terms_at(col)));
   };
 
   const float share = 1.0f / static_cast<float>(p.cols);
-  Sums sums{};
-  float mean = 0.0f;
-  if (p.centred) {
+  float mean = 0.0f, left = 0.0f, variance;
+  if constexpr (Centred) {
+    float sum[1] = {}, moments[2] = {};
     for_each([&](int64_t, const Values& values) {
 #pragma unroll
-      for (int i = 0; i < Width; ++i) sums.first = fmaf(values.lane[i], share, sums.first);  // which does not overflow
+      for (float value : values.lane) sum[0] = fmaf(value, share, sum[0]);  // which does not overflow
     });
-    mean = over_row(sums, of_warps[0]).first;
-    sums = {};
+    add_over_row(sum);
+    mean = sum[0];
+    for_each([&](int64_t, const Values& values) {
+#pragma unroll
+      for (float value : values.lane) {
+        moments[0] += value - mean;
+        moments[1] = fmaf(value - mean, value - mean, moments[1]);
+      }
+    });
+    add_over_row(moments);
+    left = moments[0] * share;
+    variance = variance_of(moments[1] * share, left);
+  } else {
+    float squares[1] = {};
+    for_each([&](int64_t, const Values& values) {
+#pragma unroll
+      for (float value : values.lane) squares[0] = fmaf(value, value, squares[0]);
+    });
+    add_over_row(squares);
+    variance = squares[0] * share;
   }
-  for_each([&](int64_t, const Values& values) {
+  const float scale = __frsqrt_rn(variance + p.eps);
+  for_each([&](int64_t col, Values values) {
 #pragma unroll
-    for (int i = 0; i < Width; ++i) {
-      const float centred = values.lane[i] - mean;
-      sums.first += centred;
-      sums.second = fmaf(centred, centred, sums.second);
-    }
-  });
-  sums = over_row(sums, of_warps[1]);
-  const float left = p.centred ? sums.first * share : 0.0f;
-  const float scale = 1.0f / sqrtf(variance_of(sums.second * share, left) + p.eps);
-  for_each([&](int64_t col, const Values& values) {
-    Vec weight, bias, result;
-    if (p.weight != nullptr) weight = *reinterpret_cast<const Vec*>(static_cast<const T*>(p.weight) + col);
-    if (p.bias != nullptr) bias = *reinterpret_cast<const Vec*>(static_cast<const T*>(p.bias) + col);
+    for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
+    if (p.weight != nullptr) {
+      const Packed<T, Width> weight = read(p.weight, col);
 #pragma unroll
-    for (int i = 0; i < Width; ++i) {
-      float value = (values.lane[i] - mean - left) * scale;
-      if (p.weight != nullptr) value *= to_float(weight.lane[i]) + p.weight_offset;
-      if (p.bias != nullptr) value += to_float(bias.lane[i]);
-      result.lane[i] = from_float<T>(value);
+      for (int i = 0; i < Width; ++i) values.lane[i] *= weight.lane(i) + p.weight_offset;
     }
-    *reinterpret_cast<Vec*>(out + col) = result;
+    if (p.bias != nullptr) {
+      const Packed<T, Width> bias = read(p.bias, col);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) values.lane[i] += bias.lane(i);
+    }
+    Vector<T, Width> result;
+#pragma unroll
+    for (int i = 0; i < Width; ++i) result.lane[i] = from_float<T>(values.lane[i]);
+    *reinterpret_cast<Vector<T, Width>*>(out + col) = result;
   });
 }
 

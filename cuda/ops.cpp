@@ -48,8 +48,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
   check_activation(activation);
   check_linear(x, weight, bias);
   const DeviceGuard device_guard(x.get_device_index());
-  bool fused = false;
-  return apply_layer(x, {weight, nullptr, bias, kNoBias, activation}, &fused);
+  return apply_layer(x, {weight, nullptr, bias, kNoBias, activation});
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
@@ -57,8 +56,7 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
   check_activation(activation);
   check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
   const DeviceGuard device_guard(x.get_device_index());
-  bool fused = false;
-  return apply_layer(x, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
+  return apply_layer(x, {gate_weight, &up_weight, gate_bias, up_bias, activation});
 }
 
 Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, const Tensor& down_weight,

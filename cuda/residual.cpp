@@ -49,10 +49,9 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
                      norm);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
-    bool fused = false;
-    const Tensor hidden =
-        fc1_weight ? apply_layer(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, &fused) : values;
-    return apply_layer(hidden, {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, &fused);
+    const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
+    if (!fc1_weight) return apply_layer(values, last);
+    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last);
   });
 }
 
@@ -65,9 +64,8 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
                            norm_weight, norm_bias, eps, norm);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
-    bool fused = false;
-    const Tensor hidden = apply_layer(values, {gate_weight, &up_weight, gate_bias, up_bias, activation}, &fused);
-    return apply_layer(hidden, {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, &fused);
+    return apply_layers(values, {gate_weight, &up_weight, gate_bias, up_bias, activation},
+                        {down_weight, nullptr, down_bias, kNoBias, kNoActivation});
   });
 }
 

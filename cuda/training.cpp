@@ -225,21 +225,18 @@ struct Cuda {
 // The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
 Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
                const OptionalTensor& second_bias, int64_t activation) {
-  bool fused = false;
   const Layer layer{first.weight, first.up_weight ? &*first.up_weight : nullptr, first.bias, first.up_bias, activation};
-  if (!second_weight) return apply_layer(x, layer, &fused);
+  if (!second_weight) return apply_layer(x, layer);
   const Tensor x_rows = Cuda::rows(x);
   const int64_t rows = x_rows.size(0), block = rows_of_a_block(rows, x_rows.size(1), first.weight.size(0));
   if (block == rows) {
-    const Tensor hidden = apply_layer(x, layer, &fused);
-    return apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &fused);
+    return apply_layers(x, layer, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation});
   }
   const Tensor out = new_dense(x, with_last_size(x, second_weight->size(0)));
   const Tensor out_rows = matrix_view(out, {rows, out.size(-1)}, {out.size(-1), 1});
   for (int64_t start = 0; start < rows; start += block) {
     const int64_t count = std::min(block, rows - start);
-    fused = false;
-    const Tensor hidden = apply_layer(rows_of(x_rows, start, count), layer, &fused);
+    const Tensor hidden = apply_layer(rows_of(x_rows, start, count), layer);
     Cuda::linear_into(rows_of(out_rows, start, count), hidden, *second_weight, second_bias);
   }
   return out;
@@ -273,9 +270,9 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   } else {
     run(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt);
   }
-  bool behind = static_cast<bool>(fused);
+  const bool behind = static_cast<bool>(fused);
   const Tensor out = second_weight
-                         ? apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, &behind)
+                         ? apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, behind)
                          : hidden;
   return {out, gate, up ? *up : new_dense(x, {0})};
 }

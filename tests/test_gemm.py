@@ -5,6 +5,7 @@ those of sm80, too.
 """
 
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,6 +24,7 @@ FUNCTIONS = ("linear", "gated_linear", "gated_mlp", "mlp")
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 GIB = 2**30
+SILU = 4  # the code of the activation
 
 
 @pytest.fixture(autouse=True, params=("chosen", *gemm_kernels.ARCHITECTURES))
@@ -201,16 +203,24 @@ def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_ou
 ROWS = pytest.mark.parametrize("rows", [1, 40, 300, 2048])
 
 
-def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device):
+@pytest.mark.parametrize("in_a_block", [False, True])
+def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device, in_a_block):
     """The second layer, which is torch's in a graph alone, finds the handle that torch cannot make there."""
     made = operands("mlp", (2048,), (768, 3072, 768), dtype=torch.bfloat16, device=device)
+    residual_mlp = sys.modules[f"{fused_mlp.__name__}.backends.native"].residual_mlp
+    residual = torch.zeros_like(made["x"])
+
+    def call():
+        if in_a_block:
+            return residual_mlp(*made.values(), SILU, residual, None, None, None, 0)
+        return fused_mlp.mlp(**made, activation="silu")
 
     def captured():
-        fused_mlp.mlp(**made, activation="silu")
+        call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = fused_mlp.mlp(**made, activation="silu")
+            result = call()
         graph.replay()
         return result
 

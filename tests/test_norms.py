@@ -57,7 +57,7 @@ def computed(x, gate, up, down, biases, residual, weight, bias, eps, norm, dtype
     return values + residual if norm % 2 else normed(values + residual)
 
 
-# Rows, and in, hidden, out: a warp, a block, more than registers hold; in vectors and one by one.
+# Rows, and in, hidden, out: a warp, a block, all that registers hold, and more; in vectors and one by one.
 SHAPES = [
     (1, (1024, 400, 1024)),
     (19, (64, 96, 64)),
@@ -65,6 +65,9 @@ SHAPES = [
     (130, (768, 64, 768)),
     (5, (1501, 100, 1501)),
     (4, (9000, 100, 9000)),
+    (3, (4096, 40, 4096)),
+    (3, (8192, 40, 8192)),
+    (3, (8200, 40, 8200)),
 ]
 
 
