@@ -65,6 +65,10 @@ FUSED_MLP_INLINE Vec& product_of(Products& products, int64_t feature) {
   return kIsBf16<T> ? products[feature % 2][feature / 2] : products[feature / kWidth][feature % kWidth];
 }
 
+// A sum in registers is added to that of the blocks before it after so many blocks: its rounding errors would grow with
+// the number of its terms.
+constexpr int64_t kBlocksOfSum = 32;
+
 // How many rows of weights are read at once: as many as leave half of the registers free.
 constexpr int streams_of(int rows) {
   int streams = 8;
@@ -82,7 +86,7 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
   const Mask mask = last_of_block<T>(rest);
   for (int64_t f = 0; f < kBlock; f += kStreams) {
     const T* weights = static_cast<const T*>(projection.weight) + (begin + f) * projection.row_stride;
-    Vec sums[kStreams][kRows] = {};
+    Vec sums[kStreams][kRows] = {}, earlier[kStreams][kRows] = {};
     const auto add = [&](int64_t from, int64_t to, const auto& kept) __attribute__((always_inline)) {
       Pair values[kStreams];
 #pragma GCC unroll 8
@@ -101,15 +105,26 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
         }
       }
     };
-    for (int64_t b = 0; b < last; ++b) {
-      add(b * kBlock, b * kBlock, [](Pair values) __attribute__((always_inline)) { return values; });
+    for (int64_t first = 0; first < last; first += kBlocksOfSum) {
+      const int64_t end = first + kBlocksOfSum < last ? first + kBlocksOfSum : last;
+      for (int64_t b = first; b < end; ++b) {
+        add(b * kBlock, b * kBlock, [](Pair values) __attribute__((always_inline)) { return values; });
+      }
+#pragma GCC unroll 8
+      for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          earlier[s][r] += sums[s][r];
+          sums[s][r] = Vec{};
+        }
+      }
     }
     add(in_features - kBlock, last * kBlock,
         [&](Pair values) __attribute__((always_inline)) { return masked(values, mask); });
 #pragma GCC unroll 8
     for (int s = 0; s < kStreams; ++s) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) product_of<T>(products[r], f + s) = sums[s][r];
+      for (int r = 0; r < kRows; ++r) product_of<T>(products[r], f + s) = earlier[s][r] + sums[s][r];
     }
   }
 }
