@@ -11,7 +11,10 @@ cudaError_t launch(const Norm& norm, cudaStream_t stream) {
   while (threads < kNormThreads && int64_t{threads} * kNormVectors * Width < norm.cols) threads *= 2;
   const dim3 block(threads, threads == 32 ? 4 : 1);
   const int64_t blocks = ceil_div(norm.rows, block.y);
-  const auto kernel = norm.centred ? norm_kernel<T, Width, true> : norm_kernel<T, Width, false>;
+  const bool adds = norm.residual.data != nullptr;
+  const auto rms = adds ? norm_kernel<T, Width, false, true> : norm_kernel<T, Width, false, false>;
+  const auto layer = adds ? norm_kernel<T, Width, true, true> : norm_kernel<T, Width, true, false>;
+  const auto kernel = norm.centred ? layer : rms;
   kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(norm);
   return cudaGetLastError();
 }

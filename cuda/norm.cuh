@@ -66,22 +66,22 @@ __device__ __forceinline__ float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-// blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under way
-// before it waits for the first, and two blocks of the most threads fit beside each other, so that one reads while the
-// other waits for its sums. Where the norm is centred, the mean is taken first, so that the squares are of small
-// numbers, and corrected by what is left of it in the second pass: a row of equal values gives 0.
-template <typename T, int Width, bool Centred>
+// blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under
+// way, those of the weights too, before it waits for the first, and two blocks of the most threads fit beside each
+// other, so that one reads while the other waits for its sums. Where the norm is centred, the mean is taken first, so
+// that the squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values
+// gives 0.
+template <typename T, int Width, bool Centred, bool Adds>
 __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ Norm p) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
-  const bool adds = p.residual.data != nullptr;
   const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
   const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
   T* const out = static_cast<T*>(p.out.data) + row * p.out.row_stride;
   const unsigned first = threadIdx.x * Width, step = blockDim.x * Width;
 
   struct Terms {
-    Packed<T, Width> x, residual;
+    Packed<T, Width> x, residual, weight, bias;
   };
   struct Values {
     float lane[Width];
@@ -92,14 +92,16 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const auto terms_at = [&](int64_t col) {
     Terms terms;
     terms.x = read(x, col);
-    if (adds) terms.residual = read(residual, col);
+    if (Adds) terms.residual = read(residual, col);
+    if (p.weight != nullptr) terms.weight = read(p.weight, col);
+    if (p.bias != nullptr) terms.bias = read(p.bias, col);
     return terms;
   };
   const auto sum_of = [&](const Terms& terms) {
     Values sum;
 #pragma unroll
     for (int i = 0; i < Width; ++i) sum.lane[i] = terms.x.lane(i);
-    if (adds) {
+    if (Adds) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) sum.lane[i] += terms.residual.lane(i);
     }
@@ -113,23 +115,26 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const auto for_each = [&](const auto& body) {
 #pragma unroll
     for (int v = 0; v < kNormVectors; ++v) {
-      if (first + v * step < p.cols) body(first + v * step, sum_of(kept[v]));
+      if (first + v * step < p.cols) body(first + v * step, sum_of(kept[v]), kept[v]);
     }
 #pragma unroll 1
-    for (int64_t col = first + kNormVectors * step; col < p.cols; col += step) body(col, sum_of(terms_at(col)));
+    for (int64_t col = first + kNormVectors * step; col < p.cols; col += step) {
+      const Terms terms = terms_at(col);
+      body(col, sum_of(terms), terms);
+    }
   };
 
   const float share = 1.0f / static_cast<float>(p.cols);
   float mean = 0.0f, left = 0.0f, variance;
   if constexpr (Centred) {
     float sum[1] = {}, moments[2] = {};
-    for_each([&](int64_t, const Values& values) {
+    for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
       for (float value : values.lane) sum[0] = fmaf(value, share, sum[0]);  // which does not overflow
     });
     add_over_row(sum);
     mean = sum[0];
-    for_each([&](int64_t, const Values& values) {
+    for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
       for (float value : values.lane) {
         moments[0] += value - mean;
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     variance = variance_of(moments[1] * share, left);
   } else {
     float squares[1] = {};
-    for_each([&](int64_t, const Values& values) {
+    for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
       for (float value : values.lane) squares[0] = fmaf(value, value, squares[0]);
     });
@@ -149,23 +154,18 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     variance = squares[0] * share;
   }
   const float scale = __frsqrt_rn(variance + p.eps);
-  for_each([&](int64_t col, Values values) {
+  for_each([&](int64_t col, Values values, const Terms& terms) {
 #pragma unroll
     for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
     if (p.weight != nullptr) {
-      const Packed<T, Width> weight = read(p.weight, col);
 #pragma unroll
-      for (int i = 0; i < Width; ++i) values.lane[i] *= weight.lane(i) + p.weight_offset;
+      for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + p.weight_offset;
     }
     if (p.bias != nullptr) {
-      const Packed<T, Width> bias = read(p.bias, col);
 #pragma unroll
-      for (int i = 0; i < Width; ++i) values.lane[i] += bias.lane(i);
+      for (int i = 0; i < Width; ++i) values.lane[i] += terms.bias.lane(i);
     }
-    Vector<T, Width> result;
-#pragma unroll
-    for (int i = 0; i < Width; ++i) result.lane[i] = from_float<T>(values.lane[i]);
-    *reinterpret_cast<Vector<T, Width>*>(out + col) = result;
+    store(out + col, values.lane);
   });
 }
 

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (col + Width > cols) continue;
-      Vec out[Op::kOutputs];
+      float results[Op::kOutputs][Width];
 #pragma unroll
       for (int lane = 0; lane < Width; ++lane) {
         float x[Op::kInputs], y[Op::kOutputs];
@@ -89,12 +89,11 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[u][i].lane[lane]);
         Op::apply(x, y);
 #pragma unroll
-        for (int i = 0; i < Op::kOutputs; ++i) out[i].lane[lane] = from_float<T>(y[i]);
+        for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
       }
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
-        T* target = static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride;
-        *reinterpret_cast<Vec*>(target + col) = out[i];
+        store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
       }
     }
   }

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
 #include <type_traits>
 
 #include "../torch-ext/matrix.h"
@@ -32,6 +33,40 @@ template <typename T, int Width>
 struct alignas(sizeof(T) * Width) Vector {
   T lane[Width];
 };
+
+// Two floats as 16-bit elements.
+template <typename T>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    pair = __floats2half2_rn(low, high);
+  } else {
+    pair = __floats2bfloat162_rn(low, high);
+  }
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Rounds the values and stores them. An assignment of 16 bytes may become four stores; this is one.
+template <typename T, int Width>
+__device__ __forceinline__ void store(T* target, const float (&values)[Width]) {
+  if constexpr (Width == 1) {
+    *target = from_float<T>(values[0]);
+  } else {
+    static_assert(Width * sizeof(T) == kVectorBytes);
+    uint32_t words[kVectorBytes / 4];
+#pragma unroll
+    for (int i = 0; i < kVectorBytes / 4; ++i) {
+      if constexpr (std::is_same_v<T, float>) {
+        words[i] = __float_as_uint(values[i]);
+      } else {
+        words[i] = round_pair<T>(values[2 * i], values[2 * i + 1]);
+      }
+    }
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+}
 
 // Calls visit with a null pointer of the element type.
 template <typename Visitor>

@@ -345,7 +345,7 @@ def test_sanitizer_cases_reach_every_kernel(fused_mlp, architecture):
 @functions
 def test_fused_call_is_explained(fused_mlp, device, function):
     """The call that the fallbacks below are changes of."""
-    made = operands(function, (10,), (72, 200, 64), dtype=torch.bfloat16, device=device)
+    made = operands(function, (10,), (80, 208, 64), dtype=torch.bfloat16, device=device)
     assert fused_gemms(fused_mlp, function, made, "silu") == gemms_of(function)
 
 
@@ -419,3 +419,26 @@ def test_plain_products_near_what_the_chip_can_do_are_fused(fused_mlp, device, a
     expected = reference.eager("linear", made, "linear")
     result = fused_mlp.linear(**made, activation="linear")
     assert_no_worse_than_eager(result, expected, reference.exact("linear", made, "linear"), roundings=8)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "n_in", "fused"),
+    [
+        ("linear", 8, 4360, True),
+        ("linear", 128, 4360, False),
+        ("linear", 32, 4304, True),
+        ("linear", 128, 4304, False),
+        ("gated_linear", 32, 4360, True),
+        ("gated_linear", 128, 4360, False),
+        ("gated_linear", 128, 4304, True),
+    ],
+)
+def test_rows_in_parts_of_lines_are_torchs(fused_mlp, device, architecture, function, rows, n_in, fused):
+    """4304 elements are whole sectors of 32 bytes, but no lines of 128; 4360 are neither."""
+    if architecture != "chosen":
+        pytest.skip("forced kernels are compared with nothing")
+    made = operands(function, (rows,), (n_in, 1024, 0), dtype=torch.bfloat16, device=device)
+    assert (fused_gemms(fused_mlp, function, made, "silu") == 1) == fused
+    expected = reference.eager(function, made, "silu")
+    result = getattr(fused_mlp, function)(**made, activation="silu")
+    assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)

@@ -89,7 +89,7 @@ def test_a_hopper_gpu_has_kernels_of_its_own():
 
 
 def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
-    """Up to 32 rows, which one tile or two hold, where weight rows begin at lines of the cache."""
+    """Up to 32 rows, 64 without a gate, which one tile or two hold, where weight rows begin at lines of the cache."""
     h200 = GPUS["H200"]
     for k, n in WIDTHS:
         for gated in (True, False):
@@ -99,7 +99,10 @@ def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
                 assert KERNELS[kernel][2] in rows.split()
                 bytes_read = 2 * n * k * (2 if gated else 1)
                 assert 0.85 * bytes_read / h200.bytes_per_microsecond < microseconds < 12 + 1.8 * bytes_read / 4e6
-            assert predictor.beside_sm90(h200, 33, n, k, gated)[0] == -1
+            for m in (33, 64):
+                kernel, _ = predictor.beside_sm90(h200, m, n, k, gated)
+                assert kernel == -1 if gated else KERNELS[kernel][2] in ("32", "64")
+            assert predictor.beside_sm90(h200, 65, n, k, gated)[0] == -1
     assert predictor.beside_sm90(h200, 8, 4096, 4104, True)[0] == -1
 
 

@@ -54,12 +54,9 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
                       [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
-// How much longer torch's GEMM keeps the CPU busy than a launch of ours does (measured on an H100 host). The CPU never
-// waits for a kernel that the GPU finishes within this time.
-constexpr double kTorchCpuMicroseconds = 12.0;
-constexpr int64_t kFewRows = 256;  // up to here a product behind a fused GEMM may be bound by the CPU
 // The CPU takes 30 us at least for a call with two products of ours: where it launches them, and not a graph, it never
-// waits for those that take half of that each.
+// waits for those that take half of that each. A call of torch's GEMM keeps it busy for 10 to 12 us more than a launch
+// of ours (measured on hosts of an H100 and an H200).
 constexpr double kLaunchedMicroseconds = 15.0;
 // A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
 // launches them, it never waits for those whose pair takes a fifth of that.
@@ -68,13 +65,26 @@ constexpr double kLaunchedPairMicroseconds = 50.0;
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
 constexpr double kEarlyMicroseconds = 3.0;
 
-// Whether a product leaves weight rows that do not fill lines of 128 bytes to torch's GEMM, which reads them faster
-// than our kernels do: at 8, 16, 32 and 64 rows of 11776 x 4360 with an activation ours took 1.06, 1.18, 1.33 and 1.31
-// of the time of torch's GEMM and a pointwise kernel (measured on an H200). A gated product takes two of torch's.
-bool reads_parts_of_lines(const GemmProblem& p) {
-  constexpr int64_t kLineElements = 64;
-  constexpr int64_t kFirst = 9, kLast = 64;  // rows; at 8 it is little, beyond 64 not measured
-  return !p.gated() && kFirst <= p.m && p.m <= kLast && p.weight.row_stride % kLineElements != 0;
+constexpr int64_t kSector = 32, kLine = 128;  // bytes that memory is read in, and of a request
+
+// Whether the rows of the operands are whole pieces of so many bytes.
+bool rows_fill(const GemmProblem& p, int64_t bytes) {
+  const auto fill = [&](const Matrix& matrix) {
+    constexpr int64_t kElementBytes = 2;
+    const auto begin = reinterpret_cast<uintptr_t>(matrix.data);
+    return begin % bytes == 0 && matrix.row_stride * kElementBytes % bytes == 0;
+  };
+  return fill(p.a) && fill(p.weight) && fill(p.up_weight) && fill(p.training.second_a) &&
+         fill(p.training.second_weight);
+}
+
+// Whether torch's GEMM reads the operands faster. Rows that are not whole lines take our kernels more requests, and
+// rows that are not whole sectors up to twice as many: 1.2 to 1.5 of the time of torch's way from 128 rows on, with 8
+// to 5000 features (measured on an H100 and an H200). A gated product takes two of torch's, and training more of them.
+bool torch_reads_faster(const GemmProblem& p) {
+  const bool gains_more = p.gated() || is_training(p.product());
+  if (!rows_fill(p, kSector)) return p.m >= (gains_more ? 64 : 9);
+  return !gains_more && p.m >= 33 && !rows_fill(p, kLine);
 }
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
@@ -119,6 +129,7 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
     return decided;
   }
   if (training) {
+    if (torch_reads_faster(p)) return Refusal::kTorchIsFaster;
     *plan = fastest(architecture, p, gpu);
     const bool hidden = launched_behind && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
@@ -127,20 +138,17 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
 
   const TorchComparison torch = architecture.torch(gpu);
   const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
-  // A call takes the GPU's time or the CPU's, whichever is longer. For a plain product on its own only the GPU's time
-  // counts. Behind a fused GEMM, which has already saved time, the CPU's counts too: of few rows, and of any number
-  // where no graph launches it.
-  const bool cpu_counts = !p.linear() || (p.follows_gemm && p.m <= kFewRows) || launched_behind;
+  // A call takes the GPU's time or the CPU's, whichever is longer. The CPU's counts behind a fused GEMM, which has
+  // already saved time, where no graph launches it.
   const bool near_floor_counts = p.linear() && p.m <= torch.near_floor_rows;
-  if (torch_rows && !cpu_counts && !near_floor_counts) return Refusal::kTorchIsFaster;
+  if (torch_rows && !launched_behind && !near_floor_counts) return Refusal::kTorchIsFaster;
 
   *plan = fastest(architecture, p, gpu);
   const bool early = p.follows_gemm && plan->kernel.loop == MainLoop::kStreamed;
   const double microseconds = plan->microseconds - (early ? kEarlyMicroseconds : 0.0);
-  const double cpu_microseconds = launched_behind ? kLaunchedMicroseconds : kTorchCpuMicroseconds;
   const bool near_floor = near_floor_counts && microseconds <= torch.near_floor * floor_microseconds(p, torch);
-  const bool faster = (!torch_rows || near_floor) && !reads_parts_of_lines(p);
-  const bool hidden = cpu_counts && plan->microseconds <= cpu_microseconds;
+  const bool faster = (!torch_rows || near_floor) && !torch_reads_faster(p);
+  const bool hidden = launched_behind && plan->microseconds <= kLaunchedMicroseconds && rows_fill(p, kSector);
   return faster || hidden ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
 

@@ -2,12 +2,8 @@
 // over its sums; how it holds them, and where it finds their biases, stays its own affair.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
 #include "../activations.cuh"
+#include "../vector.cuh"
 #include "problem.h"
 
 namespace fused_mlp {
@@ -21,20 +17,12 @@ template <>
 struct ElementTraits<__nv_bfloat16> {
   static constexpr Precision kPrecision = Precision::kBFloat16;
   using Pair = __nv_bfloat162;
-  static __device__ __forceinline__ Pair round(float low, float high) { return __floats2bfloat162_rn(low, high); }
 };
 template <>
 struct ElementTraits<__half> {
   static constexpr Precision kPrecision = Precision::kFloat16;
   using Pair = __half2;
-  static __device__ __forceinline__ Pair round(float low, float high) { return __floats2half2_rn(low, high); }
 };
-
-template <typename Element>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  const auto pair = ElementTraits<Element>::round(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 // Elements `column` and `column + 1` of a bias of n elements, both even. Past the end it returns the last two: such
 // columns are never stored.

@@ -9,24 +9,24 @@ namespace fused_mlp::sm80 {
 namespace {
 
 // Beyond so many rows the tensor cores of sm_90a are ahead.
-constexpr int64_t kMostRows = 32;
+constexpr int64_t kMostRows = 64, kMostGatedRows = 32;
+constexpr int kLargestTile = 32;  // of most kernels
 constexpr int kLeastTile = 8;
 constexpr int kRowTiles = 2;
 // Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
 constexpr int64_t kLineElements = 64;
 
-// Fitted on an H200, each call with other weights, to 239 products of 1 to 32 rows. The estimates are in units of those
-// of sm_90a (cuda/sm90/tuning.h), which they are compared with: what counts is the ratio of both times. So all of them
-// were made 4% longer when the kernels of sm_90a became as much faster.
-constexpr double kStart = 1.77;               // microseconds
+// Fitted together with the constants of sm_90a's streamed kernels (cuda/sm90/tuning.h), which the estimates are
+// compared with, to 1,026 products of 1 to 64 rows on an H100 and an H200, each call with other weights.
+constexpr double kStart = 1.76;               // microseconds
 constexpr double kRound = 0.315;              // microseconds
-constexpr double kShareOfBandwidth = 0.904;   // of the nominal one
-constexpr double kRowBytesPerCycle = 89.4;    // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 38.5;  // of rows of both operands, for a CTA
-constexpr double kBlockCycles = 266.0;        // of a block of k
-constexpr double kProductCycles = 0.01102;    // of a block, for each product of two elements of its rows, by one warp
+constexpr double kShareOfBandwidth = 0.884;   // of the nominal one
+constexpr double kRowBytesPerCycle = 213.4;   // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 37.4;  // of rows of both operands, for a CTA
+constexpr double kBlockCycles = 242.9;        // of a block of k
+constexpr double kProductCycles = 0.01523;    // of a block, for each product of two elements of its rows, by one warp
 constexpr int kWarpsAlone = 8;                // a CTA that is alone takes as long with four as with these
-constexpr double kMarginOfLargest = 1.05;     // for tiles of kMostRows, whose estimates are the least certain
+constexpr double kMarginOfLargest = 1.05;     // for tiles of kLargestTile rows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
@@ -70,14 +70,14 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   const bool lines =
       p.weight.row_stride % kLineElements == 0 && (!p.gated() || p.up_weight.row_stride % kLineElements == 0);
-  if (p.m > kMostRows || is_training(p.product()) || !lines) return best;
+  if (p.m > (p.gated() ? kMostGatedRows : kMostRows) || is_training(p.product()) || !lines) return best;
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
                        holds(p.m, listed.kernel.block_m) && offered(place, gpu);
     const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
     if (!suits || !enough(tiles, listed, gpu)) continue;
-    const double margin = listed.kernel.block_m == kMostRows ? kMarginOfLargest : 1.0;
+    const double margin = listed.kernel.block_m == kLargestTile ? kMarginOfLargest : 1.0;
     const double estimated = margin * microseconds(p, listed, tiles, gpu);
     if (estimated < best.microseconds) best = {listed.kernel, estimated};
   }

@@ -10,7 +10,7 @@ constexpr int kStreamedColumns = 64;   // columns of the output that a wgmma of 
 constexpr int kStoredColumns = 4;      // that a thread of a streamed kernel stores together: a tile has a multiple
 constexpr int kMaxStreamedSplitK = 8;  // CTAs that share a streamed tile's k: 1, 2, 4 or 8
 
-// Tiled kernels are chosen from this many rows on: with fewer, most of a tile would be empty.
+// Tiled kernels are chosen from this many rows on, and where these fill more than half of a tile.
 constexpr int64_t kTiledRows = 33;
 
 // How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.

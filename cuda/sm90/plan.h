@@ -67,7 +67,8 @@ void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& vis
     if (kernel.product != p.product()) continue;
     if (kernel.loop == MainLoop::kTiled) {
       const bool every_cta_has_k = kernel.split_k == 1 || p.k >= kBlockK * kernel.split_k;
-      const bool rows_suit = p.m >= kTiledRows || is_training(kernel.product);  // which has no streamed kernels
+      const bool half_full = p.m >= kTiledRows && 2 * p.m > kernel.block_m;
+      const bool rows_suit = half_full || is_training(kernel.product);  // which has no streamed kernels
       if (rows_suit && every_cta_has_k) visit(i, kernel);
       continue;
     }

@@ -1,9 +1,11 @@
 """Times every kernel on this GPU, torch's GEMM beside them: they take turns as CUDA graphs, and medians count."""
 
 import ctypes
+import itertools
+import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,8 @@ from tuning.model import KERNEL, Model
 
 ROUNDS = 4
 BUDGET_US = 1000.0  # of one candidate's turn
+WEIGHT_BYTES = 200e6  # of different weights, which calls have in turn: none finds its own in the L2 cache
+MOST_CALLS = 60  # in a turn
 ENTRY = Path(__file__).with_name("entry.cpp")
 SUFFIXES = (".cpp", ".cu", ".cuh", ".def", ".h")
 
@@ -117,11 +121,20 @@ def grid(quick: bool) -> list[tuple[str, int, int, int]]:
 def measure(library: ctypes.CDLL, model: Model, kind: str, m: int, n: int, k: int) -> Point:
     """On the current stream, which must not be the default one: that captures no graphs."""
     gated = kind == "gated"
-    x, gate, up = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for rows in (m, n, n))
+    copies = max(2, min(MOST_CALLS, math.ceil(WEIGHT_BYTES / (2 * n * k * (2 if gated else 1)))))
+    x, gates, ups = (
+        torch.randn(*size, k, dtype=torch.bfloat16, device="cuda") * k**-0.5
+        for size in ((m,), (copies, n), (copies if gated else 0, n))
+    )
     out, up_out = (torch.empty(m, n, dtype=x.dtype, device="cuda") for _ in range(2))
     shape = model.shape(kind, m, n, k)
     shape_pointer = ctypes.c_void_p(shape.ctypes.data)
-    up_weight = ctypes.c_void_p(up.data_ptr() if gated else None)
+
+    def weights() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        return itertools.cycle(zip(gates, ups if gated else [None] * copies))
+
+    def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
     def check(error: int, what: object) -> None:
         if error:
@@ -129,29 +142,31 @@ def measure(library: ctypes.CDLL, model: Model, kind: str, m: int, n: int, k: in
 
     def ours(kernel: Kernel) -> Callable[[], None]:
         chosen = np.array(tuple(kernel), KERNEL)
-        operands = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, gate, out)]
+        turns = weights()
 
         def run() -> None:
-            a, weight, result = operands
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             kernel_pointer = ctypes.c_void_p(chosen.ctypes.data)
-            error = library.tune_gemm(shape_pointer, kernel_pointer, a, weight, up_weight, result, stream)
-            check(error, kernel)
+            operands = [pointer(tensor) for tensor in (x, *next(turns), out)]
+            check(library.tune_gemm(shape_pointer, kernel_pointer, *operands, stream), kernel)
 
         return run
 
+    torch_turns = weights()
+
     def torchs() -> None:
+        gate, up = next(torch_turns)
         torch.mm(x, gate.t(), out=out)
         if gated:
             torch.mm(x, up.t(), out=up_out)
         if kind != "plain":
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            second = ctypes.c_void_p(up_out.data_ptr() if gated else None)
-            pointer = ctypes.c_void_p(out.data_ptr())
-            check(library.tune_act_and_mul(shape_pointer, pointer, second, stream), "act_and_mul")
+            second = pointer(up_out if gated else None)
+            check(library.tune_act_and_mul(shape_pointer, pointer(out), second, stream), "act_and_mul")
 
     kernels = model.candidates(kind, m, n, k)
-    torch_us, *times = medians([torchs, *(ours(kernel) for kernel in kernels)], least_microseconds(kind, m, n, k))
+    ways = [torchs, *(ours(kernel) for kernel in kernels)]
+    torch_us, *times = medians(ways, copies, least_microseconds(kind, m, n, k))
     return Point(kind, m, n, k, dict(zip(kernels, times)), torch_us, model.choice(kind, m, n, k))
 
 
@@ -161,9 +176,9 @@ def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
     return max(2 * m * weights / 700e6, 2 * weights / 3e6, 4.0)
 
 
-def medians(ways: list[Callable[[], None]], least_us: float) -> list[float]:
+def medians(ways: list[Callable[[], None]], least_calls: int, least_us: float) -> list[float]:
     """Microseconds of one call of each."""
-    calls = max(2, min(60, int(BUDGET_US / least_us)))
+    calls = max(least_calls, min(MOST_CALLS, int(BUDGET_US / least_us)))
     graphs = [timing.captured(way, calls) for way in ways]
     turns = {i: lambda graph=graph: {"us": timing.replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}
     timing.in_turns(turns, 1)  # warms up

@@ -74,7 +74,7 @@ def measure(library: ctypes.CDLL, predictor: Predictor, gpu: Gpu) -> Times:
         ways: list[Callable[[], object]] = [lambda x=x, weights=weights: torch.mm(x, weights.t())]
         ways += [_launcher(library, gpu, number, product, x, weights, out) for number in numbers]
         least = predictor.predict(gpu, *product, "linear").torch_microseconds
-        found[product] = dict(zip([None, *numbers], bench.medians(ways, least), strict=True))
+        found[product] = dict(zip([None, *numbers], bench.medians(ways, 2, least), strict=True))
     return found
 
 
