@@ -75,15 +75,15 @@ PLAIN = [
 TRAINING = [(5, 40, 40), (128, 128, 128), (300, 264, 520), (129, 72, 136), (2100, 200, 2056)]
 # The last two are for sm80's streamed kernels on a Hopper GPU, of which the second starts early.
 WHOLE = [
-    (5, (264, 520, 136)),
-    (65, (264, 520, 136)),
-    (600, (264, 520, 136)),
+    (5, (272, 528, 144)),
+    (65, (272, 528, 144)),
+    (600, (272, 528, 144)),
     (5, (512, 1024, 512)),
     (20, (512, 1024, 512)),
 ]
 
 
-def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+def layers() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
     """Function, operands and activation of each call of a fused layer."""
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
@@ -96,15 +96,27 @@ def gemms() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
                         activation,
                     )
                     count += 1
+
+
+def mlps() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """The same of each call of a whole MLP."""
+    for dtype in (torch.bfloat16, torch.float16):
         for function in ("gated_mlp", "mlp"):
             for rows, sizes in WHOLE:
                 yield function, operands(function, (rows,), sizes, dtype=dtype, device="cuda"), "silu"
 
 
 def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """The same, by an architecture's kernels, and each of them forced while its cases are computed."""
+    """The same, by an architecture's kernels: those of sm90 for all layers, in every cut, and what is chosen for MLPs;
+    and each kernel forced while its cases are computed.
+    """
+    if architecture == "chosen":
+        yield from layers()
+    if architecture == "sm90":
+        with gemm_kernels.forced(fused_mlp, architecture):
+            yield from layers()
     if architecture != "sm80":
-        yield from gemms()
+        yield from mlps()
     if architecture == "chosen":
         return
     for kernel, entry in enumerate(gemm_kernels.entries(architecture)):

@@ -70,7 +70,9 @@ def relaid(tensor, before, after):
 
 
 def feature_count(rng):
-    return 8 * rng.randint(1, 200) if rng.random() < 0.9 else rng.randint(1, 800)
+    """Of rows that fill lines of memory, sectors or neither."""
+    step = rng.choice((8, 16, 64))
+    return step * rng.randint(1, 1600 // step) if rng.random() < 0.9 else rng.randint(1, 800)
 
 
 @half_dtypes
