@@ -98,8 +98,8 @@ def eager(made, activation, form):
 
 def conditioning(compute, made):
     floats = {name: value for name, value in made.items() if name not in ("top_k_index", "top_k_weights")}
-    rest = {name: made[name].double() if name == "top_k_weights" else made[name] for name in made if name not in floats}
-    return reference.conditioning(lambda moved: compute(rest | moved), floats)
+    wide = made | {"top_k_weights": made["top_k_weights"].double()}
+    return reference.conditioning(lambda moved: compute(wide | moved), floats)  # the operands in their order
 
 
 def forced(fused_mlp, implementation, dtype):

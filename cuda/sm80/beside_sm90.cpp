@@ -17,14 +17,14 @@ constexpr int kRowTiles = 2;
 constexpr int64_t kLineElements = 64;
 
 // Fitted together with the constants of sm_90a's streamed kernels (cuda/sm90/tuning.h), which the estimates are
-// compared with, to 1,026 products of 1 to 64 rows on an H100 and an H200, each call with other weights.
-constexpr double kStart = 1.76;               // microseconds
-constexpr double kRound = 0.315;              // microseconds
-constexpr double kShareOfBandwidth = 0.884;   // of the nominal one
-constexpr double kRowBytesPerCycle = 213.4;   // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 37.4;  // of rows of both operands, for a CTA
-constexpr double kBlockCycles = 242.9;        // of a block of k
-constexpr double kProductCycles = 0.01523;    // of a block, for each product of two elements of its rows, by one warp
+// compared with, to products of 1 to 64 rows on an H100 and an H200, each call with other weights.
+constexpr double kStart = 1.804;              // microseconds
+constexpr double kRound = 0.298;              // microseconds
+constexpr double kShareOfBandwidth = 0.9335;  // of the nominal one
+constexpr double kRowBytesPerCycle = 225.4;   // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 39.5;  // of rows of both operands, for a CTA
+constexpr double kBlockCycles = 230.0;        // of a block of k
+constexpr double kProductCycles = 0.01442;    // of a block, for each product of two elements of its rows, by one warp
 constexpr int kWarpsAlone = 8;                // a CTA that is alone takes as long with four as with these
 constexpr double kMarginOfLargest = 1.05;     // for tiles of kLargestTile rows, whose estimates are the least certain
 

@@ -21,6 +21,22 @@ double bounded(double time, double floor) {
   return std::max(time, floor) + kShorter * std::min(time, std::max(floor, 0.0));
 }
 
+// How much longer all bytes take because the last CTAs, fewer than find room at once, cannot read as fast as all: what
+// they read takes kLeast at least of the time that a full round takes.
+double last_round(double ctas, double room) {
+  constexpr double kLeast = 0.706;
+  const double left = std::fmod(ctas, room) / room;
+  return ctas > room && left > 0.0 ? 1.0 + std::max(0.0, kLeast - left) * room / ctas : 1.0;
+}
+
+// The time that the L2 cache takes to send every streamed CTA its part of the weights and the rows of a.
+double microseconds_from_l2(const GemmProblem& p, const GemmKernel& kernel, const Chip& chip) {
+  constexpr double kBytesPerMicrosecond = 38.0 * 1980;  // for each multiprocessor, where chip.clock is 1
+  const double tiles_m = ceil_div(p.m, kernel.block_m), tiles_n = ceil_div(p.n, kernel.columns());
+  const double rows = tiles_m * tiles_n * (std::ceil(p.m / tiles_m) + kernel.block_n);
+  return 2.0 * rows * p.k / (kBytesPerMicrosecond * chip.multiprocessors * chip.clock);
+}
+
 }  // namespace
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const TiledTime& c, const Chip& chip) {
@@ -34,16 +50,17 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double floor = bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
   // counted on: streamed kernels have been the faster ones where it would decide. There the constants, which were
-  // measured with a part of the weights in L2 from call to call, are too low for weights from memory.
+  // measured with a part of the weights in L2 from call to call, are corrected for weights from memory.
   constexpr int64_t kCountedFrom = 65;
-  constexpr double kFromMemory = 1.1;
-  const double longer = is_training(p.product()) || p.m >= kCountedFrom ? 1.0 : kFromMemory;
+  constexpr double kFromMemory = 0.962, kMicrosecondsFromMemory = 1.05;
+  const bool corrected = !is_training(p.product()) && p.m < kCountedFrom;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
   const bool even =
       swapped && rounds > 1 && p.m >= kCountedFrom && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
-  return longer * ((rounds - 1) * bounded(round, floor_of_full) +
-                   bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full));
+  const double time = (rounds - 1) * bounded(round, floor_of_full) +
+                      bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
+  return corrected ? kFromMemory * time + kMicrosecondsFromMemory : time;
 }
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {
@@ -55,8 +72,10 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;
+  const double from_memory = bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
+  const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
   return (c.start + c.cta * most) / chip.clock +
-         bounded(time / chip.clock, bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle));
+         bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
 }
 
 }  // namespace fused_mlp::sm90

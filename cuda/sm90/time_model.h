@@ -29,7 +29,9 @@ struct TiledTime {
 // block = k_block + k_row * rows + (shared_k_column * columns + shared_k_row * rows) * most,
 // rows is that of a tile, columns its weight rows; most is the CTAs of the multiprocessor that has most of them; split
 // is split_2 where k has at least 2 parts, plus split_4 and split_8 likewise. The time that the bytes take at least is
-// longer by tail * (the part of the chip that would be idle if all multiprocessors waited for that one).
+// longer by tail * (the part of the chip that would be idle if all multiprocessors waited for that one), by what the
+// last round of CTAs loses if they do not all find room at once, and at least what the L2 cache takes to send all of
+// it.
 struct StreamedTime {
   double start, cta, split_2, split_4, split_8, k_block, k_row, shared_k_column, shared_k_row, tail;
 };
