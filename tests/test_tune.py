@@ -82,7 +82,7 @@ def test_streamed_tiles_share_the_columns_out(model, kind, m, n, k):
     assert len(cuts) == len(set(cuts)) > 0
     for cut in cuts:
         columns = cut.block_n // parts
-        assert cut.block_n % (4 * parts) == 0 and 0 < columns <= (128 if kind == "gated" else 64)
+        assert cut.block_n % (4 * parts) == 0 and 0 < columns <= 128
     if n == 17408 and kind == "gated":
         tiles = [-(-n // (cut.block_n // 2)) for cut in cuts if cut.split_k == 1]
         assert 3 * MULTIPROCESSORS in tiles, "three to each multiprocessor"
