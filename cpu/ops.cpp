@@ -302,12 +302,14 @@ struct Cpu {
   }
 
   static void differentiate(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& dgate,
-                            const OptionalTensor& dup, int64_t activation) {
+                            const OptionalTensor& dup, const OptionalTensor& values, int64_t activation) {
+    const Matrix of_values = values ? matrix(*values) : kNoMatrix;
     if (up) {
       run_pointwise(pointwise().act_and_mul_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(*up),
-                    matrix(dgate), matrix(*dup));
+                    matrix(dgate), matrix(*dup), of_values);
     } else {
-      run_pointwise(pointwise().act_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(dgate));
+      run_pointwise(pointwise().act_backward, shape(gate), activation, matrix(grad), matrix(gate), matrix(dgate),
+                    of_values);
     }
   }
 
@@ -376,7 +378,7 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
   const Walk walk(strides, {&grad, &gate, &up});
   run_pointwise(pointwise().act_and_mul_backward, {dtype, walk.rows, walk.cols}, activation, walk.input(0),
-                walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(walked_up_grad));
+                walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(walked_up_grad), kNoMatrix);
   if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
 }

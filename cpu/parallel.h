@@ -24,15 +24,17 @@ inline Matrix from_row(const Matrix& m, int64_t row, DType dtype) {
   return {static_cast<char*>(m.data) + row * m.row_stride * element_bytes(dtype), m.row_stride};
 }
 
-// Calls body(shape, operands...) for parts of matrices whose elements correspond, in parallel.
+// Calls body(shape, operands...) for parts of matrices whose elements correspond, in parallel; kNoMatrix has no parts.
 template <typename Body, typename... Operands>
 void for_parts(PointwiseShape shape, const Body& body, Operands... operands) {
   if (shape.rows == 0 || shape.cols == 0) return;
   const int64_t bytes = element_bytes(shape.dtype);
-  if (((operands.row_stride == shape.cols) && ...)) {  // one long row, to be cut anywhere
+  const auto from_element = [bytes](const Matrix& m, int64_t element) {
+    return m.data == nullptr ? kNoMatrix : Matrix{static_cast<char*>(m.data) + element * bytes, m.row_stride};
+  };
+  if (((operands.data == nullptr || operands.row_stride == shape.cols) && ...)) {  // one long row, to be cut anywhere
     torch::stable::parallel_for(0, shape.rows * shape.cols, kGrain, [&](int64_t begin, int64_t end) {
-      body(PointwiseShape{shape.dtype, 1, end - begin},
-           Matrix{static_cast<char*>(operands.data) + begin * bytes, operands.row_stride}...);
+      body(PointwiseShape{shape.dtype, 1, end - begin}, from_element(operands, begin)...);
     });
   } else {
     torch::stable::parallel_for(0, shape.rows, ceil_div(kGrain, shape.cols), [&](int64_t begin, int64_t end) {

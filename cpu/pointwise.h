@@ -26,13 +26,14 @@ struct Norm {
 struct PointwiseKernels {
   // out = act(x)
   void (*act)(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out);
-  // dx = grad * act'(x)
-  void (*act_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx);
+  // dx = grad * act'(x) and, where values.data is not null, values = act(x)
+  void (*act_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx,
+                       Matrix values);
   // out = act(gate) * up
   void (*act_and_mul)(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out);
-  // dgate = grad * up * act'(gate), dup = grad * act(gate)
+  // dgate = grad * up * act'(gate), dup = grad * act(gate) and, where values.data is not null, values = act(gate) * up
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
-                               Matrix dgate, Matrix dup);
+                               Matrix dgate, Matrix dup, Matrix values);
   // The norm of each row of x + residual; of x alone where residual.data is null.
   void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };

@@ -23,15 +23,20 @@ void act_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
 }
 
 template <typename T, Activation kActivation>
-void act_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix x, Matrix dx) {
+void act_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix x, Matrix dx, Matrix values) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *grad_row = row<T>(grad, r), *x_row = row<T>(x, r);
-    T* dx_row = row<T>(dx, r);
+    T *dx_row = row<T>(dx, r), *values_row = values.data == nullptr ? nullptr : row<T>(values, r);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Pair grads = load(grad_row + c, count), values = load(x_row + c, count);
-      Pair dxs;
-      for (int h = 0; h < 2; ++h) dxs.half[h] = grads.half[h] * slope<kActivation>(values.half[h]).derivative;
+      const Pair grads = load(grad_row + c, count), xs = load(x_row + c, count);
+      Pair dxs, acts;
+      for (int h = 0; h < 2; ++h) {
+        const Slope act = slope<kActivation>(xs.half[h]);
+        dxs.half[h] = grads.half[h] * act.derivative;
+        acts.half[h] = act.value;
+      }
       store(dx_row + c, count, dxs);
+      if (values_row != nullptr) store(values_row + c, count, acts);
     });
   }
 }
@@ -52,20 +57,23 @@ void act_and_mul_rows(const PointwiseShape& shape, Matrix gate, Matrix up, Matri
 
 template <typename T, Activation kActivation>
 void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix gate, Matrix up, Matrix dgate,
-                               Matrix dup) {
+                               Matrix dup, Matrix values) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T *grad_row = row<T>(grad, r), *gate_row = row<T>(gate, r), *up_row = row<T>(up, r);
     T *dgate_row = row<T>(dgate, r), *dup_row = row<T>(dup, r);
+    T* values_row = values.data == nullptr ? nullptr : row<T>(values, r);
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Pair grads = load(grad_row + c, count), gates = load(gate_row + c, count), ups = load(up_row + c, count);
-      Pair dgates, dups;
+      Pair dgates, dups, products;
       for (int h = 0; h < 2; ++h) {
         const Slope act = slope<kActivation>(gates.half[h]);
         dgates.half[h] = grads.half[h] * ups.half[h] * act.derivative;
         dups.half[h] = grads.half[h] * act.value;
+        products.half[h] = act.value * ups.half[h];
       }
       store(dgate_row + c, count, dgates);
       store(dup_row + c, count, dups);
+      if (values_row != nullptr) store(values_row + c, count, products);
     });
   }
 }
@@ -161,9 +169,10 @@ static void act(const PointwiseShape& shape, int64_t activation, Matrix x, Matri
         [&]<typename T, Activation kActivation>() { act_rows<T, kActivation>(shape, x, out); });
 }
 
-static void act_backward(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx) {
+static void act_backward(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx,
+                         Matrix values) {
   visit(shape.dtype, activation,
-        [&]<typename T, Activation kActivation>() { act_backward_rows<T, kActivation>(shape, grad, x, dx); });
+        [&]<typename T, Activation kActivation>() { act_backward_rows<T, kActivation>(shape, grad, x, dx, values); });
 }
 
 static void act_and_mul(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out) {
@@ -172,9 +181,9 @@ static void act_and_mul(const PointwiseShape& shape, int64_t activation, Matrix 
 }
 
 static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
-                                 Matrix dgate, Matrix dup) {
+                                 Matrix dgate, Matrix dup, Matrix values) {
   visit(shape.dtype, activation, [&]<typename T, Activation kActivation>() {
-    act_and_mul_backward_rows<T, kActivation>(shape, grad, gate, up, dgate, dup);
+    act_and_mul_backward_rows<T, kActivation>(shape, grad, gate, up, dgate, dup, values);
   });
 }
 

@@ -11,7 +11,6 @@
 
 namespace fused_mlp {
 
-inline constexpr Matrix kNoMatrix{nullptr, 0};
 inline constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
 // A linear layer, or a gated pair of them: act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one.

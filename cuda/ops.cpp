@@ -38,8 +38,8 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
   const Walk walk(strides, {&grad, &gate, &up});
   check(launch_act_and_mul_backward(walk.input(0), walk.input(1), walk.input(2), walk.output(gate_grad),
-                                    walk.output(walked_up_grad), walk.rows, walk.cols, dtype_of(gate, "gate"),
-                                    activation, current_stream(gate)));
+                                    walk.output(walked_up_grad), kNoMatrix, walk.rows, walk.cols,
+                                    dtype_of(gate, "gate"), activation, current_stream(gate)));
   if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
 }

@@ -66,15 +66,22 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
 }
 
 cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Matrix gate_grad, Matrix up_grad,
-                                        int64_t rows, int64_t cols, DType dtype, int64_t activation,
+                                        Matrix values, int64_t rows, int64_t cols, DType dtype, int64_t activation,
                                         cudaStream_t stream) {
   return visit_dtype(dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     cudaError_t error = cudaErrorInvalidValue;
     visit_activation(activation, [&]<Activation A>() {
-      error = up.data == nullptr
-                  ? run<T, Backward<A, T, false>>({{grad, gate}, {gate_grad}}, rows, cols, stream)
-                  : run<T, Backward<A, T, true>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream);
+      if (up.data == nullptr) {
+        error = values.data == nullptr
+                    ? run<T, Backward<A, T, false, false>>({{grad, gate}, {gate_grad}}, rows, cols, stream)
+                    : run<T, Backward<A, T, false, true>>({{grad, gate}, {gate_grad, values}}, rows, cols, stream);
+      } else {
+        error = values.data == nullptr
+                    ? run<T, Backward<A, T, true, false>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream)
+                    : run<T, Backward<A, T, true, true>>({{grad, gate, up}, {gate_grad, up_grad, values}}, rows, cols,
+                                                         stream);
+      }
     });
     return error;
   });

@@ -29,10 +29,11 @@ struct Forward {
   }
 };
 
-template <Activation A, typename T, bool Gated>
+// With `Values`, the last output is what Forward computes.
+template <Activation A, typename T, bool Gated, bool Values>
 struct Backward {
   static constexpr int kInputs = Gated ? 3 : 2;
-  static constexpr int kOutputs = Gated ? 2 : 1;
+  static constexpr int kOutputs = (Gated ? 2 : 1) + (Values ? 1 : 0);
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     const float grad = in[0], gate = in[1];
     if constexpr (Gated) {
@@ -41,6 +42,7 @@ struct Backward {
     } else {
       out[0] = grad * Fn<A, T>::derivative(gate);
     }
+    if constexpr (Values) out[kOutputs - 1] = Fn<A, T>::value(gate) * (Gated ? in[kInputs - 1] : 1.0f);
   }
 };
 

@@ -201,10 +201,11 @@ struct Cuda {
   }
 
   static void differentiate(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& dgate,
-                            const OptionalTensor& dup, int64_t activation) {
-    check(launch_act_and_mul_backward(matrix(grad), matrix(gate), up ? matrix(*up) : kNoMatrix, matrix(dgate),
-                                      dup ? matrix(*dup) : kNoMatrix, gate.size(0), gate.size(1), dtype_of(gate, "x"),
-                                      activation, current_stream(gate)));
+                            const OptionalTensor& dup, const OptionalTensor& values, int64_t activation) {
+    const auto if_any = [](const OptionalTensor& rows) { return rows ? matrix(*rows) : kNoMatrix; };
+    check(launch_act_and_mul_backward(matrix(grad), matrix(gate), if_any(up), matrix(dgate), if_any(dup),
+                                      if_any(values), gate.size(0), gate.size(1), dtype_of(gate, "x"), activation,
+                                      current_stream(gate)));
   }
 
   static KeptGemm kept_values(const Tensor& x, const FirstLayer& first, int64_t activation) {

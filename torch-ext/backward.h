@@ -108,7 +108,8 @@ struct NoKernel {
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
-//   differentiate(grad, gate, up, dgate, dup, activation)  the gradients of gate and up; outputs may be inputs
+//   differentiate(grad, gate, up, dgate, dup, values, activation)  the gradients of gate and up, and unless values is
+//                                                          null, apply; outputs may be inputs
 //   kept_values(x, first, activation)                      a kernel, or none, whose launch(gate, up, values) is
 //                                                          linear_into for gate and for up, and apply
 //   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
@@ -154,8 +155,7 @@ class Backward {
   // `gate` and `up` are the values before the activation, both in `gate` where the weight holds both: then so are their
   // gradients, and each product below is one for the two. `in_place`: they are written to, and their memory is freed as
   // soon as it is not needed. Peak memory beside operands and gradients: three matrices [rows, hidden] with gate and
-  // up among them; where they are to stay four, or five of a weight that holds both or with a kernel for
-  // hidden_gradients.
+  // up among them, five where they are to stay.
   std::vector<Tensor> run(const Tensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                           Tensor gate, OptionalTensor up, bool in_place) {
     differentiate(weight, up_weight, second_weight, gate, up, in_place, needs(kSecondWeight));
@@ -198,11 +198,10 @@ class Backward {
     }();
     OptionalTensor dhidden;
     if (second_weight) {
-      if (makes_values && !fused) {
-        const bool done = in_place && !needs_first();
-        const Tensor values = done && !up_first_ ? gate_rows : new_dense(gate, sizes);
+      if (makes_values && !needs_first()) {
+        const Tensor values = in_place && !up_first_ ? gate_rows : new_dense(gate, sizes);
         Backend::apply(gate_rows, up_rows, values, activation_);
-        if (done && (up || up_first_)) release(up ? *up : gate);
+        if (in_place && (up || up_first_)) release(up ? *up : gate);
         add_found(kSecondWeight, of_weight(grad_, values, *second_weight));
       }
       if (needs(kSecondBias)) add_found(kSecondBias, of_bias(grad_));
@@ -213,19 +212,22 @@ class Backward {
       }
     }
     OptionalTensor dgate = flat(gate), dup = up ? up_rows : std::nullopt;
+    const bool in_dhidden = dhidden && !in_place && !up_first_;
     if (!in_place) {
-      dgate = dhidden && !up_first_ ? dhidden : OptionalTensor(new_dense(gate, {x_.size(0), weight.size(0)}));
+      dgate = in_dhidden ? dhidden : OptionalTensor(new_dense(gate, {x_.size(0), weight.size(0)}));
       if (up) dup = new_dense(gate, sizes);
     }
     {
       const auto [dgate_rows, dup_rows] = parts(*dgate, dup);
+      OptionalTensor values;
+      if (makes_values) values = dhidden && !in_dhidden ? dhidden : OptionalTensor(new_dense(gate, sizes));
       if (fused) {
-        const auto values = makes_values ? OptionalTensor(new_dense(gate, sizes)) : std::nullopt;
         fused.launch(dgate_rows, dup_rows, values);
-        if (values) add_found(kSecondWeight, of_weight(grad_, *values, *second_weight));
       } else {
-        Backend::differentiate(dhidden ? *dhidden : grad_, gate_rows, up_rows, dgate_rows, dup_rows, activation_);
+        const Tensor& dvalues = dhidden ? *dhidden : grad_;
+        Backend::differentiate(dvalues, gate_rows, up_rows, dgate_rows, dup_rows, values, activation_);
       }
+      if (values) add_found(kSecondWeight, of_weight(grad_, *values, *second_weight));
     }
     dhidden.reset();
 

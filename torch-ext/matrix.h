@@ -14,6 +14,7 @@ struct Matrix {
   void* data;
   int64_t row_stride;
 };
+inline constexpr Matrix kNoMatrix{nullptr, 0};
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
