@@ -288,6 +288,11 @@ struct Cpu {
   static bool batches(const Tensor&) { return false; }
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
+  static Tensor sum_rows(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
+    const int64_t rows = 0;
+    return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, dtype);
+  }
+
   static Tensor rows(const Tensor& x) {
     const TensorRows found(x);
     return gemm_rows(matrix_view(found.tensor, {found.rows, found.cols}, {found.row_stride, 1}));

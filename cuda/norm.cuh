@@ -10,28 +10,6 @@ namespace fused_mlp {
 constexpr int kNormThreads = 512;
 constexpr int kNormVectors = 2;  // that each thread keeps in registers; what is beyond them is read again
 
-// Elements as they lie in memory: 16 bytes in words, or a single one. Kept so, they take the fewest registers; as a
-// Vector, the compiler takes each 16-bit lane apart as soon as it is read.
-template <typename T, int Width>
-struct alignas(sizeof(T) * Width) Packed {
-  using Word = std::conditional_t<Width == 1, T, uint32_t>;
-  static constexpr int kOfWord = sizeof(Word) / sizeof(T);
-  Word words[Width / kOfWord];
-
-  __device__ __forceinline__ float lane(int i) const {
-    const Word word = words[i / kOfWord];
-    if constexpr (Width == 1) {
-      return to_float(word);
-    } else if constexpr (std::is_same_v<T, float>) {
-      return __uint_as_float(word);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000);
-    } else {
-      return to_float(__ushort_as_half(static_cast<uint16_t>(word >> i % 2 * 16)));
-    }
-  }
-};
-
 template <int Count>
 __device__ __forceinline__ void add_over_warp(float (&sums)[Count]) {
 #pragma unroll

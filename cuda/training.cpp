@@ -10,6 +10,7 @@
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
+#include "column_sums.h"
 #include "device.h"
 #include "gemm/architecture.h"
 #include "gemm/record.h"
@@ -188,6 +189,18 @@ struct Cuda {
     const Tensor twice =
         view_of(x, std::array<int64_t, 3>{2, x.size(0), x.size(1)}, std::array{int64_t{0}, x.stride(0), x.stride(1)});
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_bmm_out(outs.get(), sides.get(), twice.get()));
+  }
+
+  static Tensor sum_rows(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
+    const int64_t rows = x.size(0), cols = x.size(1);
+    const int64_t parts = parts_of_column_sums(rows, cols, gpu(x.get_device_index()).multiprocessors);
+    const Tensor out = new_dense(x, {cols}, dtype);
+    OptionalTensor partial;
+    if (parts > 1) partial = new_dense(x, {parts, cols}, torch::headeronly::ScalarType::Float);
+    check(launch_column_sums(matrix(x), rows, cols, dtype_of(x, "grad"), out.mutable_data_ptr(), dtype_of(out, "bias"),
+                             partial ? static_cast<float*>(partial->mutable_data_ptr()) : nullptr, parts,
+                             current_stream(x)));
+    return out;
   }
 
   static Tensor rows(const Tensor& x) {

@@ -177,6 +177,21 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
                 yield what, call
 
 
+def biases(native) -> int:
+    """Gradients of biases, read in vectors and by element, of so many rows that they are summed in parts; how many."""
+    cases = list(itertools.product(((2100, 24, 40), (3100, 21, 33)), DTYPES))
+    for (rows, n_in, features), dtype in cases:
+        print(f"gradient of a bias: {rows}, {features}, {dtype}", flush=True)
+        x, weight, bias, gate = (
+            torch.randn(size, device="cuda").to(dtype)
+            for size in ((rows, n_in), (features, n_in), (features,), (rows, features))
+        )
+        given = (x, weight, None, None, bias, None, gate, None)
+        native.training_backward(torch.ones_like(gate), *given, 0, 1 << 4, None)
+        torch.cuda.synchronize()
+    return len(cases)
+
+
 def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
     """Function, and rows, in and out, for a kernel of a list: whole tiles, tails of all, and k of less than a block, of
     some, and of more than the ring holds. Those of sm90 are chosen in other cases too: one is enough.
@@ -336,6 +351,7 @@ def run(tool: str) -> None:
                 torch.cuda.synchronize()
                 calls += 1
             calls += trained_experts(native)
+        calls += biases(native)
         calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
         if tool != "racecheck":
             calls += routers(native.top_k_router)

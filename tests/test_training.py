@@ -97,6 +97,31 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
             assert gradient.stride() == made[name].stride()
 
 
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "rows, sizes", [(1, (40, 72, 8)), (1300, (33, 47, 21)), (5003, (16, 264, 40)), (70001, (8, 9, 8))]
+)
+def test_gradients_of_biases(fused_mlp, device, rows, sizes, dtype):
+    """Few rows, and so many that a GPU sums them in parts; of a gradient with gaps, and of one row for all."""
+    made = leaves(operands("mlp", (rows,), sizes, dtype=dtype, device=device), ("fc1_bias", "fc2_bias"))
+    wide = leaves({name: tensor.double() for name, tensor in made.items()}, ("fc1_bias", "fc2_bias"))
+    with_gaps = torch.randn(rows, sizes[2] + 3, device=device).to(dtype)[:, 3:]
+    for grad in (with_gaps, with_gaps[:1].expand(rows, -1)):
+
+        def gradients(result, made, grad=grad):
+            wanted = [made["fc1_bias"], made["fc2_bias"]]
+            return torch.autograd.grad(result, wanted, grad.to(result.dtype), retain_graph=True)
+
+        with poisoned_memory(device):
+            result = fused_mlp.mlp(**made, activation="silu")
+            found, again = gradients(result, made), gradients(result, made)
+        eager = gradients(reference.eager("mlp", made, "silu"), made)
+        exact = gradients(reference.exact("mlp", wide, "silu"), wide)
+        for name, one, other, *two in zip(("fc1_bias", "fc2_bias"), found, again, eager, exact, strict=True):
+            assert torch.equal(one, other)
+            assert_no_worse_than_eager(one, *two, name, roundings=ROUNDINGS["mlp"])
+
+
 @pytest.mark.parametrize("kind", [PackedGated, SwappedPacked])
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

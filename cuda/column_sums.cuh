@@ -1,0 +1,65 @@
+// The kernel that sums the columns of a matrix. Apart from its launch, so that a compiler of device code alone takes
+// this file.
+#pragma once
+
+#include "column_sums.h"
+#include "vector.cuh"
+
+namespace fused_mlp {
+
+constexpr int kSumThreads = 512;
+constexpr int kSumColumns = 32;  // of a block
+constexpr int kSumUnroll = 6;    // rows that a thread has in flight
+
+// The rows that a block reads at once: threads beside each other share a row.
+template <int Width>
+constexpr int kSumRows = kSumThreads / (kSumColumns / Width);
+
+// A block sums `part_rows` rows of its columns. Each sum is of short sums, in one order: it is the same in every call,
+// and its rounding errors stay small with many rows.
+template <typename In, typename Out, int Width>
+__global__ void __launch_bounds__(kSumThreads, 2)
+    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Out* out) {
+  using Vec = Packed<In, Width>;
+  constexpr int kLanes = kSumColumns / Width, kWarps = kSumThreads / 32;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
+  const int64_t col = int64_t{blockIdx.x} * kSumColumns + lane * Width;
+  const int64_t begin = int64_t{blockIdx.y} * part_rows, end = min(rows, begin + part_rows);
+  const In* source = static_cast<const In*>(x.data) + col;
+
+  float sums[Width] = {};
+  if (col < cols) {
+    for (int64_t row = begin + threadIdx.x / kLanes; row < end; row += kSumRows<Width> * kSumUnroll) {
+      Vec values[kSumUnroll] = {};
+#pragma unroll
+      for (int u = 0; u < kSumUnroll; ++u) {
+        const int64_t at = row + u * kSumRows<Width>;
+        if (at < end) values[u] = *reinterpret_cast<const Vec*>(source + at * x.row_stride);
+      }
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        float sum = values[0].lane(i);
+#pragma unroll
+        for (int u = 1; u < kSumUnroll; ++u) sum += values[u].lane(i);
+        sums[i] += sum;
+      }
+    }
+  }
+
+  __shared__ float of_warps[kWarps][kSumColumns];
+#pragma unroll
+  for (int i = 0; i < Width; ++i) {
+#pragma unroll
+    for (int lanes = kLanes; lanes < 32; lanes *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], lanes);
+    if (threadIdx.x % 32 < kLanes) of_warps[warp][lane * Width + i] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kSumColumns) return;
+  float total = 0.0f;
+#pragma unroll
+  for (const auto& of_warp : of_warps) total += of_warp[threadIdx.x];
+  const int64_t summed = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  if (summed < cols) out[blockIdx.y * cols + summed] = from_float<Out>(total);
+}
+
+}  // namespace fused_mlp
