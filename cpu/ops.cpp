@@ -289,8 +289,23 @@ struct Cpu {
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
   static Tensor sum_rows(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
-    const int64_t rows = 0;
-    return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, dtype);
+    constexpr int64_t kColumns = 32;  // a line of memory
+    const PointwiseShape all = shape(x);
+    if (dtype || all.dtype != DType::kBFloat16) {
+      const int64_t rows = 0;
+      return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, dtype);
+    }
+    const Tensor out = new_dense(x, {all.cols});
+    const auto from_column = [](const Matrix& m, int64_t col) {
+      return Matrix{static_cast<char*>(m.data) + col * element_bytes(DType::kBFloat16), m.row_stride};
+    };
+    const Matrix in = matrix(x), sums{out.mutable_data_ptr(), all.cols};
+    const int64_t grain = ceil_div(kGrain, std::max<int64_t>(all.rows * kColumns, 1));
+    torch::stable::parallel_for(0, ceil_div(all.cols, kColumns), grain, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * kColumns, cols = std::min(end * kColumns, all.cols) - first;
+      pointwise().sum_rows({all.dtype, all.rows, cols}, from_column(in, first), from_column(sums, first));
+    });
+    return out;
   }
 
   static Tensor rows(const Tensor& x) {

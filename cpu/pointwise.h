@@ -34,6 +34,8 @@ struct PointwiseKernels {
   // dgate = grad * up * act'(gate), dup = grad * act(gate) and, where values.data is not null, values = act(gate) * up
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup, Matrix values);
+  // out[c] = sum of x[r][c] over all rows r, of bfloat16
+  void (*sum_rows)(const PointwiseShape& shape, Matrix x, Matrix out);
   // The norm of each row of x + residual; of x alone where residual.data is null.
   void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };

@@ -78,6 +78,25 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix 
   }
 }
 
+static void sum_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
+  for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+    Pair sums{};
+    int64_t r = 0;
+    for (; r + 4 <= shape.rows; r += 4) {  // four loads for each addition to the sums, which wait for one another
+      Pair rows[4];
+      for (int i = 0; i < 4; ++i) rows[i] = load(row<BFloat16>(x, r + i) + c, count);
+      for (int h = 0; h < 2; ++h) {
+        sums.half[h] += (rows[0].half[h] + rows[1].half[h]) + (rows[2].half[h] + rows[3].half[h]);
+      }
+    }
+    for (; r < shape.rows; ++r) {
+      const Pair values = load(row<BFloat16>(x, r) + c, count);
+      for (int h = 0; h < 2; ++h) sums.half[h] += values.half[h];
+    }
+    store(row<BFloat16>(out, 0) + c, count, sums);
+  });
+}
+
 FUSED_MLP_INLINE float lanes_sum(Vec x) {
   float sum = 0.0f;
   for (int i = 0; i < kWidth; ++i) sum += x[i];
@@ -192,4 +211,4 @@ static void norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix
   rows(shape, norm, x, residual, out);
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, norm};
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, sum_rows, norm};
