@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -77,7 +78,24 @@ Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
   return count == matrix.size(0) ? matrix : torch::stable::narrow(matrix, 0, begin, count);
 }
 
-constexpr auto torch_linear = linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>;
+// out [rows, n] = x [rows, k] weight [n, k]^T + bias, by torch's GEMM, which adds the product to what `out` holds.
+// torch would copy the bias there itself, but through its dispatcher, which takes as long as a small product.
+void torch_linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (!bias || bias->stride(0) != 1) {
+    return linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>(out, x, weight, bias);
+  }
+  const DType dtype = dtype_of(*bias, "bias");
+  const int64_t cols = bias->size(0);
+  const Matrix rows{out.mutable_data_ptr(), out.stride(0)};
+  const void* const values = bias->const_data_ptr();
+  torch::stable::parallel_for(0, out.size(0), ceil_div(kGrain, std::max<int64_t>(cols, 1)),
+                              [=](int64_t begin, int64_t end) {
+                                for (int64_t r = begin; r < end; ++r) {
+                                  std::memcpy(from_row(rows, r, dtype).data, values, cols * element_bytes(dtype));
+                                }
+                              });
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), x.get(), transposed(weight).get(), 1.0, 1.0));
+}
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) for a gated one.
 struct HiddenLayer {
