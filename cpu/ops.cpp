@@ -306,7 +306,7 @@ struct Cpu {
   static bool batches(const Tensor&) { return false; }
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
-  static Tensor sum_rows(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
+  static Tensor column_sums(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
     constexpr int64_t kColumns = 32;  // a line of memory
     const PointwiseShape all = shape(x);
     if (dtype || all.dtype != DType::kBFloat16) {
@@ -314,14 +314,12 @@ struct Cpu {
       return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(&rows, 1), false, dtype);
     }
     const Tensor out = new_dense(x, {all.cols});
-    const auto from_column = [](const Matrix& m, int64_t col) {
-      return Matrix{static_cast<char*>(m.data) + col * element_bytes(DType::kBFloat16), m.row_stride};
-    };
     const Matrix in = matrix(x), sums{out.mutable_data_ptr(), all.cols};
     const int64_t grain = ceil_div(kGrain, std::max<int64_t>(all.rows * kColumns, 1));
     torch::stable::parallel_for(0, ceil_div(all.cols, kColumns), grain, [&](int64_t begin, int64_t end) {
       const int64_t first = begin * kColumns, cols = std::min(end * kColumns, all.cols) - first;
-      pointwise().sum_rows({all.dtype, all.rows, cols}, from_column(in, first), from_column(sums, first));
+      pointwise().column_sums({all.dtype, all.rows, cols}, from_column(in, first, all.dtype),
+                              from_column(sums, first, all.dtype));
     });
     return out;
   }

@@ -24,17 +24,18 @@ inline Matrix from_row(const Matrix& m, int64_t row, DType dtype) {
   return {static_cast<char*>(m.data) + row * m.row_stride * element_bytes(dtype), m.row_stride};
 }
 
+// The matrix from a column on; kNoMatrix has none.
+inline Matrix from_column(const Matrix& m, int64_t col, DType dtype) {
+  return m.data == nullptr ? m : Matrix{static_cast<char*>(m.data) + col * element_bytes(dtype), m.row_stride};
+}
+
 // Calls body(shape, operands...) for parts of matrices whose elements correspond, in parallel; kNoMatrix has no parts.
 template <typename Body, typename... Operands>
 void for_parts(PointwiseShape shape, const Body& body, Operands... operands) {
   if (shape.rows == 0 || shape.cols == 0) return;
-  const int64_t bytes = element_bytes(shape.dtype);
-  const auto from_element = [bytes](const Matrix& m, int64_t element) {
-    return m.data == nullptr ? kNoMatrix : Matrix{static_cast<char*>(m.data) + element * bytes, m.row_stride};
-  };
   if (((operands.data == nullptr || operands.row_stride == shape.cols) && ...)) {  // one long row, to be cut anywhere
     torch::stable::parallel_for(0, shape.rows * shape.cols, kGrain, [&](int64_t begin, int64_t end) {
-      body(PointwiseShape{shape.dtype, 1, end - begin}, from_element(operands, begin)...);
+      body(PointwiseShape{shape.dtype, 1, end - begin}, from_column(operands, begin, shape.dtype)...);
     });
   } else {
     torch::stable::parallel_for(0, shape.rows, ceil_div(kGrain, shape.cols), [&](int64_t begin, int64_t end) {

@@ -35,7 +35,7 @@ struct PointwiseKernels {
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup, Matrix values);
   // out[c] = sum of x[r][c] over all rows r, of bfloat16
-  void (*sum_rows)(const PointwiseShape& shape, Matrix x, Matrix out);
+  void (*column_sums)(const PointwiseShape& shape, Matrix x, Matrix out);
   // The norm of each row of x + residual; of x alone where residual.data is null.
   void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };

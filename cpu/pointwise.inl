@@ -78,7 +78,7 @@ void act_and_mul_backward_rows(const PointwiseShape& shape, Matrix grad, Matrix 
   }
 }
 
-static void sum_rows(const PointwiseShape& shape, Matrix x, Matrix out) {
+static void column_sums(const PointwiseShape& shape, Matrix x, Matrix out) {
   for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
     Pair sums{};
     int64_t r = 0;
@@ -211,4 +211,4 @@ static void norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix
   rows(shape, norm, x, residual, out);
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, sum_rows, norm};
+const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, column_sums, norm};

@@ -15,8 +15,8 @@ constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 template <int Width>
 constexpr int kSumRows = kSumThreads / (kSumColumns / Width);
 
-// A block sums `part_rows` rows of its columns. Each sum is of short sums, in one order: it is the same in every call,
-// and its rounding errors stay small with many rows.
+// A block sums `part_rows` rows of its columns. A thread adds up a few rows and then adds that to its sums, always in
+// the same order: results are the same in every call, and rounding errors stay small with many rows.
 template <typename In, typename Out, int Width>
 __global__ void __launch_bounds__(kSumThreads, 2)
     column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Out* out) {

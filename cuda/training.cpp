@@ -191,7 +191,7 @@ struct Cuda {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_bmm_out(outs.get(), sides.get(), twice.get()));
   }
 
-  static Tensor sum_rows(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
+  static Tensor column_sums(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
     const int64_t rows = x.size(0), cols = x.size(1);
     const int64_t parts = parts_of_column_sums(rows, cols, gpu(x.get_device_index()).multiprocessors);
     const Tensor out = new_dense(x, {cols}, dtype);

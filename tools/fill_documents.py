@@ -285,13 +285,14 @@ def sweep_sentence() -> str:
 
 
 def sweep_graphs_sentence() -> str:
-    found = run("h200-sweep-graphs")
-    by_ratio = sorted(ratios(found["results"], "graph_us"))
-    return (
-        f"In CUDA graphs on an {found['machine']['gpu']}, over the same {len(by_ratio)} shapes, it takes "
-        f"{statistics.median(by_ratio):.2f} of eager's time at the median and {by_ratio[-1]:.2f} at worst; it took "
-        f"longer than eager at {sum(ratio > 1 for ratio in by_ratio) or 'none'} of them."
+    runs = [run("h200-sweep-graphs"), run("h100-sweep-graphs")]
+    found = {measured["machine"]["gpu"]: ratios(measured["results"], "graph_us") for measured in runs}
+    figures = "; ".join(
+        f"on an {gpu} {statistics.median(of):.2f} at the median, {max(of):.2f} at worst and over 1 at "
+        f"{sum(ratio > 1 for ratio in of) or 'none'} of {len(of)} shapes"
+        for gpu, of in found.items()
     )
+    return f"In CUDA graphs it takes, of eager's time over the same widths and rows: {figures}."
 
 
 def between_sentence() -> str:

@@ -106,7 +106,7 @@ struct NoKernel {
 //                                add(sum, term), sum += term, of float32 tensors that lie alike and without gaps
 //   batches(weight)              whether two products that make gradients of such weights take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
-//   sum_rows(x, dtype)           the sum of the rows of a matrix, of x's dtype or the given one
+//   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, of x's dtype or the given one
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, values, activation)  the gradients of gate and up, and unless values is
@@ -326,7 +326,7 @@ class Backward {
     return result;
   }
 
-  Tensor of_bias(const Tensor& grad) const { return Backend::sum_rows(grad, sums_dtype()); }
+  Tensor of_bias(const Tensor& grad) const { return Backend::column_sums(grad, sums_dtype()); }
 
   // A gradient that is a term of a sum is float32. Others have the dtype of their operand, for which nothing is said.
   std::optional<torch::headeronly::ScalarType> sums_dtype() const {
