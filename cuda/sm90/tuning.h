@@ -1,8 +1,8 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
 // kernels up to 64 rows are fitted to 334 products on an H200, each call with other weights, those of more rows to
-// products on both; those of tiles of 112, 144 and 208 rows lie between their neighbours'. The rows from which torch's
-// plain products are the faster ones are of an H200. time_model.h says what they mean, tools/tuning/fit.py how they are
-// fitted.
+// products on both; those of tiles of 112, 144, 176 and 208 rows lie between their neighbours'. The rows from which
+// torch's plain products are the faster ones are of an H200. time_model.h says what they mean, tools/tuning/fit.py how
+// they are fitted.
 #pragma once
 
 #include <limits>
@@ -26,6 +26,7 @@ constexpr TunedKernel kTuned[] = {
     {{MainLoop::kTiled, Product::kGated, 112, 128, Schedule::kSwappedHalfRows, 1}, {0.75, 0.81, 0.343, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 144, 128, Schedule::kSwappedHalfRows, 1}, {0.6, 1.05, 0.421, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 160, 128, Schedule::kSwappedHalfRows, 1}, {0.529, 1.172, 0.459, 0.0}},
+    {{MainLoop::kTiled, Product::kGated, 176, 128, Schedule::kSwappedHalfRows, 1}, {0.396, 1.335, 0.505, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 208, 128, Schedule::kSwappedHalfRows, 1}, {0.13, 1.66, 0.596, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 224, 128, Schedule::kSwappedHalfRows, 1}, {0.0, 1.823, 0.641, 0.0}},
     {{MainLoop::kTiled, Product::kPlain, 128, 192, Schedule::kPingPong, 1}, {2.297, 0.0, 0.476, 2.094}},
