@@ -3,12 +3,14 @@
 import copy
 import importlib
 import itertools
+import sys
 
 import pytest
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
+import machine
 import measure
 import reference
 from look_alikes import SwappedPacked
@@ -225,6 +227,26 @@ def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
             assert result.dtype == eager.dtype and not result.requires_grad
             bounds = {"atol": 0.05, "rtol": 0.05} if cast else {}  # roundings of bfloat16, of results of order one
             torch.testing.assert_close(result, eager, **bounds)
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, dtype):
+    """Below a bound torch's functions train a plain MLP, and explain says so; from it on, or to save memory, an op."""
+    least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED
+    module, x = Plain(sizes=(32, 48, 24)).to(dtype), torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    fused, saving = copy.deepcopy(module), copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused and fused_mlp.fuse_mlps(saving, memory="recompute").fused
+    given = [x, module.fc1.weight, module.fc2.weight, module.fc1.bias, module.fc2.bias]
+    for bound, is_op in ((2 * 5 * 48, True), (2 * 5 * 48 + 1, False)):
+        monkeypatch.setitem(least, "mlp", bound)
+        explained = fused_mlp.explain(fused_mlp.mlp, *given, activation="gelu")
+        assert (explained.implementation == "cpu") == is_op and (f"fewer than {bound}" in explained.reason) != is_op
+        results = [fused(x), fused(x), fused_mlp.mlp(*given, activation="gelu")]
+        assert [hasattr(result.grad_fn, "own") for result in results] == 3 * [is_op]
+        assert hasattr(saving(x).grad_fn, "own")
+        if not is_op:
+            assert all(torch.equal(result, module(x)) for result in results)
 
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])

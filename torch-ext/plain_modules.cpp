@@ -2,6 +2,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <cstdint>
 #include <map>
 #include <span>
 #include <utility>
@@ -54,29 +55,31 @@ struct Settings {
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
-  PyObject* module;        // nn.Module
-  PyObject* call;          // nn.Module.__call__ as torch wrote it
-  PyObject* original;      // the attribute by which a fused module has the class that it was made from
-  PyObject* known;         // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
-  PyObject* norms;         // by class of norms: what read_norm() says
-  PyObject* ops;           // by name
-  PyObject* dtypes;        // those that the ops take
-  PyObject* on_device;     // the attribute of a tensor that is true on their device
-  PyObject* refusal;       // of an index of a GPU: None where the ops run on it; None for a CPU
-  PyObject* every_gpu;     // a function: whether they run on all GPUs
-  PyObject* blocks;        // a list of one element while no backend is forced
-  PyObject* is_inference;  // the function of torch
-  PyObject* quiet;         // functions that return something true where every call is disturbed
-  PyObject* empty;         // dictionaries that hold something there
-  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
+  PyObject* module;          // nn.Module
+  PyObject* call;            // nn.Module.__call__ as torch wrote it
+  PyObject* original;        // the attribute by which a fused module has the class that it was made from
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* norms;           // by class of norms: what read_norm() says
+  PyObject* ops;             // by name
+  PyObject* dtypes;          // those that the ops take
+  PyObject* on_device;       // the attribute of a tensor that is true on their device
+  PyObject* refusal;         // of an index of a GPU: None where the ops run on it; None for a CPU
+  PyObject* every_gpu;       // a function: whether they run on all GPUs
+  PyObject* parts;           // by memory of a pattern and name of an op: the function that calls its parts
+  PyObject* least_recorded;  // by name of an op: from how many hidden values on recording it pays; always parts without
+  PyObject* blocks;          // a list of one element while no backend is forced
+  PyObject* is_inference;    // the function of torch
+  PyObject* quiet;           // functions that return something true where every call is disturbed
+  PyObject* empty;           // dictionaries that hold something there
+  PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
 };
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor", "parameter",    "linear",    "dropout", "gelu",
-                                     "module", "call",         "original",  "known",   "norms",
-                                     "ops",    "dtypes",       "on_device", "refusal", "every_gpu",
-                                     "blocks", "is_inference", "quiet",     "empty",   "unchanged"};
+constexpr const char* kSettings[] = {
+    "tensor",         "parameter", "linear",       "dropout", "gelu",      "module",   "call",      "original",
+    "known",          "norms",     "ops",          "dtypes",  "on_device", "refusal",  "every_gpu", "parts",
+    "least_recorded", "blocks",    "is_inference", "quiet",   "empty",     "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -99,6 +102,7 @@ struct Names {
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* op = PyUnicode_InternFromString("op");
+  PyObject* memory = PyUnicode_InternFromString("memory");
   PyObject* packed = PyUnicode_InternFromString("packed");
   PyObject* order = PyUnicode_InternFromString("__mro__");
   // What finds attributes, of all names and of those that are not found otherwise.
@@ -435,6 +439,26 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   return read_norm(block.norm, block.norm_first != Py_False, dtype, recording, operands, place - 4);
 }
 
+int64_t number_of_elements(PyObject* tensor) {
+  const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
+  return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+// The function that computes what autograd follows by its parts, where these take less time than the op and what
+// records it: borrowed; nullptr without an error where they do not.
+PyObject* faster_parts(PyObject* pattern, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(pattern, names().memory)), op(PyObject_GetAttr(pattern, names().op));
+  PyObject* const of_memory = memory && op ? item(settings.parts, memory.get()) : nullptr;
+  PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op.get());
+  PyObject* const least = parts == nullptr ? nullptr : item(settings.least_recorded, op.get());
+  if (least == nullptr) return parts;
+  PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
+  const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
+  const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+  if (features <= 0) return nullptr;
+  return elements / (of_weight / features) * features < PyLong_AsSsize_t(least) ? parts : nullptr;
+}
+
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
 // whose gate and up are packed, and the operands.
@@ -459,6 +483,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   const Answer followed = recording && (packed == kNo || block != nullptr) ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
   if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
+  PyObject* const parts = packed == kNo && followed == kYes ? faster_parts(mlp.pattern, operands) : nullptr;
+  if (parts != nullptr) return PyObject_CallObject(parts, operands);
+  if (PyErr_Occurred()) return nullptr;
   if (packed == kYes || followed == kYes) {
     Py_INCREF(operands);
     return operands;

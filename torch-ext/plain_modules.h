@@ -24,9 +24,10 @@ namespace fused_mlp {
 //   fused(pattern, x, projections, act, between, owner, names) -> Tensor | tuple | None
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
-//     or gate and up are packed, the op's operands but x: weights, then biases (None where there is none), and the
-//     activation's code. None where it cannot be known, or the op raised RuntimeError. Parts that are strings stand for
-//     children of the owner; `names` are all of these, here and below.
+//     and the parts take less time than the op, the result of torch's functions. Where it follows else, or gate and up
+//     are packed, the op's operands but x: weights, then biases (None where there is none), and the activation's code.
+//     None where it cannot be known, or what was called raised RuntimeError. Parts that are strings stand for children
+//     of the owner; `names` are all of these, here and below.
 //   block(pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names) -> Tensor | None
 //     The same for a whole MLP and what is around it, where autograd does not follow: parts behind it that pass values
 //     on, the sum with a residual, and a norm of the sum, or of x where it comes first, or None. Where gate and up are

@@ -209,7 +209,7 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
     return None
 
 
-def recording_reason(op: str, *given: Optional[Tensor]) -> Optional[str]:
+def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], memory: str) -> Optional[str]:
     """Why a call that autograd follows, on operands as autocast has cast them, is not one op, or None if it is."""
     reason = pointwise_reason(*given) or training.refusal(op)
     if reason is not None:
@@ -217,9 +217,10 @@ def recording_reason(op: str, *given: Optional[Tensor]) -> Optional[str]:
     x = given[0]
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
         return "operands of several dtypes"
-    if dispatch.select(op, x) is native:
+    recorded = training.recorded_elements(op, given, memory)
+    if dispatch.select(op, x, recorded) is native:
         return None
-    return f"autograd follows the parts: {dispatch.reasoned(op, x)[1]}"
+    return f"autograd follows the parts: {dispatch.reasoned(op, x, recorded)[1]}"
 
 
 def autograd_follows(*given: Optional[Tensor]) -> bool:
@@ -269,6 +270,8 @@ def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: s
             return _COMPILED_OPS[op](*given, *rest)
         if training.refusal(op) is not None:
             return None
+        if dispatch.is_too_small(op, given[0], training.recorded_elements(op, given, memory)):
+            return None
         return training.run(op, given, *rest, memory, is_quiet=True)
     except RuntimeError:
         return None
@@ -301,7 +304,7 @@ def _recorded(
 ) -> Tensor:
     """The result of a call that autograd follows: one op each way, or the composed parts."""
     cast = autocast(given)
-    if recording_reason(op, *cast) is None:
+    if recording_reason(op, cast, memory) is None:
         return training.run(op, cast, activation, memory, *up_first)
     if memory == training.RECOMPUTED and not training.is_transformed():
         return checkpoint(composed, *given, activation, *up_first, use_reentrant=False, preserve_rng_state=False)

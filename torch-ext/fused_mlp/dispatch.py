@@ -25,8 +25,9 @@ _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 # products, on a Hopper GPU. They take weights of every layout, as the compiled ones do not.
 _TRITON_EXPERTS_ROWS = 8
 
-# On a CPU, a kernel under autograd costs a node written in Python: it pays from this many elements on, by measurement.
-_LEAST_RECORDED = 1 << 17
+# On a CPU, an op under autograd costs a node written in Python: these pay from so many elements of their hidden values
+# on, by measurement.
+LEAST_RECORDED = {"act_and_mul": 1 << 17, "mlp": 1 << 15}
 
 
 class _Block:
@@ -65,7 +66,7 @@ def backend(name: str) -> Iterator[None]:
 def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
     """The backend module that takes ``op`` on ``x``; ValueError if one is forced and refuses.
 
-    ``recorded`` is the number of elements of a result that autograd records.
+    ``recorded`` is the number of elements of the hidden values, or the result, that autograd records.
     """
     forced = _open_blocks[-1].name
     if forced != "auto":
@@ -73,7 +74,7 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
         if reason is not None:
             raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
         return _BACKENDS[forced]
-    for implementation in () if _is_too_small(x, recorded) else _AUTO_BACKENDS:
+    for implementation in () if is_too_small(op, x, recorded) else _AUTO_BACKENDS:
         if implementation.refusal(op, x) is None and _reserve(op, implementation, x) is None:
             return implementation
     return reference
@@ -96,8 +97,8 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
     if forced != "auto":
         select(op, x)
         return forced, "forced by backend()"
-    if _is_too_small(x, recorded):
-        return "torch", f"autograd records fewer than {_LEAST_RECORDED} elements"
+    if is_too_small(op, x, recorded):
+        return "torch", f"autograd records fewer than {LEAST_RECORDED[op]} elements"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
@@ -120,9 +121,12 @@ def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
     return "not measured yet"
 
 
-def _is_too_small(x: Tensor, recorded: Optional[int]) -> bool:
+def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
+    """Whether a call that autograd records takes less time by its parts: ``recorded`` is as for :func:`select`."""
     # A compiled graph runs no Python, and would be compiled anew for the other side of the bound.
-    return recorded is not None and x.is_cpu and not torch.compiler.is_compiling() and recorded < _LEAST_RECORDED
+    if recorded is None or not x.is_cpu or torch.compiler.is_compiling():
+        return False
+    return recorded < LEAST_RECORDED.get(op, 0)
 
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:

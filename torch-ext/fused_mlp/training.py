@@ -76,6 +76,14 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
 
+def recorded_elements(op: str, given: Operands, memory: str) -> Optional[int]:
+    """How many hidden values a call has; None where its op saves memory, or time however few they are."""
+    if op != "mlp" or memory == RECOMPUTED:
+        return None
+    x, weight = given[:2]
+    return x.shape[:-1].numel() * weight.shape[0]
+
+
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
     """How the products with an epilogue of training would be computed."""
     given = _full(op, given)

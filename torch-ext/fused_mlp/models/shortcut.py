@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
 from .. import dispatch, training
-from ..backends import native
+from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
 from .pattern import Pattern
@@ -44,6 +44,11 @@ _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "resi
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 
+# What computes a call that autograd follows by its parts where these take less time: by memory and name of the op.
+_parts = {"linear": reference.linear}  # one layer is never an op there
+if native.DEVICE_TYPE == "cpu":
+    _parts["mlp"] = reference.mlp
+
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
     plain.configure(
@@ -63,6 +68,8 @@ if plain is not None:
             "on_device": f"is_{native.DEVICE_TYPE}",
             "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
             "every_gpu": native.takes_every_gpu,
+            "parts": {training.KEPT: _parts},
+            "least_recorded": dispatch.LEAST_RECORDED,
             "blocks": dispatch._open_blocks,
             "is_inference": torch.is_inference_mode_enabled,
             "quiet": (
@@ -106,18 +113,14 @@ def fused(
     takes Python longer than the short way takes for all.
     """
     is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
-    is_alone = False  # a single layer that autograd follows, which no op records
     if is_short:
         found = plain.fused(pattern, x, projections, act, between, owner, names)
         if type(found) is tuple:
-            is_alone = pattern.op == "linear" and pattern.memory == training.KEPT
-            found = None if is_alone else _recorded_or_packed(pattern, *found)
+            found = _recorded_or_packed(pattern, *found)
         if found is not None:
             return found
     if names:
         projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
-    if is_alone:
-        return act(projections[0](x))
     if is_short:
         _learn(act)  # for the next call
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
@@ -209,8 +212,7 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
     try:
         if not recorded:
             return _ops[name](x, *weights, *biases, code)
-        refused = training.refusal(name) is not None
-        if refused:
+        if training.refusal(name) is not None:
             return None
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
