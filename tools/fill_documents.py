@@ -97,6 +97,7 @@ def parts() -> dict[str, str]:
         "sweep": sweep_sentence(),
         "between": between_sentence(),
         "sweep-graphs": sweep_graphs_sentence(),
+        "between-graphs": between_graphs_sentence(),
         "cpu": cpu_sentence(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -293,6 +294,16 @@ def sweep_graphs_sentence() -> str:
         for gpu, of in found.items()
     )
     return f"In CUDA graphs it takes, of eager's time over the same widths and rows: {figures}."
+
+
+def between_graphs_sentence() -> str:
+    measured = run("h200-between-graphs")
+    found = sorted(ratios(measured["results"], "graph_us"))
+    over = [ratio for ratio in found if ratio > 1]
+    return (
+        f"At {len(found)} shapes drawn at random it takes {statistics.median(found):.2f} at the median on an "
+        f"{measured['machine']['gpu']}, and over 1 at {len(over)} ({', '.join(f'{ratio:.3f}' for ratio in over)})."
+    )
 
 
 def between_sentence() -> str:
