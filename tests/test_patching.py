@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -308,16 +309,29 @@ class WithDropout(Gated):
         return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 
-def test_dropout_is_kept_in_training(fused_mlp, device):
+def is_recorded_by_an_op(result):
+    nodes = [result.grad_fn]
+    for node in nodes:
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return any(hasattr(node, "own") for node in nodes)
+
+
+@pytest.mark.parametrize("least", [0, 1 << 20], ids=["op", "parts"])
+def test_dropout_is_kept_in_training(fused_mlp, device, monkeypatch, least):
+    """The first half is an op of its own, but for few hidden values on a CPU."""
+    monkeypatch.setitem(sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED, "gated_linear", least)
     module = WithDropout(0.5).to(device)
     plain = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(module).fused
-    x = torch.randn(2, 32, device=device)
-    results = []
-    for candidate in (module, plain):
-        torch.manual_seed(0)
-        results.append(candidate.train()(x))
-    torch.testing.assert_close(*results)
+    x = torch.randn(2, 32, device=device, requires_grad=True)
+    for _ in range(2):  # at the second call the activation is known
+        results = []
+        for candidate in (module, plain):
+            torch.manual_seed(0)
+            results.append(candidate.train()(x))
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x, retain_graph=True) for each in results))
+        assert is_recorded_by_an_op(results[0]) == (least == 0 or device.type == "cuda")
     assert not torch.allclose(module(x), module(x))
     explanation = fused_mlp.explain(module)
     assert explanation.implementation == "partly fused"

@@ -77,8 +77,8 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 
 
 def recorded_elements(op: str, given: Operands, memory: str) -> Optional[int]:
-    """How many hidden values a call has; None where its op saves memory, or time however few they are."""
-    if op != "mlp" or memory == RECOMPUTED:
+    """How many hidden values a call has, on which it depends whether its op saves time; None where it saves memory."""
+    if memory == RECOMPUTED:
         return None
     x, weight = given[:2]
     return x.shape[:-1].numel() * weight.shape[0]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..activations import Activation
-from . import obstacles, switching, traced
+from . import obstacles
 from .pattern import Pattern
-from .recognition import activation_of
 
 LINEAR, PLAIN = Pattern(), Pattern(whole=True)
 GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
@@ -39,7 +38,7 @@ def fused(
     found = None if activation is None else _parameters(projections)
     if not pattern.whole:
         return _hidden(pattern, x, projections, found, activation, act)
-    if found is not None and _passes(between):
+    if found is not None and passes(between):
         if not pattern.gated:
             (first_weight, first_bias), (weight, bias) = found
             return calls.mlp(x, first_weight, weight, first_bias, bias, activation, pattern.memory)
@@ -48,7 +47,7 @@ def fused(
             return hidden
     *others, last = projections
     found = None if activation is None else _parameters(others)
-    return _last(_hidden(pattern, x, others, found, activation, act), between, last)
+    return second_half(_hidden(pattern, x, others, found, activation, act), between, last)
 
 
 def _hidden(
@@ -93,60 +92,11 @@ def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: A
     return calls.act_and_mul(gate, up, activation)
 
 
-def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
-    """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
-    return _sequential(self, input, PLAIN)
-
-
-def sequential_recomputed(self: nn.Sequential, input: Tensor) -> Tensor:
-    """The same, keeping less for the backward."""
-    return _sequential(self, input, _RECOMPUTED)
-
-
-_RECOMPUTED = Pattern(whole=True, memory="recompute")
-
-
-def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
-    if traced.is_traced():
-        return traced.run(plain.memory, nn.Sequential.forward, _instead_of_sequential, self, input)
-    instead = _instead_of_sequential(self)
-    if instead is not None:
-        return instead(self, input)
-    if obstacles.of_surroundings() is not None:
-        return nn.Sequential.forward(self, input)
-    parts, index = list(self), 0
-    while index < len(parts):
-        first, act = parts[index], parts[index + 1] if index + 1 < len(parts) else None
-        activation = None if act is None or obstacles.of_projection(first) is not None else activation_of(act)
-        last = index + 2
-        while last < len(parts) and _passes(parts[last : last + 1]):
-            last += 1
-        if activation is None:
-            input, index = first(input), index + 1
-        elif last < len(parts) and ends(parts[last:]):
-            input, index = fused(plain, input, (first, parts[last]), activation, act), last + 1
-        else:
-            input, index = fused(LINEAR, input, (first,), activation, act), index + 2
-    return input
-
-
-SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
-for _forward in SEQUENTIAL.values():
-    _forward.__name__ = "forward"  # the name under which a bound method is pickled
-    _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
-_instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
-
-
 # The forwards of what hands on what comes in, or None where somebody has patched them.
 _PASSING = {
     nn.Dropout: obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout),
     nn.Identity: obstacles.unpatched(nn.Identity, "forward", nn.modules.linear),
 }
-
-
-def ends(parts: Sequence[nn.Module]) -> bool:
-    """Whether an MLP ends with the first part: a projection, without an activation to go with it."""
-    return obstacles.of_projection(parts[0]) is None and (len(parts) == 1 or activation_of(parts[1]) is None)
 
 
 def alteration(part: Union[nn.Module, float]) -> Optional[str]:
@@ -161,14 +111,16 @@ def alteration(part: Union[nn.Module, float]) -> Optional[str]:
     return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
 
 
-def _passes(between: Between) -> bool:
+def passes(between: Between) -> bool:
+    """Whether hidden values come out of all these parts as they go in."""
     for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
         if alteration(part) is not None:
             return False
     return True
 
 
-def _last(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
+def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
+    """What the last projection gives of hidden values, behind the parts between."""
     for part in between:
         hidden = part(hidden) if isinstance(part, nn.Module) else F.dropout(hidden, part, True)
     return projection(hidden)

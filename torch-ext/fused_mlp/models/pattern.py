@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Pattern:
     activation must be called, that is after up. ``up_left``: whether up is the left factor of the product,
     which decides how the product lies in memory where the two lie differently. ``memory``: what training keeps.
 
-    ``op`` is the name of the op that computes it, if one does.
+    ``op`` is the name of the op that computes it, if one does; ``first_half`` the pattern without the last projection.
     """
 
     gated: bool = False
@@ -28,10 +28,12 @@ class Pattern:
     up_left: bool = False
     memory: str = "activations"
     op: str = field(init=False, repr=False, compare=False)
+    first_half: Pattern = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         op = ("gated_mlp" if self.whole else "gated_linear") if self.gated else "mlp" if self.whole else "linear"
         object.__setattr__(self, "op", op)
+        object.__setattr__(self, "first_half", replace(self, whole=False) if self.whole else self)
 
     def __str__(self) -> str:
         if self.pointwise:

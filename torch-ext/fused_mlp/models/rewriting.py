@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from . import effects, forms, forwards, halves, norms, obstacles, shortcut, sites, switching, traced
+from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
@@ -57,7 +57,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
         if _mlps_in_sequence(module):
-            return {"forward": forwards.SEQUENTIAL[memory]}, []
+            return {"forward": sequences.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
@@ -79,17 +79,17 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
 
 def is_fused(function: Any) -> bool:
     """Whether a function is one that :func:`fused_methods` makes."""
-    return function in forwards.SEQUENTIAL.values() or function in _made
+    return function in sequences.SEQUENTIAL.values() or function in _made
 
 
 def memory_of(function: FunctionType) -> str:
     """What training keeps in a fused method."""
-    return "recompute" if function is forwards.sequential_recomputed else getattr(function, _MEMORY, "activations")
+    return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
-    if function in forwards.SEQUENTIAL.values():
+    if function in sequences.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
     found, original = [], getattr(function, ORIGINAL)
     for site in getattr(function, _SITES):

@@ -47,7 +47,7 @@ _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 # What computes a call that autograd follows by its parts where these take less time: by memory and name of the op.
 _parts = {"linear": reference.linear}  # one layer is never an op there
 if native.DEVICE_TYPE == "cpu":
-    _parts["mlp"] = reference.mlp
+    _parts |= {"mlp": reference.mlp, "gated_linear": reference.gated_linear}
 
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -121,6 +121,9 @@ def fused(
             return found
     if names:
         projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    if is_short and between and pattern.whole and not forwards.passes(between):  # as dropout in training
+        hidden = fused(pattern.first_half, x, projections[:-1], act)
+        return forwards.second_half(hidden, between, projections[-1])
     if is_short:
         _learn(act)  # for the next call
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
