@@ -65,8 +65,8 @@ struct Settings {
   PyObject* on_device;       // the attribute of a tensor that is true on their device
   PyObject* refusal;         // of an index of a GPU: None where the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs
-  PyObject* parts;           // by memory of a pattern and name of an op: the function that calls its parts
-  PyObject* least_recorded;  // by name of an op: from how many hidden values on recording it pays; always parts without
+  PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
+  PyObject* least_recorded;  // by name of an op: from how many hidden values on it pays in training; never if not there
   PyObject* blocks;          // a list of one element while no backend is forced
   PyObject* is_inference;    // the function of torch
   PyObject* quiet;           // functions that return something true where every call is disturbed

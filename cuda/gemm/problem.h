@@ -164,7 +164,8 @@ struct TorchComparison {
   TorchRows plain;      // without an activation
   TorchRows activated;  // with an activation, which torch applies in a kernel of its own; not for gated products
   // Within torch's rows, up to this many, a plain product is still ours where its estimate is at most near_floor times
-  // the time that its bytes or its arithmetic take at the GPU's peak: torch's GEMM has no room to be faster.
+  // the time that its bytes or its arithmetic take at the GPU's peak: torch's GEMM has no room to be faster. Long
+  // products are torch's for all that (kNearFloorMicroseconds in choice.cpp).
   int64_t near_floor_rows;
   double near_floor;
   double bytes_per_microsecond, flops_per_microsecond;

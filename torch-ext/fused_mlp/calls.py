@@ -270,7 +270,8 @@ def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: s
             return _COMPILED_OPS[op](*given, *rest)
         if training.refusal(op) is not None:
             return None
-        if dispatch.is_too_small(op, given[0], training.recorded_elements(op, given, memory)):
+        x = given[0]
+        if x.is_cpu and dispatch.is_too_small(op, x, training.recorded_elements(op, given, memory)):
             return None
         return training.run(op, given, *rest, memory, is_quiet=True)
     except RuntimeError:

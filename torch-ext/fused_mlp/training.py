@@ -77,7 +77,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 
 
 def recorded_elements(op: str, given: Operands, memory: str) -> Optional[int]:
-    """How many hidden values a call has, on which it depends whether its op saves time; None where it saves memory."""
+    """How many hidden values a call has, by which it is known whether its op saves time; None where memory is saved."""
     if memory == RECOMPUTED:
         return None
     x, weight = given[:2]

@@ -44,8 +44,8 @@ _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "resi
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 
-# What computes a call that autograd follows by its parts where these take less time: by memory and name of the op.
-_parts = {"linear": reference.linear}  # one layer is never an op there
+# By name of an op that may take more time than its parts where autograd follows: the function that computes these.
+_parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
     _parts |= {"mlp": reference.mlp, "gated_linear": reference.gated_linear}
 
