@@ -8,10 +8,11 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16,amx-tile,amx-bf16"))), \
+    apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16,amx-tile,amx-bf16")
 #endif
 
 namespace fused_mlp::amx {
@@ -77,13 +78,47 @@ void transpose(__m512i (&rows)[16]) {
 
 __mmask32 first(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
+// Copies columns [begin, begin + count) of a panel into pairs of tiles, and pads them with zeros, of a weight whose
+// columns lie together: pairs of them are brought into one lane, then transposed.
+void pack_weight_columns(const Layer& layer, int64_t panel, int64_t begin, int64_t count, char* packed) {
+  const int64_t begin_feature = panel * layer.panel_features();
+  for (int64_t k = 0; k < count; k += kDepth) {
+    for (int64_t half = 0; half < 2; ++half) {
+      const Projection& projection = layer.gated && half == 1 ? layer.up : layer.gate;
+      const int64_t feature = begin_feature + (layer.gated ? 0 : half * kTileRows);
+      const int64_t features = max(0, min(kTileRows, layer.out_features - feature));
+      const int64_t step = projection.row_stride;
+      const __mmask32 mask = first(max(0, (features - 1) * step + 1));
+      const uint16_t* column = projection.weight + feature * step + (begin + k) * projection.column_stride;
+      const auto load = [&](int64_t i) {
+        if (features == 0 || k + i >= count) return _mm512_setzero_si512();
+        const uint16_t* from = column + i * projection.column_stride;
+        if (begin + k + i + kColumnsAhead < layer.in_features) {
+          _mm_prefetch(from + kColumnsAhead * projection.column_stride, _MM_HINT_T1);
+        }
+        const __m512i loaded = _mm512_maskz_loadu_epi16(mask, from);
+        return step == 1 ? _mm512_cvtepu16_epi32(_mm512_castsi512_si256(loaded))
+                         : _mm512_and_si512(loaded, _mm512_set1_epi32(0xffff));
+      };
+      __m512i lanes[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        lanes[i] = _mm512_or_si512(load(2 * i), _mm512_slli_epi32(load(2 * i + 1), 16));
+      }
+      transpose(lanes);
+      char* to = packed + k / kDepth * (2 * kTileBytes) + half * kTileBytes;
+      for (int64_t r = 0; r < 16; ++r) _mm512_store_si512(to + r * 64, lanes[r]);
+    }
+  }
+}
+
 // The 32 rows of weights in a panel. Rows past the last feature repeat that feature, and their sums are not used.
 struct Panel {
   const uint16_t* rows[32];
   const Layer* layer;
-  int64_t begin_feature;
+  int64_t index, begin_feature;
 
-  Panel(const Layer& layer, int64_t index) : layer(&layer), begin_feature(index * layer.panel_features()) {
+  Panel(const Layer& layer, int64_t index)
+      : layer(&layer), index(index), begin_feature(index * layer.panel_features()) {
     const int64_t features = layer.panel_features();
     for (int64_t r = 0; r < 32; ++r) {
       const bool first = r < features;
@@ -101,42 +136,11 @@ struct Panel {
 
   // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.
   void pack(int64_t begin, int64_t count, char* packed) const {
-    if (!by_rows()) return pack_columns(begin, count, packed);
+    if (!by_rows()) return pack_weight_columns(*layer, index, begin, count, packed);
     for (int64_t r = 0; r < 32; ++r) {
       for (int64_t k = 0; k < count; k += kDepth) {
         const __m512i weights = _mm512_maskz_loadu_epi16(first(count - k), rows[r] + begin + k);
         _mm512_store_si512(packed + k / kDepth * (2 * kTileBytes) + r * 64, weights);
-      }
-    }
-  }
-
-  // The same of a weight whose columns lie together: pairs of them are brought into one lane, then transposed.
-  void pack_columns(int64_t begin, int64_t count, char* packed) const {
-    for (int64_t k = 0; k < count; k += kDepth) {
-      for (int64_t half = 0; half < 2; ++half) {
-        const Projection& projection = layer->gated && half == 1 ? layer->up : layer->gate;
-        const int64_t feature = begin_feature + (layer->gated ? 0 : half * kTileRows);
-        const int64_t features = max(0, min(kTileRows, layer->out_features - feature));
-        const int64_t step = projection.row_stride;
-        const __mmask32 mask = first(max(0, (features - 1) * step + 1));
-        const uint16_t* column = projection.weight + feature * step + (begin + k) * projection.column_stride;
-        const auto load = [&](int64_t i) {
-          if (features == 0 || k + i >= count) return _mm512_setzero_si512();
-          const uint16_t* from = column + i * projection.column_stride;
-          if (begin + k + i + kColumnsAhead < layer->in_features) {
-            _mm_prefetch(from + kColumnsAhead * projection.column_stride, _MM_HINT_T1);
-          }
-          const __m512i loaded = _mm512_maskz_loadu_epi16(mask, from);
-          return step == 1 ? _mm512_cvtepu16_epi32(_mm512_castsi512_si256(loaded))
-                           : _mm512_and_si512(loaded, _mm512_set1_epi32(0xffff));
-        };
-        __m512i lanes[16];
-        for (int64_t i = 0; i < 16; ++i) {
-          lanes[i] = _mm512_or_si512(load(2 * i), _mm512_slli_epi32(load(2 * i + 1), 16));
-        }
-        transpose(lanes);
-        char* to = packed + k / kDepth * (2 * kTileBytes) + half * kTileBytes;
-        for (int64_t r = 0; r < 16; ++r) _mm512_store_si512(to + r * 64, lanes[r]);
       }
     }
   }
@@ -158,12 +162,27 @@ struct Epilogue {
   const float* sums;
   int64_t panel;
   int64_t step, steps;
-  __m512i rows[16];  // a tile's results on their way to a tensor, one pair of features by 16 tokens each
+  // A tile's results on their way to a tensor, one pair of features by 16 tokens each, and what is kept of it: gates,
+  // and in the second half ups.
+  __m512i rows[16], kept[16];
 
   void (*run)(Epilogue&, int64_t count);
 
   void advance(int64_t count) {
     if (step < steps) run(*this, min(count, steps - step));
+  }
+
+  // The sums of a feature of the panel, for the tokens of a tile.
+  const float* sums_of(int64_t tile, int64_t feature) const {
+    return sums + tile / 2 * kSums + tile % 2 * 256 + feature / kTileRows * 512 + feature % kTileRows * 16;
+  }
+
+  // Calls store(token, lanes) for the tokens of a tile, with their features in the lanes.
+  template <typename Store>
+  void store_tokens(int64_t tile, __m512i (&pairs)[16], const Store& store) {
+    transpose(pairs);
+    const int64_t begin = tile * kTileRows, count = min(kTileRows, tokens - begin);
+    for (int64_t t = 0; t < count; ++t) store(begin + t, pairs[t]);
   }
 };
 
@@ -171,17 +190,21 @@ template <Activation kActivation, bool kGated>
 void run_epilogue(Epilogue& epilogue, int64_t count) {
   constexpr int64_t kPairs = kGated ? 8 : 16;  // of features
   const Layer& layer = *epilogue.layer;
+  const Destination& to = epilogue.to;
+  const bool packs = to.row_stride == 0, keeps = to.kept.gate != nullptr;
   const int64_t begin = epilogue.panel * (2 * kPairs);
   for (; count > 0; --count, ++epilogue.step) {
     const int64_t p = epilogue.step % kPairs, tile = epilogue.step / kPairs;
-    Pair values{};
+    Pair values{}, gates{}, ups{};
     for (int64_t h = 0; h < 2; ++h) {
       const int64_t f = 2 * p + h;
       if (begin + f >= layer.out_features) break;
-      const float* sums = epilogue.sums + tile / 2 * kSums + tile % 2 * 256 + f / kTileRows * 512 + f % kTileRows * 16;
+      const float* sums = epilogue.sums_of(tile, f);
       Vec value = sum(sums, layer.gate, begin + f);
+      gates.half[h] = value;
       if constexpr (kGated) {
         Vec up = sum(sums + 512, layer.up, begin + f);
+        ups.half[h] = up;
         if (layer.limited) {
           value = at_most(value, layer.limit);
           up = at_least(at_most(up, layer.limit), -layer.limit) + layer.up_offset;
@@ -192,23 +215,60 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
       }
       values.half[h] = value;
     }
+    if (keeps) {
+      epilogue.kept[p] = (__m512i)to_bf16(gates);
+      if constexpr (kGated) epilogue.kept[kPairs + p] = (__m512i)to_bf16(ups);
+    }
     const __m512i rounded = (__m512i)to_bf16(values);
-    if (epilogue.to.row_stride == 0) {
+    if (packs) {
       const int64_t depth_tiles = round_up(layer.out_features, kDepth) / kDepth;
-      char* packed = reinterpret_cast<char*>(epilogue.to.data) +
-                     (tile / 2 * depth_tiles + begin / kDepth) * (2 * kTileBytes) + tile % 2 * kTileBytes;
+      char* packed = reinterpret_cast<char*>(to.data) + (tile / 2 * depth_tiles + begin / kDepth) * (2 * kTileBytes) +
+                     tile % 2 * kTileBytes;
       _mm512_store_si512(packed + (begin % kDepth / 2 + p) * 64, rounded);
-      continue;
+    } else {
+      epilogue.rows[p] = rounded;
     }
-    epilogue.rows[p] = rounded;
     if (p < kPairs - 1 || begin >= layer.out_features) continue;
-    transpose(epilogue.rows);
-    const int64_t first_token = tile * kTileRows;
     const __mmask32 features = first(min(2 * kPairs, layer.out_features - begin));
-    for (int64_t t = 0; t < min(kTileRows, epilogue.tokens - first_token); ++t) {
-      uint16_t* row = epilogue.to.data + (first_token + t) * epilogue.to.row_stride;
-      _mm512_mask_storeu_epi16(row + begin, features, epilogue.rows[t]);
+    if (!packs) {
+      epilogue.store_tokens(tile, epilogue.rows, [&](int64_t token, __m512i lanes) {
+        _mm512_mask_storeu_epi16(to.data + token * to.row_stride + begin, features, lanes);
+      });
     }
+    if (!keeps) continue;
+    epilogue.store_tokens(tile, epilogue.kept, [&](int64_t token, __m512i lanes) {
+      const int64_t at = token * to.kept.row_stride + begin;
+      if constexpr (kGated) {
+        _mm256_mask_storeu_epi16(to.kept.gate + at, features, _mm512_castsi512_si256(lanes));
+        _mm256_mask_storeu_epi16(to.kept.up + at, features, _mm512_extracti64x4_epi64(lanes, 1));
+      } else {
+        _mm512_mask_storeu_epi16(to.kept.gate + at, features, lanes);
+      }
+    });
+  }
+}
+
+// The epilogue of a product whose features are the rows of its result. A step takes a feature of the 32 tokens in a
+// pair of tiles: a line of memory.
+void run_rows(Epilogue& epilogue, int64_t count) {
+  const Destination& to = epilogue.to;
+  for (; count > 0; --count, ++epilogue.step) {
+    const int64_t f = epilogue.step % 32, pair = epilogue.step / 32;
+    const int64_t feature = epilogue.panel * 32 + f, token = pair * kTokens;
+    if (feature >= epilogue.layer->out_features) continue;
+    const __mmask32 tokens = first(epilogue.tokens - token);
+    uint16_t* const row = to.data + feature * to.row_stride + token;
+    __m512 low = _mm512_load_ps(epilogue.sums_of(2 * pair, f)),
+           high = _mm512_load_ps(epilogue.sums_of(2 * pair + 1, f));
+    if (to.accumulate) {
+      const __m512i earlier = _mm512_maskz_loadu_epi16(tokens, row);
+      const auto widened = [&](__m256i half) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+      };
+      low = _mm512_add_ps(low, widened(_mm512_castsi512_si256(earlier)));
+      high = _mm512_add_ps(high, widened(_mm512_extracti64x4_epi64(earlier, 1)));
+    }
+    _mm512_mask_storeu_epi16(row, tokens, (__m512i)_mm512_cvtne2ps_pbh(high, low));
   }
 }
 
@@ -218,6 +278,10 @@ Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
   epilogue.layer = &layer;
   epilogue.to = to;
   epilogue.tokens = tokens;
+  if (to.by_feature) {
+    epilogue.run = run_rows;
+    return epilogue;
+  }
   visit_activation(layer.activation, [&]<Activation kActivation>() {
     epilogue.run = layer.gated ? run_epilogue<kActivation, true> : run_epilogue<kActivation, false>;
   });
@@ -330,6 +394,18 @@ struct Blocking {
 
 }  // namespace
 
+int64_t packed_weights_size(const Layer& layer) { return layer.panels() * 32 * round_up(layer.in_features, kDepth); }
+
+void pack_weights(const Layer& layer, int64_t begin, int64_t end, uint16_t* packed) {
+  const int64_t depth_tiles = round_up(layer.in_features, kDepth) / kDepth, panels = layer.panels();
+  for (int64_t k = begin; k < end; k += kDepth) {
+    for (int64_t p = 0; p < panels; ++p) {
+      char* const to = reinterpret_cast<char*>(packed) + (p * depth_tiles + k / kDepth) * (2 * kTileBytes);
+      pack_weight_columns(layer, p, k, min(kDepth, end - k), to);
+    }
+  }
+}
+
 int64_t scratch_size(const Layer& layer, int64_t tokens) {
   const Blocking blocking(layer, tokens);
   const int64_t two_panels = 2 * blocking.pairs * kSums;
@@ -353,10 +429,36 @@ void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t 
   }
 }
 
+void pack_columns(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed) {
+  for (int64_t k = 0; k < features; k += kDepth) {
+    for (int64_t token = 0; token < tokens; token += kTokens) {
+      const __mmask32 mask = first(tokens - token);
+      char* to = reinterpret_cast<char*>(packed + token / kTokens * packed_size(kTokens, features)) +
+                 k / kDepth * (2 * kTileBytes);
+      const auto row = [&](int64_t r) {
+        if (k + r >= features) return _mm512_setzero_si512();
+        const uint16_t* from = x + (k + r) * row_stride + token;
+        if (k + r + kDepth < features) _mm_prefetch(from + kDepth * row_stride, _MM_HINT_T1);
+        return _mm512_maskz_loadu_epi16(mask, from);
+      };
+      const auto pairs = [&](__m256i even, __m256i odd) {
+        return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+      };
+      for (int64_t r = 0; r < 16; ++r) {
+        const __m512i even = row(2 * r), odd = row(2 * r + 1);
+        _mm512_store_si512(to + r * 64, pairs(_mm512_castsi512_si256(even), _mm512_castsi512_si256(odd)));
+        _mm512_store_si512(to + kTileBytes + r * 64,
+                           pairs(_mm512_extracti64x4_epi64(even, 1), _mm512_extracti64x4_epi64(odd, 1)));
+      }
+    }
+  }
+}
+
 void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t begin, int64_t end, float* scratch,
              Destination destination) {
   const auto [pairs, slice, chunk_size, group, slots] = Blocking(layer, tokens);
   const int64_t pair_bytes = packed_size(kTokens, layer.in_features) * 2;
+  const int64_t depth_tiles = round_up(layer.in_features, kDepth) / kDepth;
   const int64_t ahead_rows = ceil_div(32, pairs);
   const int64_t panel_steps = pairs * max(1, ceil_div(min(layer.in_features, chunk_size), kDepth));
   const int64_t epilogue_steps = ceil_div(pairs * layer.panel_features(), panel_steps);
@@ -370,9 +472,10 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
       const int64_t chunk_end = min(chunk + chunk_size, layer.in_features);
       for (int64_t p = group_begin; p < group_end; ++p) {
         const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
+        const bool copies_rows = layer.packed == nullptr && panel.by_rows();
         float* sums = scratch + p % slots * pairs * kSums;
         int64_t k = chunk;
-        if (pairs <= kPairsInPlace && panel.by_rows() && panel.has_all_rows()) {
+        if (pairs <= kPairsInPlace && layer.packed == nullptr && panel.by_rows() && panel.has_all_rows()) {
           const int64_t steps = (chunk_end - k) / kDepth;
           const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
           for (int64_t pair = 0; pair < pairs; ++pair) {
@@ -383,15 +486,20 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
         }
         for (bool once = layer.in_features == 0; k < chunk_end || once; once = false) {  // without inputs, zeros
           const int64_t count = min(slice, chunk_end - k);
-          panel.pack(k, count, weights);
-          finish_stores();
+          const char* slice_at = weights;
+          if (layer.packed != nullptr) {
+            slice_at = reinterpret_cast<const char*>(layer.packed) + (p * depth_tiles + k / kDepth) * (2 * kTileBytes);
+          } else {
+            panel.pack(k, count, weights);
+            finish_stores();
+          }
           const bool last_of_chunk = k + count == chunk_end;
           const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
           for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t row = min(pair * ahead_rows, 32);
             const Ahead ahead{(last_of_chunk ? next_panel : panel).rows + row,
-                              panel.by_rows() ? min(ahead_rows, 32 - row) : 0, last_of_chunk ? chunk : k + count};
-            multiply(weights, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
+                              copies_rows ? min(ahead_rows, 32 - row) : 0, last_of_chunk ? chunk : k + count};
+            multiply(slice_at, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
                      k > 0, epilogue, epilogue_steps, ahead);
           }
           k += count;
@@ -402,6 +510,7 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
           epilogue.panel = p;
           epilogue.step = 0;
           epilogue.steps = ceil_div(tokens, kTileRows) * layer.panel_features() / 2;  // a pair of features of a tile
+          if (destination.by_feature) epilogue.steps = pairs * layer.panel_features();
         }
       }
       chunk = chunk_end;

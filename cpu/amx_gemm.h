@@ -39,10 +39,19 @@ struct Layer {
   // With limits, gates count as `limit` at most, and ups as that in magnitude, to which up_offset is added then.
   bool limited = false;
   float limit = 0, up_offset = 0;
+  // The weights as pack_weights() lays them out, or null.
+  const uint16_t* packed = nullptr;
 
   // The unit of work is a panel of output features. It has 32 rows of weights: all of one tensor, or 16 of each of two.
   int64_t panel_features() const { return gated ? 16 : 32; }
   int64_t panels() const { return round_up(out_features, kDepth) / panel_features(); }
+};
+
+// Where a hidden layer's values before the activation go, for a backward: to rows of tokens; nowhere if there is no
+// gate.
+struct Kept {
+  uint16_t *gate, *up;
+  int64_t row_stride;
 };
 
 // Where a layer's result goes: to the rows of a tensor, or, where row_stride is 0, to the packed input of the next
@@ -50,12 +59,24 @@ struct Layer {
 struct Destination {
   uint16_t* data;
   int64_t row_stride;
+  Kept kept{};
+  // For a layer that is a product alone: a row is a feature of all tokens, not a token, and is added to if asked.
+  bool by_feature = false, accumulate = false;
 };
 
 // Brings tokens x [tokens, features], whose rows are row_stride elements apart, into the order in which project() reads
 // them. With `rows`, token t is row rows[t] of x.
 void pack_tokens(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed,
                  const int64_t* rows = nullptr);
+
+// The same of tokens that are the columns of x [features, tokens].
+void pack_columns(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t features, uint16_t* packed);
+
+// Weights whose columns lie together are multiplied faster after they were brought into the order of the tiles, once
+// for all blocks of tokens. It takes so many elements, and is done for the inputs [begin, end), which are multiples of
+// kDepth but for the last.
+int64_t packed_weights_size(const Layer& layer);
+void pack_weights(const Layer& layer, int64_t begin, int64_t end, uint16_t* packed);
 
 // How many fp32 elements of scratch project() needs for this many tokens or fewer.
 int64_t scratch_size(const Layer& layer, int64_t tokens);

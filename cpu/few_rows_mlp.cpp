@@ -29,6 +29,24 @@ void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next) {
       [&](int64_t begin, int64_t end) { kernels()->project(layer, rows, begin, end, out, next); });
 }
 
+// The numbers of rows for which these kernels were measured to take less time than what else multiplies them: tiles, or
+// torch's libraries, of which that for float32 is slow with few rows on other processors than Intel's. There it
+// streams the weights itself past one row, and past three with AVX-512, and only the call is shorter.
+struct Bounds {
+  int64_t least, most;
+  bool streams_one = false;
+};
+
+Bounds bounds_of(DType dtype) {
+  const bool intel = is_intel(), wide = isa() != Isa::kAvx2;
+  if (dtype == DType::kFloat32) {
+    if (intel) return wide ? Bounds{4, 15, true} : Bounds{2, 12, true};
+    return {1, wide ? 20 : 15};
+  }
+  if (isa() == Isa::kAmx) return {1, 4};
+  return {1, wide && !intel ? 6 : 16};
+}
+
 }  // namespace
 
 const Kernels* kernels() {
@@ -48,11 +66,9 @@ const Kernels* kernels() {
 
 bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
   if (kernels() == nullptr) return false;
-  const bool wide = isa() != Isa::kAvx2;
-  if (dtype == DType::kBFloat16) return rows <= (wide ? 4 : 16);
-  // torch's library streams weights past one row itself, and past three with AVX-512; there only the call is shorter.
-  if (rows == 1) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
-  return rows >= (wide ? 4 : 2) && rows <= (wide ? 15 : 12);
+  const Bounds bounds = bounds_of(dtype);
+  if (rows == 1 && bounds.streams_one) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
+  return rows >= bounds.least && rows <= bounds.most;
 }
 
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out) {

@@ -33,7 +33,7 @@ Isa supported() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return Isa::kAvx2;
-  return amx_granted() ? Isa::kAmx : Isa::kAvx512;
+  return __builtin_cpu_supports("avx512bf16") && amx_granted() ? Isa::kAmx : Isa::kAvx512;
 }
 #else
 Isa supported() { return Isa::kScalar; }
@@ -57,6 +57,18 @@ Isa choose() {
 Isa isa() {
   static const Isa chosen = choose();
   return chosen;
+}
+
+bool is_intel() {
+#if defined(__x86_64__)
+  static const bool intel = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+  }();
+  return intel;
+#else
+  return false;
+#endif
 }
 
 const char* name(Isa isa) { return kNames[static_cast<int>(isa)]; }

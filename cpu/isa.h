@@ -10,6 +10,9 @@ enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
 // else, or an instruction set that is not supported.
 Isa isa();
 
+// Whether Intel made this processor.
+bool is_intel();
+
 // Its name in that variable.
 const char* name(Isa isa);
 

@@ -16,6 +16,7 @@
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "../torch-ext/torch_gemm.h"
+#include "amx_matmul.h"
 #include "amx_mlp.h"
 #include "few_rows_mlp.h"
 #include "isa.h"
@@ -222,8 +223,15 @@ amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
           bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
 }
 
+amx::Kept rows_of(const Kept& kept, int64_t features) {
+  uint16_t* const gate = static_cast<uint16_t*>(kept.gate.mutable_data_ptr());
+  if (!kept.up_first) return {gate, static_cast<uint16_t*>(kept.up.mutable_data_ptr()), features};
+  return {gate + (*kept.up_first ? features : 0), gate + (*kept.up_first ? 0 : features), 2 * features};
+}
+
 // Computes what run_blocks() does, but on AMX tiles.
-void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+               const Kept* kept = nullptr) {
   amx::Layer first{
       projection(hidden.weight, hidden.bias), {}, hidden.gated(), x.size(1), hidden.features(), hidden.activation};
   if (hidden.gated()) first.up = projection(*hidden.up_weight, *hidden.up_bias);
@@ -233,9 +241,38 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
               static_cast<int64_t>(Activation::kLinear)};
   }
   const TensorRows rows(x);
-  amx::run(rows.tensor, rows.row_stride, rows.rows, first, output ? &second : nullptr, out);
+  amx::run(rows.tensor, rows.row_stride, rows.rows, first, output ? &second : nullptr, out,
+           kept ? rows_of(*kept, hidden.features()) : amx::Kept{});
 }
 #endif
+
+// x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
+// strided rows there may be a NaN.
+Tensor gemm_rows(const Tensor& flat) {
+  return dtype_of(flat, "x") == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat;
+}
+
+// out (+)= a b
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+#if defined(__x86_64__)
+  const bool tiles = dtype_of(a, "a") == DType::kBFloat16 && isa() == Isa::kAmx && amx::takes_matmul(a, b);
+  if (tiles) return amx::matmul(out, a, b, accumulate);
+#endif
+  if (accumulate) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  }
+}
+
+// Runs both layers, or, without `output`, the hidden one, for x [rows, in].
+void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+                  const Kept* kept = nullptr) {
+#if defined(__x86_64__)
+  if (tiles_refusal(x, hidden, output) == Refusal::kNone) return run_tiles(x, hidden, output, out, kept);
+#endif
+  run_blocks(gemm_rows(x), hidden, output, out, kept);
+}
 
 // Whether the kernels of few rows take these layers.
 bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output) {
@@ -281,27 +318,16 @@ void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer*
                 output ? &second : nullptr, out);
 }
 
-// x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
-// strided rows there may be a NaN.
-Tensor gemm_rows(const Tensor& flat) {
-  return dtype_of(flat, "x") == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat;
-}
-
 // What backward.h asks of a backend.
 struct Cpu {
   static constexpr bool kHasSums = false;
 
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    torch_linear(out, x, weight, bias);
+    run_products(x, {weight, bias, nullptr, nullptr, static_cast<int64_t>(Activation::kLinear)}, nullptr, out);
   }
 
-  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-  }
-
-  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-  }
+  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, false); }
+  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, true); }
 
   static bool batches(const Tensor&) { return false; }
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
@@ -377,13 +403,7 @@ Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output
     run_few_rows(flat, hidden, output, out_rows);
     return out;
   }
-#if defined(__x86_64__)
-  if (tiles_refusal(x, hidden, output) == Refusal::kNone) {
-    run_tiles(flat, hidden, output, out_rows);
-    return out;
-  }
-#endif
-  run_blocks(gemm_rows(flat), hidden, output, out_rows);
+  run_products(flat, hidden, output, out_rows);
   return out;
 }
 
@@ -492,8 +512,35 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   const Tensor gate = new_result(x, weight.size(0)), up = up_weight ? new_result(x, weight.size(0)) : new_dense(x, {0});
   const int64_t rows = flat.size(0);
   const Kept kept{matrix_of(gate, rows), up_weight ? matrix_of(up, rows) : up, up_first};
-  run_blocks(gemm_rows(flat), hidden, output, matrix_of(out, rows), &kept);
+  run_products(flat, hidden, output, matrix_of(out, rows), &kept);
   return {out, gate, up};
+}
+
+std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                          const OptionalTensor& second_weight, const OptionalTensor& bias,
+                          const OptionalTensor& up_bias, int64_t activation, bool keep) {
+  const FirstLayer first(weight, up_weight, bias, up_bias, std::nullopt);
+  check_training(x, first, second_weight, std::nullopt, activation);
+  const HiddenLayer hidden{first.weight, first.bias, first.up_weight ? &*first.up_weight : nullptr, &first.up_bias,
+                           activation};
+  const OptionalTensor no_bias;
+  const std::optional<OutputLayer> second =
+      second_weight ? std::optional<OutputLayer>({*second_weight, no_bias}) : std::nullopt;
+  PlanRecord plan;
+  const auto record = [&](Refusal refusal) -> PlanRecord& {
+    plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
+    return refusal == Refusal::kNone ? plan : plan.set("refusal", code(refusal));
+  };
+  if (keep) record(tiles_refusal(x, hidden, second ? &*second : nullptr));
+  Refusal products = Refusal::kNone;
+  const int64_t out_features = second ? second->features() : weight.size(0);
+  if (std::min({count_rows(x), x.size(-1), weight.size(0), out_features}) < amx::kLeastOfMatmul) {
+    products = Refusal::kTorchIsFaster;
+  }
+  if (isa() != Isa::kAmx) products = Refusal::kInstructionSet;
+  if (dtype_of(x, "x") != DType::kBFloat16) products = Refusal::kFloat32;
+  record(products).set("kernel", "matmul");
+  return plan.text();
 }
 
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

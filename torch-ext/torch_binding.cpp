@@ -78,8 +78,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
-#if defined(CUDA_KERNEL)
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
+#if defined(CUDA_KERNEL)
   ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
   ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
 #endif

@@ -110,8 +110,9 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
                                                     int64_t activation, bool keep, std::optional<bool> up_first);
 
-// On a GPU, how its products with an epilogue would be computed, as `plan` says it: the first layer, where it is kept;
-// with a second weight, the gradients of gate and up; and, of a gated layer, that of x.
+// How its products would be computed, as `plan` says it. On a GPU those with an epilogue: the first layer, where it is
+// kept; with a second weight, the gradients of gate and up; and, of a gated layer, that of x. On a CPU the first layer,
+// where it is kept, and the products of the backward.
 std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                           const OptionalTensor& second_weight, const OptionalTensor& bias,
                           const OptionalTensor& up_bias, int64_t activation, bool keep);

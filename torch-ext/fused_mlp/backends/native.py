@@ -150,14 +150,18 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
 
 
 def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:
-    """The same for the products of ``training_forward`` and its backward that a pointwise step goes with, on a GPU."""
-    if DEVICE_TYPE == "cpu":
-        return ()
+    """The same for the products of ``training_forward`` and its backward.
+
+    On a GPU those that a pointwise step goes with, on a CPU those that AMX tiles compute.
+    """
     _, _, up_weight, second_weight, *_ = given
     layers = ["fc1" if up_weight is None else "gate and up"] if keep else []
+    record = ops.plan_training.default(*given[:6], activation, keep)
+    if DEVICE_TYPE == "cpu":
+        return tuple(part for part in plans.parsed(record, [*layers, "products of the backward"]) if part.fused)
     layers += ["gradients before the activation"] if second_weight is not None else []
     layers += ["gradient of x"] if up_weight is not None else []
-    return plans.parsed(ops.plan_training.default(*given[:6], activation, keep), layers)
+    return plans.parsed(record, layers)
 
 
 def plan_experts(
