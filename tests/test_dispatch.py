@@ -76,6 +76,21 @@ def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
     assert [part.refusal is None for part in parts] == [part.fused for part in parts]
 
 
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="test_training_gemms.py looks at the kernels of a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [31, 64])
+@pytest.mark.parametrize("function", ["gated_linear", "mlp", "gated_mlp"])
+def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
+    """AMX tiles that compute inference compute training, but for the backward's products of few rows."""
+    made = operands(function, (rows,), (72, 200, 64), dtype=dtype)
+    call = getattr(fused_mlp, function)
+    has_tiles = fused_mlp.explain(call, **made).parts[0].implementation == "amx"
+    (kept,) = fused_mlp.explain(call, **{name: tensor.requires_grad_() for name, tensor in made.items()}).parts
+    products = ["fc1" if function == "mlp" else "gate and up", *(["products of the backward"] if rows >= 32 else [])]
+    assert [part.layer for part in kept.gemms] == (products if has_tiles else [])
+    assert ("on AMX tiles" in str(kept)) == has_tiles
+
+
 def codes_in(header, array):
     text = (project.ROOT / header).read_text()
     return re.findall(r'"(\w+)"', re.search(rf"{array}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1])

@@ -131,7 +131,7 @@ def test_two_builds_in_one_process(fused_mlp, other_build):
 # The tests of the functions run once more on each that the CPU has, in a process of its own; without being told to they
 # run on the last of those.
 FLAGS = {"scalar": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
-FLAGS["amx"] = FLAGS["avx512"] | {"amx_tile", "amx_bf16"}
+FLAGS["amx"] = FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"}
 
 
 def cpu_flags():
