@@ -32,6 +32,12 @@ struct Rows {
   int64_t count;
 };
 
+// Where a hidden layer's values before the activation go, for a backward: [rows, features], up of a gated one alone;
+// nowhere where their data are null.
+struct Kept {
+  Matrix gate, up;
+};
+
 // The kernels of one instruction set. Arithmetic is in fp32, each result is rounded once. They work on blocks of
 // features, of which a layer has one or more on either side. The last block of a number of features that is no
 // multiple of `block` begins inside of the one before.
@@ -41,7 +47,7 @@ struct Kernels {
   void (*prepare)(DType dtype, Matrix x, int64_t features, Rows rows);
   // Computes the blocks [begin, end) of a layer's result: rows of `out`, or, where its data are null, of `next`, the
   // prepared rows of the next layer.
-  void (*project)(const Layer& layer, Rows rows, int64_t begin, int64_t end, Matrix out, Rows next);
+  void (*project)(const Layer& layer, Rows rows, int64_t begin, int64_t end, Matrix out, Rows next, Kept kept);
 };
 
 }  // namespace fused_mlp::few_rows

@@ -1,6 +1,7 @@
 // The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
 // included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b.
 
+using few_rows::Kept;
 using few_rows::Layer;
 using few_rows::Projection;
 using few_rows::Rows;
@@ -139,19 +140,32 @@ FUSED_MLP_INLINE Pair add_up(const Products& products, const Projection& project
   return sums;
 }
 
+// Stores a block of a row of a matrix: where it is the last, those elements alone that no earlier block has.
+template <typename T>
+FUSED_MLP_INLINE void store_block(Matrix to, int64_t r, BlockOf block, Pair values) {
+  T* const at = row<T>(to, r) + block.begin;
+  if (block.count == kBlock) return store(at, values);
+  T all[kBlock];
+  store(all, values);
+  const int64_t others = kBlock - block.count;
+  __builtin_memcpy(at + others, all + others, block.count * sizeof(T));
+}
+
 // What a value is after it has been rounded.
 FUSED_MLP_INLINE Pair rounded(Pair x, const float*) { return x; }
 FUSED_MLP_INLINE Pair rounded(Pair x, const BFloat16*) { return from_bf16(to_bf16(x)); }
 
 template <typename T, Activation kActivation>
 void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, const Products* ups, Matrix out,
-            Rows next) {
+            Rows next, Kept kept) {
   const BlockOf block(layer.out_features, index);
   for (int64_t r = 0; r < x.count; ++r) {
     Pair values = add_up<T>(gates[r], layer.gate, block.begin);
+    if (kept.gate.data != nullptr) store_block<T>(kept.gate, r, block, values);
     for (Vec& value : values.half) value = activate<kActivation, kIsBf16<T>>(value);
     if (layer.gated) {
       const Pair factors = add_up<T>(ups[r], layer.up, block.begin);
+      if (kept.up.data != nullptr) store_block<T>(kept.up, r, block, factors);
       for (int h = 0; h < 2; ++h) values.half[h] *= factors.half[h];
     }
     if (out.data == nullptr) {
@@ -159,29 +173,27 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
             without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count));
       continue;
     }
-    T* to = row<T>(out, r) + block.begin;
-    if (block.count == kBlock) {
-      store(to, values);
-    } else {  // the others belong to an earlier block
-      T all[kBlock];
-      store(all, values);
-      const int64_t others = kBlock - block.count;
-      __builtin_memcpy(to + others, all + others, block.count * sizeof(T));
-    }
+    store_block<T>(out, r, block, values);
   }
 }
 
 // Calls visitor.template operator()<kRows>() for the run-time number of rows.
-template <int kRows = 1, typename Visitor>
+template <int64_t kMost, int kRows = 1, typename Visitor>
 void visit_rows(int64_t rows, const Visitor& visitor) {
-  if constexpr (kRows < kRowsAtOnce) {
-    if (rows > kRows) return visit_rows<kRows + 1>(rows, visitor);
+  if constexpr (kRows < kMost) {
+    if (rows > kRows) return visit_rows<kMost, kRows + 1>(rows, visitor);
   }
   visitor.template operator()<kRows>();
 }
 
+// A matrix from a row on; none of none.
 template <typename T>
-void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next) {
+FUSED_MLP_INLINE Matrix rows_from(Matrix matrix, int64_t first) {
+  return matrix.data == nullptr ? matrix : Matrix{row<T>(matrix, first), matrix.row_stride};
+}
+
+template <typename T>
+void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next, Kept kept) {
   auto finished = finish<T, Activation::kLinear>;
   visit_activation(layer.activation, [&]<Activation kActivation>() { finished = finish<T, kActivation>; });
   Products gates[kRowsAtOnce], ups[kRowsAtOnce];
@@ -192,18 +204,19 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
       const int64_t first = x.count * part / parts, count = x.count * (part + 1) / parts - first;
       const Rows some{x.data + first * x.stride, x.stride, count};
       auto multiplied = multiply<T, 1>;
-      visit_rows(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
+      visit_rows<kRowsAtOnce>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
       multiplied(layer.gate, layer.in_features, feature, some, gates);
       if (layer.gated) multiplied(layer.up, layer.in_features, feature, some, ups);
-      finished(layer, index, some, gates, ups, out.data == nullptr ? out : Matrix{row<T>(out, first), out.row_stride},
-               {next.data + first * next.stride, next.stride, count});
+      finished(layer, index, some, gates, ups, rows_from<T>(out, first),
+               {next.data + first * next.stride, next.stride, count},
+               {rows_from<T>(kept.gate, first), rows_from<T>(kept.up, first)});
     }
   }
 }
 
-static void project(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next) {
+static void project(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next, Kept kept) {
   const auto project = layer.dtype == DType::kFloat32 ? project_as<float> : project_as<BFloat16>;
-  project(layer, x, begin, end, out, next);
+  project(layer, x, begin, end, out, next, kept);
 }
 
 template <typename T>

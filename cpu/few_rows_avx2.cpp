@@ -1,5 +1,6 @@
 #include "../torch-ext/activation.h"
 #include "few_rows.h"
+#include "matmul.h"
 
 #if defined(__x86_64__)
 
@@ -25,6 +26,14 @@ FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
 }
 
 #include "few_rows.inl"
+// [a0, b0, a1, b1, ...], in two halves
+FUSED_MLP_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
+  const __m256 first = _mm256_unpacklo_ps((__m256)a, (__m256)b), second = _mm256_unpackhi_ps((__m256)a, (__m256)b);
+  low = (Vec)_mm256_permute2f128_ps(first, second, 0x20);
+  high = (Vec)_mm256_permute2f128_ps(first, second, 0x31);
+}
+
+#include "matmul.inl"
 
 }  // namespace fused_mlp::avx2
 

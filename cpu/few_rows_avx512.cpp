@@ -1,5 +1,6 @@
 #include "../torch-ext/activation.h"
 #include "few_rows.h"
+#include "matmul.h"
 
 #if defined(__x86_64__)
 
@@ -28,6 +29,14 @@ FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
 }
 
 #include "few_rows.inl"
+// [a0, b0, a1, b1, ...], in two halves
+FUSED_MLP_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  low = (Vec)_mm512_permutex2var_ps((__m512)a, first, (__m512)b);
+  high = (Vec)_mm512_permutex2var_ps((__m512)a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), (__m512)b);
+}
+
+#include "matmul.inl"
 
 }  // namespace fused_mlp::avx512
 

@@ -21,12 +21,12 @@ constexpr int64_t kCachedBytes = 2 << 20;
 // Rows are an odd number of blocks apart, so that no two share a set of L1.
 int64_t padded(int64_t features) { return (ceil_div(features, kernels()->block) | 1) * kernels()->block; }
 
-void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next) {
+void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next, Kept kept) {
   const int64_t block = kernels()->block;
   const int64_t block_bytes = block * layer.in_features * element_bytes(layer.dtype) * (layer.gated ? 2 : 1);
   torch::stable::parallel_for(
       0, ceil_div(layer.out_features, block), ceil_div(kGrain, block_bytes),
-      [&](int64_t begin, int64_t end) { kernels()->project(layer, rows, begin, end, out, next); });
+      [&](int64_t begin, int64_t end) { kernels()->project(layer, rows, begin, end, out, next, kept); });
 }
 
 // The numbers of rows for which these kernels were measured to take less time than what else multiplies them: tiles, or
@@ -44,7 +44,8 @@ Bounds bounds_of(DType dtype) {
     return {1, wide ? 20 : 15};
   }
   if (isa() == Isa::kAmx) return {1, 4};
-  return {1, wide && !intel ? 6 : 16};
+  if (!wide) return {1, 20};
+  return {1, intel ? 16 : 6};
 }
 
 }  // namespace
@@ -71,7 +72,7 @@ bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
   return rows >= bounds.least && rows <= bounds.most;
 }
 
-void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out) {
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out, Kept kept) {
   const int64_t in_stride = padded(hidden.in_features), next_stride = down == nullptr ? 0 : padded(down->in_features);
   const int64_t bytes = rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float));
   const Tensor workspace = torch::stable::new_empty(out, {bytes / element_bytes(hidden.dtype)});
@@ -79,8 +80,8 @@ void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const T
   const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
   const Matrix to{out.mutable_data_ptr(), out.size(1)};
   kernels()->prepare(hidden.dtype, x, hidden.in_features, prepared);
-  run_layer(hidden, prepared, down == nullptr ? to : Matrix{nullptr, 0}, next);
-  if (down != nullptr) run_layer(*down, next, to, {});
+  run_layer(hidden, prepared, down == nullptr ? to : kNoMatrix, next, kept);
+  if (down != nullptr) run_layer(*down, next, to, {}, {kNoMatrix, kNoMatrix});
 }
 
 }  // namespace fused_mlp::few_rows

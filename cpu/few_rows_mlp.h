@@ -13,6 +13,7 @@ const Kernels* kernels();
 bool pays(DType dtype, int64_t rows, int64_t weight_bytes);
 
 // Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.
-void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const torch::stable::Tensor& out);
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const torch::stable::Tensor& out,
+         Kept kept = {kNoMatrix, kNoMatrix});
 
 }  // namespace fused_mlp::few_rows

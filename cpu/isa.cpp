@@ -71,6 +71,21 @@ bool is_intel() {
 #endif
 }
 
+bool has_wide_vectors() {
+#if defined(__x86_64__) && defined(__linux__)
+  static const bool wide = [] {
+    unsigned eax, ebx, ecx, edx;
+    if (isa() < Isa::kAvx512 || is_intel() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+    const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff), model = (eax >> 4 & 0xf) + (eax >> 12 & 0xf0);
+    constexpr unsigned kZen5 = 0x1a;
+    return family > kZen5 || (family == kZen5 && (model < 0x20 || (model >= 0x40 && model < 0x50)));  // not laptops'
+  }();
+  return wide;
+#else
+  return false;
+#endif
+}
+
 const char* name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 }  // namespace fused_mlp

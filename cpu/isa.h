@@ -13,6 +13,9 @@ Isa isa();
 // Whether Intel made this processor.
 bool is_intel();
 
+// Whether it is one of AMD's whose vector units have the full width of AVX-512, and isa() uses that.
+bool has_wide_vectors();
+
 // Its name in that variable.
 const char* name(Isa isa);
 

@@ -8,7 +8,7 @@
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t VecBits __attribute__((vector_size(kWidth * 4)));
 
-FUSED_MLP_INLINE Vec splat(float value) { return Vec{} + value; }
+FUSED_MLP_INLINE Vec splat(float value) { return value - Vec{}; }  // the same bits, of -0 too
 FUSED_MLP_INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
 // Comparisons are written so that NaN stays NaN.
 FUSED_MLP_INLINE Vec at_most(Vec x, float bound) { return x > bound ? splat(bound) : x; }

@@ -9,6 +9,13 @@ constexpr bool kIsBf16 = false;
 template <>
 constexpr bool kIsBf16<BFloat16> = true;
 
+FUSED_MLP_INLINE float widened(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 // The kernels work on blocks of two vectors.
 constexpr int64_t kBlock = 2 * kWidth;
 

@@ -20,6 +20,7 @@
 #include "amx_mlp.h"
 #include "few_rows_mlp.h"
 #include "isa.h"
+#include "matmul.h"
 #include "parallel.h"
 #include "pointwise.h"
 
@@ -79,23 +80,32 @@ Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
   return count == matrix.size(0) ? matrix : torch::stable::narrow(matrix, 0, begin, count);
 }
 
-// out [rows, n] = x [rows, k] weight [n, k]^T + bias, by torch's GEMM, which adds the product to what `out` holds.
-// torch would copy the bias there itself, but through its dispatcher, which takes as long as a small product.
-void torch_linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  if (!bias || bias->stride(0) != 1) {
-    return linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>(out, x, weight, bias);
+// out (+)= a b, by torch's GEMM, or where that is slow, by vectors.
+void multiply_rows(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+  if (vectors::takes_matmul(a, b)) return vectors::matmul(out, a, b, accumulate);
+  if (accumulate) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
   }
+}
+
+// out [rows, n] = x [rows, k] weight [n, k]^T + bias, as a product that is added to what `out` holds. torch would copy
+// the bias there itself, but through its dispatcher, which takes as long as a small product.
+void project_rows(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (!bias) return multiply_rows(out, x, transposed(weight), false);
+  const DenseVector dense(bias);
   const DType dtype = dtype_of(*bias, "bias");
   const int64_t cols = bias->size(0);
   const Matrix rows{out.mutable_data_ptr(), out.stride(0)};
-  const void* const values = bias->const_data_ptr();
+  const void* const values = dense.data();
   torch::stable::parallel_for(0, out.size(0), ceil_div(kGrain, std::max<int64_t>(cols, 1)),
                               [=](int64_t begin, int64_t end) {
                                 for (int64_t r = begin; r < end; ++r) {
                                   std::memcpy(from_row(rows, r, dtype).data, values, cols * element_bytes(dtype));
                                 }
                               });
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), x.get(), transposed(weight).get(), 1.0, 1.0));
+  multiply_rows(out, x, transposed(weight), true);
 }
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) for a gated one.
@@ -141,7 +151,7 @@ Tensor doubled(const Tensor& first) {
 void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const Tensor& both, const Tensor& out) {
   const Tensor& first = up_first ? *hidden.up_weight : hidden.weight;
   const OptionalTensor& first_bias = up_first ? *hidden.up_bias : hidden.bias;
-  torch_linear(both, x, doubled(first), first_bias ? OptionalTensor(doubled(*first_bias)) : std::nullopt);
+  project_rows(both, x, doubled(first), first_bias ? OptionalTensor(doubled(*first_bias)) : std::nullopt);
   const int64_t features = hidden.features();
   const DType dtype = dtype_of(x, "x");
   char* const data = static_cast<char*>(both.mutable_data_ptr());
@@ -189,16 +199,16 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
       const Tensor both = kept ? gate_rows : rows_of(*up_block, 0, count);
       run_packed(x_rows, hidden, kept ? *kept->up_first : gate_follows, both, hidden_rows);
     } else {
-      torch_linear(gate_rows, x_rows, hidden.weight, hidden.bias);
+      project_rows(gate_rows, x_rows, hidden.weight, hidden.bias);
       if (hidden.gated()) {
         const Tensor up_rows = kept ? rows_of(kept->up, begin, count) : rows_of(*up_block, 0, count);
-        torch_linear(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
+        project_rows(up_rows, x_rows, *hidden.up_weight, *hidden.up_bias);
         run_pointwise(pointwise().act_and_mul, shape, hidden.activation, gate, dense_matrix(up_rows, features), values);
       } else if (kept || static_cast<Activation>(hidden.activation) != Activation::kLinear) {
         run_pointwise(pointwise().act, shape, hidden.activation, gate, values);
       }
     }
-    if (output) torch_linear(out_rows, hidden_rows, output->weight, output->bias);
+    if (output) project_rows(out_rows, hidden_rows, output->weight, output->bias);
   }
 }
 
@@ -217,16 +227,18 @@ Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLa
   return refusal;
 }
 
+// Gate and up of what is kept, as matrices.
+few_rows::Kept rows_of(const Kept& kept, int64_t features, DType dtype) {
+  void* const gate = kept.gate.mutable_data_ptr();
+  if (!kept.up_first) return {{gate, features}, {kept.up.mutable_data_ptr(), features}};
+  const Matrix first{gate, 2 * features}, second = from_column(first, features, dtype);
+  return *kept.up_first ? few_rows::Kept{second, first} : few_rows::Kept{first, second};
+}
+
 #if defined(__x86_64__)
 amx::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
   return {static_cast<const uint16_t*>(weight.const_data_ptr()), weight.stride(0),
           bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
-}
-
-amx::Kept rows_of(const Kept& kept, int64_t features) {
-  uint16_t* const gate = static_cast<uint16_t*>(kept.gate.mutable_data_ptr());
-  if (!kept.up_first) return {gate, static_cast<uint16_t*>(kept.up.mutable_data_ptr()), features};
-  return {gate + (*kept.up_first ? features : 0), gate + (*kept.up_first ? 0 : features), 2 * features};
 }
 
 // Computes what run_blocks() does, but on AMX tiles.
@@ -240,9 +252,13 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
     second = {projection(output->weight, output->bias), {}, false, hidden.features(), output->features(),
               static_cast<int64_t>(Activation::kLinear)};
   }
+  amx::Kept to{};
+  if (kept) {
+    const auto [gate, up] = rows_of(*kept, hidden.features(), DType::kBFloat16);
+    to = {static_cast<uint16_t*>(gate.data), static_cast<uint16_t*>(up.data), gate.row_stride};
+  }
   const TensorRows rows(x);
-  amx::run(rows.tensor, rows.row_stride, rows.rows, first, output ? &second : nullptr, out,
-           kept ? rows_of(*kept, hidden.features()) : amx::Kept{});
+  amx::run(rows.tensor, rows.row_stride, rows.rows, first, output ? &second : nullptr, out, to);
 }
 #endif
 
@@ -258,11 +274,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumula
   const bool tiles = dtype_of(a, "a") == DType::kBFloat16 && isa() == Isa::kAmx && amx::takes_matmul(a, b);
   if (tiles) return amx::matmul(out, a, b, accumulate);
 #endif
-  if (accumulate) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-  } else {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-  }
+  multiply_rows(out, a, b, accumulate);
 }
 
 // Runs both layers, or, without `output`, the hidden one, for x [rows, in].
@@ -293,7 +305,8 @@ few_rows::Projection few_rows_projection(const Tensor& weight, const OptionalTen
 }
 
 // Computes what run_blocks() does for few rows.
-void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out) {
+void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+                  const Kept* kept = nullptr) {
   const DType dtype = dtype_of(x, "x");
   few_rows::Layer first{dtype,
                         few_rows_projection(hidden.weight, hidden.bias),
@@ -315,7 +328,8 @@ void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer*
   }
   const TensorRows rows(x);
   few_rows::run({const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}, rows.rows, first,
-                output ? &second : nullptr, out);
+                output ? &second : nullptr, out,
+                kept ? rows_of(*kept, hidden.features(), dtype) : few_rows::Kept{kNoMatrix, kNoMatrix});
 }
 
 // What backward.h asks of a backend.
@@ -461,18 +475,17 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
   const bool few_rows = takes_few_rows(x, count_rows(x), hidden, output ? &*output : nullptr);
   PlanRecord plan;
-  const auto record = [&](bool pointwise) {
-    if (few_rows) {
-      plan.layer().set("implementation", name(std::min(isa(), Isa::kAvx512)));
-      return;
-    }
-    plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
-    if (refusal == Refusal::kNone) return;
-    plan.set("refusal", code(refusal));
-    if (pointwise) plan.set("pointwise", name(std::min(isa(), Isa::kAvx512)));
+  const char* const vector = name(std::min(isa(), Isa::kAvx512));
+  const auto record = [&](const Tensor& weight, bool pointwise) {
+    const bool tiles = refusal == Refusal::kNone;
+    const bool vectors = !tiles && vectors::takes_layer(dtype_of(x, "x"), count_rows(x), weight);
+    plan.layer().set("implementation", few_rows || vectors ? vector : tiles ? "amx" : "torch");
+    if (few_rows || tiles) return;
+    vectors ? plan.set("kernel", "matmul") : plan.set("refusal", code(refusal));
+    if (pointwise) plan.set("pointwise", vector);
   };
-  record(hidden.gated() || static_cast<Activation>(activation) != Activation::kLinear);
-  if (output) record(false);
+  record(weight, hidden.gated() || static_cast<Activation>(activation) != Activation::kLinear);
+  if (output) record(output->weight, false);
   return plan.text();
 }
 
@@ -512,7 +525,11 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   const Tensor gate = new_result(x, weight.size(0)), up = up_weight ? new_result(x, weight.size(0)) : new_dense(x, {0});
   const int64_t rows = flat.size(0);
   const Kept kept{matrix_of(gate, rows), up_weight ? matrix_of(up, rows) : up, up_first};
-  run_products(flat, hidden, output, matrix_of(out, rows), &kept);
+  if (takes_few_rows(x, rows, hidden, output)) {
+    run_few_rows(flat, hidden, output, matrix_of(out, rows), &kept);
+  } else {
+    run_products(flat, hidden, output, matrix_of(out, rows), &kept);
+  }
   return {out, gate, up};
 }
 
@@ -527,20 +544,41 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
   const std::optional<OutputLayer> second =
       second_weight ? std::optional<OutputLayer>({*second_weight, no_bias}) : std::nullopt;
   PlanRecord plan;
-  const auto record = [&](Refusal refusal) -> PlanRecord& {
-    plan.layer().set("implementation", refusal == Refusal::kNone ? "amx" : "torch");
-    return refusal == Refusal::kNone ? plan : plan.set("refusal", code(refusal));
+  const DType dtype = dtype_of(x, "x");
+  const int64_t rows = count_rows(x);
+  const char* const vector = name(std::min(isa(), Isa::kAvx512));
+  const auto record = [&](Refusal refusal, bool vectors) -> PlanRecord& {
+    const bool tiles = refusal == Refusal::kNone;
+    plan.layer().set("implementation", tiles ? "amx" : vectors ? vector : "torch");
+    return tiles || vectors ? plan : plan.set("refusal", code(refusal));
   };
-  if (keep) record(tiles_refusal(x, hidden, second ? &*second : nullptr));
+  const OutputLayer* const output = second ? &*second : nullptr;
+  if (keep && takes_few_rows(x, rows, hidden, output)) {
+    plan.layer().set("implementation", vector);
+  } else if (keep) {
+    const Refusal refusal = tiles_refusal(x, hidden, output);
+    const bool vectors = refusal != Refusal::kNone && vectors::takes_layer(dtype, rows, first.weight);
+    record(refusal, vectors);
+    if (vectors) plan.set("kernel", "matmul");
+  }
   Refusal products = Refusal::kNone;
   const int64_t out_features = second ? second->features() : weight.size(0);
-  if (std::min({count_rows(x), x.size(-1), weight.size(0), out_features}) < amx::kLeastOfMatmul) {
+  if (std::min({rows, x.size(-1), weight.size(0), out_features}) < amx::kLeastOfMatmul) {
     products = Refusal::kTorchIsFaster;
   }
   if (isa() != Isa::kAmx) products = Refusal::kInstructionSet;
-  if (dtype_of(x, "x") != DType::kBFloat16) products = Refusal::kFloat32;
-  record(products).set("kernel", "matmul");
+  if (dtype != DType::kBFloat16) products = Refusal::kFloat32;
+  record(products, vectors::takes_backward(dtype, rows, x.size(-1))).set("kernel", "matmul");
   return plan.text();
+}
+
+// Measured; where the products are torch's, what the op saves is little.
+int64_t least_recorded(const Tensor& x, bool gated) {
+  const bool narrow = dtype_of(x, "x") == DType::kBFloat16;
+  const bool few = narrow ? isa() != Isa::kScalar : has_wide_vectors();  // products of few rows at least are ours
+  const bool all = narrow ? isa() == Isa::kAmx || isa() == Isa::kAvx2 : has_wide_vectors();
+  if (gated) return all ? 1 << 11 : 1 << 17;
+  return few ? 0 : 1 << 15;
 }
 
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

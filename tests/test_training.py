@@ -233,7 +233,7 @@ def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, dtype):
     """Below a bound torch's functions train a plain MLP, and explain says so; from it on, or to save memory, an op."""
-    least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED
+    least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[dtype]
     module, x = Plain(sizes=(32, 48, 24)).to(dtype), torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
     fused, saving = copy.deepcopy(module), copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused).fused and fused_mlp.fuse_mlps(saving, memory="recompute").fused

@@ -66,7 +66,7 @@ struct Settings {
   PyObject* refusal;         // of an index of a GPU: None where the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
-  PyObject* least_recorded;  // by name of an op: from how many hidden values on it pays in training; never if not there
+  PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
   PyObject* blocks;          // a list of one element while no backend is forced
   PyObject* is_inference;    // the function of torch
   PyObject* quiet;           // functions that return something true where every call is disturbed
@@ -446,11 +446,12 @@ int64_t number_of_elements(PyObject* tensor) {
 
 // The function that computes what autograd follows by its parts, where these take less time than the op and what
 // records it: borrowed; nullptr without an error where they do not.
-PyObject* faster_parts(PyObject* pattern, PyObject* operands) {
+PyObject* faster_parts(PyObject* pattern, PyObject* dtype, PyObject* operands) {
   const Owned memory(PyObject_GetAttr(pattern, names().memory)), op(PyObject_GetAttr(pattern, names().op));
   PyObject* const of_memory = memory && op ? item(settings.parts, memory.get()) : nullptr;
   PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op.get());
-  PyObject* const least = parts == nullptr ? nullptr : item(settings.least_recorded, op.get());
+  PyObject* const of_dtype = parts == nullptr ? nullptr : item(settings.least_recorded, dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op.get());
   if (least == nullptr) return parts;
   PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
   const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
@@ -483,7 +484,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   const Answer followed = recording && (packed == kNo || block != nullptr) ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
   if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
-  PyObject* const parts = packed == kNo && followed == kYes ? faster_parts(mlp.pattern, operands) : nullptr;
+  PyObject* const parts = packed == kNo && followed == kYes ? faster_parts(mlp.pattern, dtype, operands) : nullptr;
   if (parts != nullptr) return PyObject_CallObject(parts, operands);
   if (PyErr_Occurred()) return nullptr;
   if (packed == kYes || followed == kYes) {

@@ -46,6 +46,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "plan_training(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, int activation, bool keep) -> str");
+  ops.def("least_recorded(Tensor x, bool gated) -> int");
   ops.def(
       "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
       "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs, bool? up_first) -> "
@@ -82,6 +83,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
 #if defined(CUDA_KERNEL)
   ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
   ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
+#else
+  ops.impl("least_recorded", TORCH_BOX(&fused_mlp::least_recorded));
 #endif
   ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));

@@ -27,7 +27,14 @@ _TRITON_EXPERTS_ROWS = 8
 
 # On a CPU, an op under autograd costs a node written in Python: these pay from so many elements of their hidden values
 # on, by measurement.
-LEAST_RECORDED = {"act_and_mul": 1 << 17, "mlp": 1 << 15, "gated_linear": 1 << 17}
+LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
+    dtype: {
+        "act_and_mul": 1 << 17,
+        "mlp": native.least_recorded(dtype, False),
+        "gated_linear": native.least_recorded(dtype, True),
+    }
+    for dtype in native._DTYPES
+}
 
 
 class _Block:
@@ -98,7 +105,7 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
         select(op, x)
         return forced, "forced by backend()"
     if is_too_small(op, x, recorded):
-        return "torch", f"autograd records fewer than {LEAST_RECORDED[op]} elements"
+        return "torch", f"autograd records fewer than {LEAST_RECORDED[x.dtype][op]} elements"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
@@ -126,7 +133,7 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
     # A compiled graph runs no Python, and would be compiled anew for the other side of the bound.
     if recorded is None or not x.is_cpu or torch.compiler.is_compiling():
         return False
-    return recorded < LEAST_RECORDED.get(op, 0)
+    return recorded < LEAST_RECORDED.get(x.dtype, {}).get(op, 0)
 
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:

@@ -149,10 +149,15 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
+def least_recorded(dtype: torch.dtype, gated: bool) -> int:
+    """From how many hidden values on an op pays that a CPU trains: an MLP without a gate, or the first half of one."""
+    return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated) if DEVICE_TYPE == "cpu" else 0
+
+
 def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:
     """The same for the products of ``training_forward`` and its backward.
 
-    On a GPU those that a pointwise step goes with, on a CPU those that AMX tiles compute.
+    On a GPU those that a pointwise step goes with, on a CPU those that are not torch's.
     """
     _, _, up_weight, second_weight, *_ = given
     layers = ["fc1" if up_weight is None else "gate and up"] if keep else []

@@ -42,7 +42,7 @@ class Part:
     it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and
     ``pointwise`` says where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda",
     or the instruction set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as
-    cuda/gemm/problem.h does, and on a CPU "matmul" for products that nothing follows; ``basis`` is "model" where it was
+    cuda/gemm/problem.h does, and on a CPU "matmul" for products by themselves; ``basis`` is "model" where it was
     chosen by a model of the GPU's times, not by measured ones.
     """
 
@@ -66,6 +66,9 @@ class Part:
             return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
         if self.implementation == "amx":
             return "GEMMs on AMX tiles" if self.kernel == "matmul" else "fused GEMM on AMX tiles"
+        if self.implementation in ("avx2", "avx512") and self.kernel == "matmul":
+            pointwise = f" and {self.pointwise} pointwise kernels" if self.pointwise else ""
+            return f"GEMMs of our own in {self.implementation}{pointwise}"
         if self.implementation in ("avx2", "avx512"):
             return f"few rows, the weights stream past them, in {self.implementation}"
         split = f", k split in {self.split_k}" if self.split_k > 1 else ""
@@ -93,7 +96,7 @@ class Kept:
     """What a call that autograd follows keeps for its backward beside its operands: names of values, and their bytes.
 
     ``gemms`` says of a CUDA call how those products are computed that a pointwise step goes with, and on a CPU which
-    ones AMX tiles compute. torch's GEMMs compute the others, on a CPU with pointwise kernels between them.
+    ones are ours. torch's GEMMs compute the others, on a CPU with pointwise kernels between them.
     """
 
     names: Tuple[str, ...]

@@ -135,6 +135,12 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     return (weight if kind is nn.Linear else weight.t()), bias
 
 
+def is_foreign(projection: nn.Module) -> bool:
+    """Whether ``projection`` is of a class that is no plain linear layer, whatever its state."""
+    kind = type(projection)
+    return kind is not nn.Linear and not _is_conv1d(kind)
+
+
 def weight_of(projection: nn.Module) -> Tensor:
     """The weight of a plain projection as ``[out, in]``."""
     weight, _ = parameters_of(projection)

@@ -121,6 +121,9 @@ def fused(
             return found
     if names:
         projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    if not pattern.gated and obstacles.is_foreign(projections[0]):  # there is nothing to fuse: all is called
+        hidden = act(projections[0](x))
+        return forwards.second_half(hidden, between, projections[-1]) if pattern.whole else hidden
     if is_short and between and pattern.whole and not forwards.passes(between):  # as dropout in training
         hidden = fused(pattern.first_half, x, projections[:-1], act)
         return forwards.second_half(hidden, between, projections[-1])
