@@ -8,11 +8,14 @@ The kinds are classes of transformers: one layer with its activation, plain MLPs
 and up lie in one weight. Instances, fused and not, each with weights of its own, take turns in one process; a figure is
 the ratio of the medians. What takes more than 1.05 of the original's time is measured once more, with other instances:
 what is above it twice is a loss, and not the noise of a shared machine. A step of training is a forward and a backward
-that makes all gradients anew. Writes <out>.json, and prints a table.
+that makes all gradients anew. Freed memory stays with the process: whether the C library gives it back, to be mapped
+again page by page at the next call, is chance, and costs up to ten times what a call takes. Writes <out>.json, and
+prints a table.
 """
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -57,6 +60,14 @@ KINDS = {
     "packed, gelu": (ModernBertMLP, transformers.ModernBertConfig, {"mlp_dropout": 0.0}),
 }
 LOSS = 1.05  # of the original's time
+
+
+def keep_memory() -> None:
+    """Has glibc, where that is the C library, keep what is freed."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        library.mallopt(trim_threshold, 2**31 - 1)
+        library.mallopt(mmap_max, 0)
 
 
 class Point:
@@ -114,14 +125,14 @@ def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) ->
 
 
 def turn(call: Callable[[], object], length_us: float) -> float:
-    """Microseconds of a call, on average over as many as fill a turn; those of the first, which finds cold caches, not
-    among them."""
+    """Microseconds of a call, on average over as many as fill a turn, without the first, which finds cold caches."""
     call()
     calls = max(2, int(length_us / max(1.0, measure.wall_microseconds(call, 1))))
     return measure.wall_microseconds(call, calls)
 
 
 def run(given) -> dict:
+    keep_memory()
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
     chance = random.Random(given.seed)
     torch.manual_seed(given.seed)

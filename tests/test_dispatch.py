@@ -88,7 +88,10 @@ def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
     inference = fused_mlp.explain(call, **made).parts[0]
     has_tiles = inference.implementation == "amx"
     (kept,) = fused_mlp.explain(call, **{name: tensor.requires_grad_() for name, tensor in made.items()}).parts
-    products = ["fc1" if function == "mlp" else "gate and up", *([] if has_tiles and rows < 32 else ["products of the backward"])]
+    products = [
+        "fc1" if function == "mlp" else "gate and up",
+        *([] if has_tiles and rows < 32 else ["products of the backward"]),
+    ]
     assert [part.layer for part in kept.gemms] == (products if inference.fused else [])
     assert ("on AMX tiles" in str(kept)) == has_tiles
 

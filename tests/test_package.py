@@ -146,7 +146,8 @@ def test_instruction_sets(isa):
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or few_rows or any_call"
-    files = ("tests/test_functional.py", "tests/test_experts.py")
+    chosen += " or number_of_rows"
+    files = ("tests/test_functional.py", "tests/test_experts.py", "tests/test_training.py")
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
         LOCAL_KERNELS=local_kernels(),

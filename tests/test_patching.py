@@ -269,6 +269,34 @@ def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, 
         assert report.left[0].reason
 
 
+class OwnProduct(nn.Linear):
+    """Falcon's linear layer."""
+
+    def forward(self, input):
+        return input @ self.weight.T + self.bias
+
+
+def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
+    """A plain MLP whose first layer multiplies by itself would only be called in a longer way; of a gated one the
+    pointwise part is fused."""
+    plain, gated = Plain().to(device), Gated(bias=True).to(device)
+    plain.fc1, gated.gate_proj = OwnProduct(32, 88).to(device), OwnProduct(32, 88).to(device)
+    report = fused_mlp.fuse_mlps(nn.ModuleList([plain, gated]))
+    (left,), (fused,) = report.left, report.fused
+    assert (left.path, codes(left), left.reasons[0].part) == ("0", ("called",), "fc1")
+    assert (fused.path, fused.extent) == ("1", "partly")
+    assert type(plain) is Plain and fused_mlp.explain(plain).implementation == "original"
+
+
+def test_a_layer_that_is_wrapped_later_is_called(fused_mlp, device):
+    """Nothing is fused of a plain MLP then, and the result is that of its parts."""
+    module = Plain().to(device)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = torch.randn(3, 32, device=device)
+    module.fc1 = nn.Sequential(module.fc1, nn.Tanh())
+    assert torch.equal(module(x), module.fc2(F.gelu(module.fc1(x))))
+
+
 def test_hooks_added_later_fire(fused_mlp, device):
     module = Gated().to(device)
     fused_mlp.fuse_mlps(module)
@@ -319,7 +347,9 @@ def is_recorded_by_an_op(result):
 @pytest.mark.parametrize("least", [0, 1 << 20], ids=["op", "parts"])
 def test_dropout_is_kept_in_training(fused_mlp, device, monkeypatch, least):
     """The first half is an op of its own, but for few hidden values on a CPU."""
-    monkeypatch.setitem(sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[torch.float32], "gated_linear", least)
+    monkeypatch.setitem(
+        sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[torch.float32], "gated_linear", least
+    )
     module = WithDropout(0.5).to(device)
     plain = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(module).fused

@@ -99,6 +99,22 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
             assert gradient.stride() == made[name].stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(45, 77, 39), (64, 96, 32), (130, 257, 66)], ids=str)
+@pytest.mark.parametrize("function", ["gated_mlp", "mlp"])
+def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
+    """As many as a kernel of a CPU has at once, in a panel and in a pass, and one more or less."""
+    for rows in (1, 2, 3, 7, 8, 9, 12, 13, 20, 21, 24, 31, 32, 63, 64, 65, 129, 257, 300):
+        made = leaves(operands(function, (rows,), sizes, dtype=dtype, device=device))
+        with poisoned_memory(device):
+            found = step(lambda made: getattr(fused_mlp, function)(**made, activation="silu"), made)
+        eager = step(lambda made: reference.eager(function, made, "silu"), made)
+        wide = leaves({name: tensor.double() for name, tensor in made.items()})
+        exact = step(lambda made: reference.exact(function, made, "silu"), wide)
+        for name, *three in zip(["result", *made], found, eager, exact, strict=True):
+            assert_no_worse_than_eager(*three, f"{name}, {rows} rows", roundings=ROUNDINGS[function])
+
+
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize(
     "rows, sizes", [(1, (40, 72, 8)), (1300, (33, 47, 21)), (5003, (16, 264, 40)), (70001, (8, 9, 8))]

@@ -117,6 +117,16 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
 
 
+def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
+    """Why nothing would be fused by these methods, ever; None if something may be."""
+    mlps = [mlp for method in methods if rewriting.is_fused(method) for mlp in rewriting.mlps_in(method, module)]
+    firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
+    never = [not mlp.pattern.gated and obstacles.multiplies_by_itself(first) for mlp, first in zip(mlps, firsts)]
+    if not all(never) or not mlps:
+        return None
+    return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
+
+
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """How far an MLP is fused that has these projections, and an activation that is known."""
     around = obstacles.of_surroundings()

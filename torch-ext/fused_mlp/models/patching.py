@@ -129,6 +129,9 @@ def _plan_of(
         return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
     if not methods:
         return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+    nothing = outcome.of_nothing_to_fuse(module, methods.values())
+    if nothing is not None:
+        return {}, nothing
     if isinstance(module, torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
