@@ -88,10 +88,8 @@ def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
     inference = fused_mlp.explain(call, **made).parts[0]
     has_tiles = inference.implementation == "amx"
     (kept,) = fused_mlp.explain(call, **{name: tensor.requires_grad_() for name, tensor in made.items()}).parts
-    products = [
-        "fc1" if function == "mlp" else "gate and up",
-        *([] if has_tiles and rows < 32 else ["products of the backward"]),
-    ]
+    products = ["fc1" if function == "mlp" else "gate and up"]
+    products += [] if has_tiles and rows < 32 else ["products of the backward"]
     assert [part.layer for part in kept.gemms] == (products if inference.fused else [])
     assert ("on AMX tiles" in str(kept)) == has_tiles
 
@@ -118,6 +116,17 @@ def test_every_record_has_words(fused_mlp):
     assert none == "none" and all(plans.REFUSALS[refusal] in words for refusal in refusals)
     assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
     assert words.endswith("all warps share each tile; chosen by a model of this GPU, not a measurement")
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU trains a layer alone by its parts")
+def test_one_layer_in_training_on_a_cpu(fused_mlp):
+    """It is an op with an activation, and PyTorch's product without; explain says so."""
+    made = operands("linear", (5,), (8, 48))
+    made["x"].requires_grad_()
+    for activation, called, implementation in (("gelu", ["training_forward"], "cpu"), (None, [], "torch")):
+        given = made | {"activation": activation}
+        assert ops_called(fused_mlp.linear, given) == called
+        assert fused_mlp.explain(fused_mlp.linear, **given).implementation == implementation
 
 
 @pytest.mark.parametrize("memory", ["activations", "recompute"])

@@ -18,7 +18,8 @@ from modules import Gated, PackedGated, Plain
 from reference import ROUNDINGS, assert_no_worse_than_eager, operands, poisoned_memory
 from safety import Blocks, assert_close, fuse, llama
 
-functions = pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
+FUNCTIONS = ["gated_linear", "gated_mlp", "mlp"]
+functions = pytest.mark.parametrize("function", FUNCTIONS)
 MEMORY = ("activations", "recompute")
 memories = pytest.mark.parametrize("memory", MEMORY)
 
@@ -101,7 +102,7 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(45, 77, 39), (64, 96, 32), (130, 257, 66)], ids=str)
-@pytest.mark.parametrize("function", ["gated_mlp", "mlp"])
+@pytest.mark.parametrize("function", [*FUNCTIONS, *(["linear"] if machine.device_type() == "cpu" else [])])
 def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
     """As many as a kernel of a CPU has at once, in a panel and in a pass, and one more or less."""
     for rows in (1, 2, 3, 7, 8, 9, 12, 13, 20, 21, 24, 31, 32, 63, 64, 65, 129, 257, 300):

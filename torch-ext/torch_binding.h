@@ -117,8 +117,8 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
                           const OptionalTensor& second_weight, const OptionalTensor& bias,
                           const OptionalTensor& up_bias, int64_t activation, bool keep);
 
-// On a CPU: from how many hidden values of the dtype of x on the op pays, whose node is written in Python; of a whole
-// MLP without a gate, or of the first half of a gated one.
+// On a CPU: from how many hidden values of the dtype of x on the op pays, whose node is written in Python; of an MLP
+// without a gate or one layer, or of the first half of a gated MLP.
 int64_t least_recorded(const Tensor& x, bool gated);
 
 // The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what

@@ -209,9 +209,9 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
     return None
 
 
-def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], memory: str) -> Optional[str]:
+def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: int, memory: str) -> Optional[str]:
     """Why a call that autograd follows, on operands as autocast has cast them, is not one op, or None if it is."""
-    reason = pointwise_reason(*given) or training.refusal(op)
+    reason = pointwise_reason(*given) or training.refusal(op, activation)
     if reason is not None:
         return reason
     x = given[0]
@@ -268,7 +268,7 @@ def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: s
     try:
         if not recorded:
             return _COMPILED_OPS[op](*given, *rest)
-        if training.refusal(op) is not None:
+        if training.refusal(op, rest[0]) is not None:
             return None
         x = given[0]
         if x.is_cpu and dispatch.is_too_small(op, x, training.recorded_elements(op, given, memory)):
@@ -305,7 +305,7 @@ def _recorded(
 ) -> Tensor:
     """The result of a call that autograd follows: one op each way, or the composed parts."""
     cast = autocast(given)
-    if recording_reason(op, cast, memory) is None:
+    if recording_reason(op, cast, activation, memory) is None:
         return training.run(op, cast, activation, memory, *up_first)
     if memory == training.RECOMPUTED and not training.is_transformed():
         return checkpoint(composed, *given, activation, *up_first, use_reentrant=False, preserve_rng_state=False)

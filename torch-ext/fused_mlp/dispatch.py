@@ -31,9 +31,11 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     dtype: {
         "act_and_mul": 1 << 17,
         "mlp": native.least_recorded(dtype, False),
+        "linear": native.least_recorded(dtype, False),
         "gated_linear": native.least_recorded(dtype, True),
     }
     for dtype in native._DTYPES
+    if native.DEVICE_TYPE == "cpu"
 }
 
 

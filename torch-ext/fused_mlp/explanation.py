@@ -83,7 +83,7 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     getattr(operands, f"check_{op}")(*given)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
-        composed = calls.recording_reason(op, cast, memory)
+        composed = calls.recording_reason(op, cast, activation.code, memory)
         if composed is None:
             name, reason = dispatch.reasoned(op, cast[0])
             gemms = training.products(op, cast, activation.code, memory)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
+from .activations import get_activation
 from .backends import native, plans, reference
 from .operands import halves
 
@@ -58,9 +59,13 @@ def check_memory(memory: str) -> None:
         raise ValueError(f"memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
-def refusal(op: str) -> Optional[str]:
-    """Why a call that autograd follows is not one op, or None if it can be."""
-    if op not in _NAMES:
+def refusal(op: str, activation: int) -> Optional[str]:
+    """Why a call that autograd follows is not one op, or None if it can be.
+
+    Of one layer alone an op saves next to nothing but on a CPU, and nothing where no activation follows.
+    """
+    is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation == _IDENTITY)
+    if op not in _NAMES or is_left:
         return "autograd follows the parts"
     return "torch.func follows the parts" if is_transformed() else None
 
@@ -70,7 +75,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     if memory == RECOMPUTED:
         return (), 0
     x, weight = given[:2]
-    names = ("fc1",) if op == "mlp" else ("gate", "up")
+    names = {"linear": ("result",), "mlp": ("fc1",)}.get(op, ("gate", "up"))
     if is_first_frozen(*_full(op, given)):
         names = ("hidden",)
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
@@ -118,13 +123,17 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
     return backend.gated_linear(x, weight, up_weight, bias, up_bias, activation)
 
 
-_NAMES = frozenset(("gated_linear", "mlp", "gated_mlp"))
+_NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
+_IDENTITY = get_activation(None).code
 
 
 def _full(op: str, given: Operands) -> Operands:
     """The operands of a function as those of the op."""
     if op == "gated_mlp":
         return given
+    if op == "linear":
+        x, weight, bias = given
+        return (x, weight, None, None, bias, None, None)
     if op == "mlp":
         x, weight, second_weight, bias, second_bias = given
         return (x, weight, None, second_weight, bias, None, second_bias)

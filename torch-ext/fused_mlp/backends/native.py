@@ -150,8 +150,9 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
 
 
 def least_recorded(dtype: torch.dtype, gated: bool) -> int:
-    """From how many hidden values on an op pays that a CPU trains: an MLP without a gate, or the first half of one."""
-    return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated) if DEVICE_TYPE == "cpu" else 0
+    """From how many hidden values on an op pays that a CPU trains: an MLP without a gate or one layer, or the first half
+    of a gated MLP."""
+    return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated)
 
 
 def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:
@@ -160,7 +161,8 @@ def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool
     On a GPU those that a pointwise step goes with, on a CPU those that are not torch's.
     """
     _, _, up_weight, second_weight, *_ = given
-    layers = ["fc1" if up_weight is None else "gate and up"] if keep else []
+    first = "gate and up" if up_weight is not None else "linear" if second_weight is None else "fc1"
+    layers = [first] if keep else []
     record = ops.plan_training.default(*given[:6], activation, keep)
     if DEVICE_TYPE == "cpu":
         return tuple(part for part in plans.parsed(record, [*layers, "products of the backward"]) if part.fused)

@@ -370,7 +370,9 @@ def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection],
         return None
     if _value(made.root).requires_grad:
         keep = memory == training.KEPT
-        if training.refusal(name) is not None or (keep and training.is_first_frozen(*values)):
+        if name == "linear":  # the compiler's, unless a second half follows in another module
+            return None
+        if training.refusal(name, hidden.row.code) is not None or (keep and training.is_first_frozen(*values)):
             return None
         result = made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first)
         return _Call(operator.getitem, (result, 0), {})
