@@ -104,7 +104,10 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
 @pytest.mark.parametrize("sizes", [(45, 77, 39), (64, 96, 32), (130, 257, 66)], ids=str)
 @pytest.mark.parametrize("function", [*FUNCTIONS, *(["linear"] if machine.device_type() == "cpu" else [])])
 def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
-    """As many as a kernel of a CPU has at once, in a panel and in a pass, and one more or less."""
+    """As many as a kernel of a CPU has at once, in a panel and in a pass, and one more or less.
+
+    With few rows, the roundings of few gradients before the activation are those of all elements of a weight's.
+    """
     for rows in (1, 2, 3, 7, 8, 9, 12, 13, 20, 21, 24, 31, 32, 63, 64, 65, 129, 257, 300):
         made = leaves(operands(function, (rows,), sizes, dtype=dtype, device=device))
         with poisoned_memory(device):
@@ -113,7 +116,8 @@ def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
         wide = leaves({name: tensor.double() for name, tensor in made.items()})
         exact = step(lambda made: reference.exact(function, made, "silu"), wide)
         for name, *three in zip(["result", *made], found, eager, exact, strict=True):
-            assert_no_worse_than_eager(*three, f"{name}, {rows} rows", roundings=ROUNDINGS[function])
+            chance = 6.0 * max(1.0, max(sizes) / rows) ** 0.5
+            assert_no_worse_than_eager(*three, f"{name}, {rows} rows", ROUNDINGS[function], chance=chance)
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)

@@ -92,6 +92,7 @@ struct Names {
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");
   PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* probability = PyUnicode_InternFromString("p");
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
@@ -213,14 +214,17 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   return state == nullptr ? kError : read_parameters(state, recording, true, operands, weight_place, bias_place);
 }
 
-// Whether hidden values come out as they go in: of dropout that is not training, or of a probability of 0.
+// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0.
 Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
   if (class_of(part) != settings.dropout) return kNo;
   PyObject* state = state_of(part);
   if (state == nullptr) return kError;
   PyObject* training = item(state, names().training);
-  if (training != Py_False) return PyErr_Occurred() ? kError : kNo;
+  PyObject* p = training == Py_False ? nullptr : item(state, names().probability);
+  if (training != Py_False && (p == nullptr || !PyFloat_Check(p) || PyFloat_AsDouble(p) != 0.0)) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
   return is_bare(state, recording);
 }
 
