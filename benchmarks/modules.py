@@ -148,7 +148,8 @@ def run(given) -> dict:
             measured.append(ratio(point, DTYPES[name], way == "training", fused_mlp, given))
         found["results"].append({"dtype": name, "way": way, **vars(point), "ratios": [round(r, 3) for r in measured]})
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    text = json.dumps(found).replace('{"dtype"', '\n{"dtype"')  # a line for each point
+    given.out.with_suffix(".json").write_text(text + "\n")
     return found
 
 

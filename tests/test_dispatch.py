@@ -120,10 +120,11 @@ def test_every_record_has_words(fused_mlp):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU trains a layer alone by its parts")
 def test_one_layer_in_training_on_a_cpu(fused_mlp):
-    """It is an op with an activation, and PyTorch's product without; explain says so."""
+    """It is an op, but where eager keeps an activation's result alone, or there is none; explain says so."""
     made = operands("linear", (5,), (8, 48, 8))
     made["x"].requires_grad_()
-    for activation, called, implementation in (("gelu", ["training_forward"], "cpu"), (None, [], "torch")):
+    for activation in ("gelu", "silu", "relu", None):
+        called, implementation = (["training_forward"], "cpu") if activation in ("gelu", "silu") else ([], "torch")
         given = made | {"activation": activation}
         assert ops_called(fused_mlp.linear, given) == called
         assert fused_mlp.explain(fused_mlp.linear, **given).implementation == implementation

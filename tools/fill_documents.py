@@ -4,6 +4,7 @@ profiling/results) and counted (docs/coverage.md), so that no figure in their ta
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -88,6 +89,7 @@ def parts() -> dict[str, str]:
         "floors": floors_table(),
         "experts": experts_table(),
         "gpu-experts": gpu_experts_table(),
+        "modules": modules_table(),
         "mma-sync": mma_sync_table(),
     }
     sentences = {
@@ -99,6 +101,7 @@ def parts() -> dict[str, str]:
         "sweep-graphs": sweep_graphs_sentence(),
         "between-graphs": between_graphs_sentence(),
         "cpu": cpu_sentence(),
+        "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
         "coverage": coverage_sentence(),
@@ -435,6 +438,43 @@ def floors_table() -> str:
             least += max(arithmetic, moved)
         rows.append((f"{m}, {d}, {h}", *cells, f"{least:.0f}", f"{10 * m * h / BYTES_PER_US:.0f}"))
     return documents.table(("M, D, H", "gate and up", "down", "floor", "pointwise kernels of eager"), rows, left=1)
+
+
+# MLPs of random kinds and sizes, as modules on CPUs.
+
+MODULES = {"Intel": "xeon-modules", "AMD": "epyc-modules"}
+ROWS = ((1, 15), (16, 127), (128, 2048))
+
+
+def modules_table() -> str:
+    """By dtype, way and machine: medians of the ratios, by number of rows and of all; how many are losses."""
+    rows = []
+    for dtype, way in itertools.product(("float32", "bfloat16"), ("inference", "training")):
+        for maker, name in MODULES.items():
+            of = [each for each in run(name)["results"] if (each["dtype"], each["way"]) == (dtype, way)]
+            medians = [statistics.median(ratios_of(of, *bounds)) for bounds in (*ROWS, (1, 2048))]
+            high = ratios_of(of, 1, 2048)[int(0.95 * len(of))]
+            losses = sum(min(each["ratios"]) > 1.05 for each in of)
+            rows.append(
+                (f"{dtype}, {way}", maker, *(f"{cell:.2f}" for cell in (*medians, high)), f"{losses} of {len(of)}")
+            )
+    heads = ("", "CPU", *(f"{low} to {high} rows" for low, high in ROWS), "all", "95%", "above 1.05, twice")
+    return documents.table(heads, rows, left=2)
+
+
+def ratios_of(points: list[dict], low: int, high: int) -> list[float]:
+    return sorted(each["ratios"][0] for each in points if low <= each["rows"] <= high)
+
+
+def modules_machines() -> str:
+    facts = {maker: run(name)["machine"] for maker, name in MODULES.items()}
+    return (
+        "; ".join(
+            f"{maker}: {each['cpu']}, {each['threads']} threads, {each['instructions']}, PyTorch {each['torch']}"
+            for maker, each in facts.items()
+        )
+        + ". Medians of the fused module's time as a part of the original's."
+    )
 
 
 # Models that fuse_mlps takes.

@@ -62,9 +62,10 @@ def check_memory(memory: str) -> None:
 def refusal(op: str, activation: int) -> Optional[str]:
     """Why a call that autograd follows is not one op, or None if it can be.
 
-    Of one layer alone an op saves next to nothing but on a CPU, and nothing where no activation follows.
+    Of one layer alone an op saves next to nothing but on a CPU, and it would keep more than eager does where that keeps
+    an activation's result.
     """
-    is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation == _IDENTITY)
+    is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
     if op not in _NAMES or is_left:
         return "autograd follows the parts"
     return "torch.func follows the parts" if is_transformed() else None
@@ -124,7 +125,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
-_IDENTITY = get_activation(None).code
+_WITH_INPUT_KEPT = frozenset(get_activation(name).code for name in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"))
 
 
 def _full(op: str, given: Operands) -> Operands:

@@ -150,8 +150,10 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
 
 
 def least_recorded(dtype: torch.dtype, gated: bool) -> int:
-    """From how many hidden values on an op pays that a CPU trains: an MLP without a gate or one layer, or the first half
-    of a gated MLP."""
+    """From how many hidden values on an op pays that a CPU trains.
+
+    That of an MLP without a gate or of one layer, or of the first half of a gated MLP.
+    """
     return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated)
 
 
