@@ -468,13 +468,12 @@ def ratios_of(points: list[dict], low: int, high: int) -> list[float]:
 
 def modules_machines() -> str:
     facts = {maker: run(name)["machine"] for maker, name in MODULES.items()}
-    return (
-        "; ".join(
-            f"{maker}: {each['cpu']}, {each['threads']} threads, {each['instructions']}, PyTorch {each['torch']}"
-            for maker, each in facts.items()
-        )
-        + ". Medians of the fused module's time as a part of the original's."
-    )
+    words = [
+        f"{maker}: {each['cpu']}, {each['threads']} threads, {each['instructions']}, a copy of "
+        f"{each['copy_bandwidth_GBps']} GB/s, PyTorch {each['torch']}"
+        for maker, each in facts.items()
+    ]
+    return f"{'; '.join(words)}. Medians of the fused module's time as a part of the original's."
 
 
 # Models that fuse_mlps takes.

@@ -37,6 +37,7 @@ class Activation:
     ``code`` is its number in ``activation.h``, by which the compiled ops know it. ``function`` and ``derivative`` map a
     tensor of any shape and floating dtype to one of the same shape and dtype, in operations that autograd can follow.
     ``aliases`` are the other names that ``transformers.activations.ACT2FN`` has for the same function.
+    ``result_kept``: of PyTorch's operations, autograd keeps a result for the backward, or nothing, and not x.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Activation:
     function: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     aliases: Tuple[str, ...] = ()
+    result_kept: bool = False
 
 
 def _gelu_derivative(x: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: Tuple[Activation, ...] = (
-    Activation("linear", 0, _identity, torch.ones_like),
+    Activation("linear", 0, _identity, torch.ones_like, result_kept=True),
     Activation("gelu", 1, F.gelu, _gelu_derivative, ("gelu_python",)),
     Activation(
         "gelu_pytorch_tanh",
@@ -100,9 +102,9 @@ ACTIVATIONS: Tuple[Activation, ...] = (
         lambda x: _sigmoid_weighted_derivative(x, _QUICK_SLOPE),
     ),
     Activation("silu", 4, F.silu, lambda x: _sigmoid_weighted_derivative(x, 1.0), ("swish",)),
-    Activation("relu", 5, F.relu, lambda x: 1.0 - (x <= 0).to(x.dtype)),
-    Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x)),
-    Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative),
+    Activation("relu", 5, F.relu, lambda x: 1.0 - (x <= 0).to(x.dtype), result_kept=True),
+    Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x), result_kept=True),
+    Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative, result_kept=True),
 )
 
 _BY_NAME: Dict[Optional[str], Activation] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
-from .activations import get_activation
+from .activations import ACTIVATIONS
 from .backends import native, plans, reference
 from .operands import halves
 
@@ -125,7 +125,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
-_WITH_INPUT_KEPT = frozenset(get_activation(name).code for name in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"))
+_WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
 
 
 def _full(op: str, given: Operands) -> Operands:
