@@ -277,7 +277,7 @@ class OwnProduct(nn.Linear):
 
 
 def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
-    """A plain MLP whose first layer multiplies by itself would only be called in a longer way; of a gated one the
+    """A plain MLP whose first layer has a product of its own would only be called in a longer way; of a gated one the
     pointwise part is fused."""
     plain, gated = Plain().to(device), Gated(bias=True).to(device)
     plain.fc1, gated.gate_proj = OwnProduct(32, 88).to(device), OwnProduct(32, 88).to(device)

@@ -141,7 +141,7 @@ def is_foreign(projection: nn.Module) -> bool:
     return kind is not nn.Linear and not _is_conv1d(kind)
 
 
-def multiplies_by_itself(projection: nn.Module) -> bool:
+def has_own_product(projection: nn.Module) -> bool:
     """Whether ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
     kind = type(projection)
     return isinstance(projection, nn.Linear) and kind is not nn.Linear and kind.forward is not nn.Linear.forward

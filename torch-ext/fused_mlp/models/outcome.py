@@ -121,7 +121,7 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     """Why nothing would be fused by these methods, ever; None if something may be."""
     mlps = [mlp for method in methods if rewriting.is_fused(method) for mlp in rewriting.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
-    never = [not mlp.pattern.gated and obstacles.multiplies_by_itself(first) for mlp, first in zip(mlps, firsts)]
+    never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
     if not all(never) or not mlps:
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
