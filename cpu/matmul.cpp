@@ -94,9 +94,11 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate
                         cols};
 
   const int64_t blocks = ceil_div(cols, block), most = ceil_div(rows * depth * cols, kGrain);
-  const bool shares_rows = rows > cols;
-  const int64_t threads =
-      std::clamp<int64_t>(torch::stable::get_num_threads(), 1, std::min(most, shares_rows ? rows : blocks));
+  constexpr int64_t kRowsAtOnce = 8;
+  const int64_t available = torch::stable::get_num_threads();
+  // Columns are shared unless there are more rows, or too few columns for all threads.
+  const bool shares_rows = rows > cols || blocks < std::min(available, rows / kRowsAtOnce);
+  const int64_t threads = std::clamp<int64_t>(available, 1, std::min(most, shares_rows ? rows : blocks));
   const int64_t scratch = kernels()->scratch_size(product, shares_rows ? blocks : ceil_div(blocks, threads));
   // A line of the caches is not to be shared by two vectors.
   struct alignas(64) Line {
