@@ -1,3 +1,4 @@
+// The kernels of few_rows.h and of matmul.h in AVX2.
 #include "../torch-ext/activation.h"
 #include "few_rows.h"
 #include "matmul.h"
@@ -26,6 +27,7 @@ FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
 }
 
 #include "few_rows.inl"
+
 // [a0, b0, a1, b1, ...], in two halves
 FUSED_MLP_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
   const __m256 first = _mm256_unpacklo_ps((__m256)a, (__m256)b), second = _mm256_unpackhi_ps((__m256)a, (__m256)b);

@@ -1,3 +1,4 @@
+// The kernels of few_rows.h and of matmul.h in AVX-512.
 #include "../torch-ext/activation.h"
 #include "few_rows.h"
 #include "matmul.h"
@@ -29,6 +30,7 @@ FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
 }
 
 #include "few_rows.inl"
+
 // [a0, b0, a1, b1, ...], in two halves
 FUSED_MLP_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

@@ -77,8 +77,9 @@ bool has_wide_vectors() {
     unsigned eax, ebx, ecx, edx;
     if (isa() < Isa::kAvx512 || is_intel() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
     const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff), model = (eax >> 4 & 0xf) + (eax >> 12 & 0xf0);
+    // Zen 5 was measured. Its models for servers and desktops have units of 512 bits; most for laptops have not.
     constexpr unsigned kZen5 = 0x1a;
-    return family > kZen5 || (family == kZen5 && (model < 0x20 || (model >= 0x40 && model < 0x50)));  // not laptops'
+    return family > kZen5 || (family == kZen5 && (model < 0x20 || (model >= 0x40 && model < 0x50)));
   }();
   return wide;
 #else

@@ -94,10 +94,10 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate
                         cols};
 
   const int64_t blocks = ceil_div(cols, block), most = ceil_div(rows * depth * cols, kGrain);
-  constexpr int64_t kRowsAtOnce = 8;
+  constexpr int64_t kLeastRows = 8;  // rows worth a thread
   const int64_t available = torch::stable::get_num_threads();
   // Columns are shared unless there are more rows, or too few columns for all threads.
-  const bool shares_rows = rows > cols || blocks < std::min(available, rows / kRowsAtOnce);
+  const bool shares_rows = rows > cols || blocks < std::min(available, rows / kLeastRows);
   const int64_t threads = std::clamp<int64_t>(available, 1, std::min(most, shares_rows ? rows : blocks));
   const int64_t scratch = kernels()->scratch_size(product, shares_rows ? blocks : ceil_div(blocks, threads));
   // A line of the caches is not to be shared by two vectors.

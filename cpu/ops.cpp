@@ -407,17 +407,19 @@ struct Cpu {
   static Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
 };
 
+// Runs both layers, or, without `output`, the hidden one, for x [rows, in], by the kernels of few rows where they pay.
+void run_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+              const Kept* kept = nullptr) {
+  if (takes_few_rows(x, x.size(0), hidden, output)) return run_few_rows(x, hidden, output, out, kept);
+  run_products(x, hidden, output, out, kept);
+}
+
 // Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
   const Tensor flat = flatten_rows(x);
   const Tensor out = new_result(x, output ? output->features() : hidden.features());
   if (out.numel() == 0) return out;
-  const Tensor out_rows = matrix_of(out, flat.size(0));
-  if (takes_few_rows(x, flat.size(0), hidden, output)) {
-    run_few_rows(flat, hidden, output, out_rows);
-    return out;
-  }
-  run_products(flat, hidden, output, out_rows);
+  run_rows(flat, hidden, output, matrix_of(out, flat.size(0)));
   return out;
 }
 
@@ -525,11 +527,7 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   const Tensor gate = new_result(x, weight.size(0)), up = up_weight ? new_result(x, weight.size(0)) : new_dense(x, {0});
   const int64_t rows = flat.size(0);
   const Kept kept{matrix_of(gate, rows), up_weight ? matrix_of(up, rows) : up, up_first};
-  if (takes_few_rows(x, rows, hidden, output)) {
-    run_few_rows(flat, hidden, output, matrix_of(out, rows), &kept);
-  } else {
-    run_products(flat, hidden, output, matrix_of(out, rows), &kept);
-  }
+  run_rows(flat, hidden, output, matrix_of(out, rows), &kept);
   return {out, gate, up};
 }
 
@@ -572,7 +570,7 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
   return plan.text();
 }
 
-// Measured, but for the scalar code.
+// The bounds were measured, except those of the scalar code.
 int64_t least_recorded(const Tensor& x, bool gated) {
   if (isa() == Isa::kScalar) return gated ? 1 << 17 : 1 << 15;
   if (!gated) return 0;

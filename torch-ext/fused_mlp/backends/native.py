@@ -150,9 +150,9 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
 
 
 def least_recorded(dtype: torch.dtype, gated: bool) -> int:
-    """From how many hidden values on an op pays that a CPU trains.
+    """The number of hidden values from which on a CPU trains by an op in less time than by its parts.
 
-    That of an MLP without a gate or of one layer, or of the first half of a gated MLP.
+    ``gated``: of the first half of a gated MLP; else of a plain MLP or of one layer.
     """
     return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated)
 
