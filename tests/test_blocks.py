@@ -539,7 +539,7 @@ def test_compiled(fused_mlp, device):
 
 # Models, and how many blocks they have.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
-MODELS.update({"llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
+MODELS.update({"t5": 4, "umt5": 4, "llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
 
 
 @pytest.mark.parametrize("model_type", MODELS)

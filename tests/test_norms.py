@@ -140,6 +140,7 @@ KNOWN = {
     HeliumRMSNorm: RMS,
     Llama4TextRMSNorm: RMS,
     MoshiRMSNorm: RMS,
+    T5LayerNorm: RMS,
     GemmaRMSNorm: RMS_OF_ONE_MORE,
     Qwen3NextRMSNorm: RMS_OF_ONE_MORE,
     nn.RMSNorm: RMS,
@@ -152,7 +153,7 @@ def test_known_classes(norms, kind):
     assert norms.is_norm(kind) and norms.known[kind].code == KNOWN[kind]
 
 
-@pytest.mark.parametrize("kind", [T5LayerNorm, Qwen3NextRMSNormGated, nn.GroupNorm, nn.Linear, nn.BatchNorm1d])
+@pytest.mark.parametrize("kind", [Qwen3NextRMSNormGated, nn.GroupNorm, nn.Linear, nn.BatchNorm1d])
 def test_other_classes(norms, kind):
     assert not norms.is_norm(kind)
 
@@ -253,6 +254,17 @@ ENDINGS = {
     "nothing": "x.to(dtype)",
     "called by itself": "return self.forward(x)",
     "shown and forgotten": "_ = print(x)\n    return (self.weight * x * {scale}).to(dtype)",
+    **{
+        f"cast {how}": f"x = x * {{scale}}\n    if {how}\n    return self.weight * x"
+        for how in (
+            "self.weight.dtype in [torch.float16]: x = x.to(self.weight.dtype)",
+            "self.weight.dtype in [torch.float16, torch.bfloat16, torch.int8]: x = x.to(self.weight.dtype)",
+            "self.weight.dtype not in [torch.float16, torch.bfloat16]: x = x.to(self.weight.dtype)",
+            "self.weight.device in [torch.float16, torch.bfloat16]: x = x.to(self.weight.dtype)",
+            "self.weight.dtype in [torch.float16, torch.bfloat16]: x = x.to(torch.float16)",
+            "self.weight.dtype in [torch.float16, torch.bfloat16]: y = x.to(self.weight.dtype)",
+        )
+    },
     "shown": "print(x)\n    return (self.weight * x * {scale}).to(dtype)",
 }
 

@@ -22,6 +22,7 @@ ROLES = {
     "self.head": "head",
     "self.tail": "tail",
     **dict.fromkeys(("self.view", "other"), "other"),
+    "isinstance": "asking",
 }
 
 # Expressions in `return ...`, and what is fused in them.
@@ -103,6 +104,21 @@ BODIES = {
     "h = self.p(x); return self.d(h * sigmoid(h)) + h": ["pointwise"],
     "h = self.p(x); return self.d(h * sigmoid(h) * self.q(x))": ["gated"],
     "h = relu(self.p(x)); h = h.square(); return self.d(h)": ["plain"],
+    # Casts under a condition.
+    "h = self.act(self.p(x)); if h.dtype != x.dtype: h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],
+    "h = self.act(self.p(x)); if isinstance(h, Tensor): h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],
+    "h = self.act(self.p(x)); h = h * self.q(x); if y: h = h.to(self.d.weight.dtype); return self.d(h)": ["gated"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.d.weight.dtype); h = self.drop(h); return self.d(h)": ["plain"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.d.weight.dtype); return self.d(h), h": ["linear"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.q.weight.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.d.bias.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if y: h = h.to(x.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if y: h = x.to(self.d.weight.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.d.weight.dtype, copy=True); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if other(h): h = h.to(self.d.weight.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if (z := y): h = h.to(self.d.weight.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); if y: h = h.to(self.d.weight.dtype)\nelse: h = x\nreturn self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); n = 1; if y: h = h.to(self.d.weight.dtype); return self.d(h)": ["linear"],
     # Used once more, or under a condition.
     "h = self.p(x); return self.d(self.act(h)), h": [],
     "h = self.p(x); return lambda: self.act(h)": [],

@@ -48,12 +48,12 @@ MODELS = {
         {"vocab_size": 64, "dim": 32, "hidden_dim": 88, "n_layers": 2, "n_heads": 4},
         ("FFN", 2, "plain"),
     ),
-    "T5": ("T5EncoderModel", "T5Config", T5, ("T5DenseActDense", 2, "linear")),
+    "T5": ("T5EncoderModel", "T5Config", T5, ("T5DenseActDense", 2, "plain")),
     "T5 gated": (
         "T5EncoderModel",
         "T5Config",
         T5 | {"feed_forward_proj": "gated-gelu"},
-        ("T5DenseGatedActDense", 2, "gated linear"),
+        ("T5DenseGatedActDense", 2, "gated"),
     ),
 }
 

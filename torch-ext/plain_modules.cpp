@@ -50,11 +50,12 @@ class Few {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, and that of functions
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
+  PyObject* function;
   PyObject* module;          // nn.Module
   PyObject* call;            // nn.Module.__call__ as torch wrote it
   PyObject* original;        // the attribute by which a fused module has the class that it was made from
@@ -76,10 +77,10 @@ struct Settings {
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {
-    "tensor",         "parameter", "linear",       "dropout", "gelu",      "module",   "call",      "original",
-    "known",          "norms",     "ops",          "dtypes",  "on_device", "refusal",  "every_gpu", "parts",
-    "least_recorded", "blocks",    "is_inference", "quiet",   "empty",     "unchanged"};
+constexpr const char* kSettings[] = {"tensor", "parameter",    "linear",   "dropout",   "gelu",     "function",
+                                     "module", "call",         "original", "known",     "norms",    "ops",
+                                     "dtypes", "on_device",    "refusal",  "every_gpu", "parts",    "least_recorded",
+                                     "blocks", "is_inference", "quiet",    "empty",     "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -214,9 +215,14 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   return state == nullptr ? kError : read_parameters(state, recording, true, operands, weight_place, bias_place);
 }
 
-// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0.
+// Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
+bool is_cast(PyObject* part) { return class_of(part) == settings.function; }
+
+// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0, and of a
+// cast, whose dtypes fused() looks at.
 Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
+  if (is_cast(part)) return kYes;
   if (class_of(part) != settings.dropout) return kNo;
   PyObject* state = state_of(part);
   if (state == nullptr) return kError;
@@ -365,7 +371,9 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
     if (same != kYes) return same;
   }
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
-    const Owned hidden(PyObject_GetAttr(kind, PyTuple_GetItem(wanted, i)));
+    PyObject* const name = PyTuple_GetItem(wanted, i);
+    if (!PyUnicode_Check(name)) continue;  // a part itself, which is no child
+    const Owned hidden(PyObject_GetAttr(kind, name));
     if (hidden) return kNo;
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
@@ -481,6 +489,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   if (operands == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
+  }
+  for (PyObject* part : mlp.between) {
+    if (is_cast(part) && has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;

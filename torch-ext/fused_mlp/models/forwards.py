@@ -1,13 +1,16 @@
 """The forwards of fused MLPs: how far to fuse is decided anew at each call from what the parts are then.
 
 ``activation`` is the row of the table that ``act`` computes, if one does. ``between`` are what the hidden values go
-through before the last projection: dropout modules and their like, or probabilities of a dropout.
+through before the last projection: dropout modules and their like, probabilities of a dropout, or functions that cast
+them to the dtype of its weight, as :func:`cast` does.
 """
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence, Tuple, Union
+from types import FunctionType
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +23,8 @@ LINEAR, PLAIN = Pattern(), Pattern(whole=True)
 GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
 
 Act = Optional[Callable[[Tensor], Tensor]]
-Between = Sequence[Union[nn.Module, float]]
+Part = Union[nn.Module, float, FunctionType]
+Between = Sequence[Part]
 Parameters = List[Tuple[Tensor, Optional[Tensor]]]
 
 
@@ -38,7 +42,7 @@ def fused(
     found = None if activation is None else _parameters(projections)
     if not pattern.whole:
         return _hidden(pattern, x, projections, found, activation, act)
-    if found is not None and passes(between):
+    if found is not None and passes(between, x, projections[-1]):
         if not pattern.gated:
             (first_weight, first_bias), (weight, bias) = found
             return calls.mlp(x, first_weight, weight, first_bias, bias, activation, pattern.memory)
@@ -99,8 +103,18 @@ _PASSING = {
 }
 
 
-def alteration(part: Union[nn.Module, float]) -> Optional[str]:
-    """Why hidden values do not come out of a part as they go in; None if they do."""
+def cast(hidden: Tensor) -> Tensor:
+    """Stands for the casts of modules that are not called, among what is between their projections."""
+    raise NotImplementedError
+
+
+def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
+    """Why hidden values of a dtype do not come out of a part before a projection as they go in; None if they do."""
+    if isinstance(part, FunctionType):
+        wanted = getattr(getattr(projection, "weight", None), "dtype", None)
+        if torch._C._is_any_autocast_enabled():
+            return "in autocast"
+        return None if wanted is dtype else f"from {dtype} to {wanted}"
     if not isinstance(part, nn.Module):
         return "active in training" if part else None
     kind = type(part)
@@ -111,10 +125,10 @@ def alteration(part: Union[nn.Module, float]) -> Optional[str]:
     return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
 
 
-def passes(between: Between) -> bool:
-    """Whether hidden values come out of all these parts as they go in."""
+def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
+    """Whether hidden values, of the dtype of x, come out of all these parts before a projection as they go in."""
     for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
-        if alteration(part) is not None:
+        if alteration(part, getattr(x, "dtype", None), projection) is not None:
             return False
     return True
 
@@ -122,7 +136,7 @@ def passes(between: Between) -> bool:
 def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
     """What the last projection gives of hidden values, behind the parts between."""
     for part in between:
-        hidden = part(hidden) if isinstance(part, nn.Module) else F.dropout(hidden, part, True)
+        hidden = part(hidden) if callable(part) else F.dropout(hidden, part, True)
     return projection(hidden)
 
 

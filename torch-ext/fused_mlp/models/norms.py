@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import obstacles
+from .casts import cast_of
 from .effects import readable
 from .source import value_of
 
@@ -78,6 +79,7 @@ _Any = Union[_Value, _OwnDtype, torch.dtype, int, float, str, None]  # a string 
 _X, _WEIGHT = _Value(("x",)), _Value(("weight",))
 _ONE_MORE = ("1 + weight",)
 _MEAN, _WITH_EPS = ("mean square",), ("mean square + eps",)
+_OF_16_BITS = {torch.float16, torch.bfloat16}
 _PRODUCTS = {("scale", "weight", "x"): RMS, ("1 + weight", "scale", "x"): RMS_OF_ONE_MORE}
 
 _RSQRT, _POW = obstacles.unpatched(torch, "rsqrt", torch), obstacles.unpatched(torch, "pow", torch)
@@ -114,6 +116,7 @@ class _Reader:
         for statement in tree.body[int(ast.get_docstring(tree, clean=False) is not None) :]:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return self._value(statement.value, scope) if statement is tree.body[-1] else None
+            statement = self._done(statement, scope)
             if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
                 return None
             target, value = statement.targets[0], self._value(statement.value, scope)
@@ -121,6 +124,19 @@ class _Reader:
                 return None
             scope.values[target.id] = value
         return None
+
+    def _done(self, statement: ast.stmt, scope: _Scope) -> ast.stmt:
+        """The statement that is as good as one: of a cast to the weight's dtype where that has 16 bits, the cast alone.
+
+        Where it has not, what kernels take is of float32, as what would be cast is then.
+        """
+        cast = cast_of(statement)
+        test = None if cast is None else cast.test
+        if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.In)):
+            return statement
+        among = {value_of(each, scope.function, None) for each in getattr(test.comparators[0], "elts", ())}
+        is_own = all(isinstance(self._value(each, scope), _OwnDtype) for each in (test.left, cast.dtype))
+        return cast.assignment if is_own and among == _OF_16_BITS else statement
 
     def _value(self, node: ast.expr, scope: _Scope) -> _Any:
         if isinstance(node, ast.Name) and node.id in scope.values:
@@ -137,6 +153,8 @@ class _Reader:
                 value = scope.values[node.value.id]
                 is_own = isinstance(value, _Value) and not value.wide and node.attr == "dtype"
                 return _OwnDtype() if is_own else None
+        if isinstance(node, ast.Attribute) and node.attr == "dtype" and self._value(node.value, scope) == _WEIGHT:
+            return _OwnDtype()
         found = value_of(node, scope.function, None)
         return found if type(found) in (int, float, torch.dtype) else None
 

@@ -164,7 +164,7 @@ def _role_of_layer(part: nn.Module) -> str:
 
 _WANTED = {sites.PROJECTION, sites.HEAD, sites.WHOLE, *sites.ACTIVATIONS}
 _BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
-_ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE}
+_ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE, isinstance: sites.ASKING}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
@@ -384,8 +384,12 @@ def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySi
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
         return None
-    parts = _children((site.act.callee, *site.projections, *site.between), forward)
-    names = None if parts is None else (site.pattern, parts, len(site.projections))
+    casting = [node for node in site.between if isinstance(node, ast.Lambda)]
+    between = [node for node in site.between if node not in casting]
+    parts = _children((site.act.callee, *site.projections, *between), forward)
+    names = (
+        None if parts is None else (site.pattern, (*parts, *(forwards.cast for _ in casting)), len(site.projections))
+    )
     return None if names is None else halves.Half(forward, names, None, site)
 
 
@@ -472,12 +476,16 @@ def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any
 
 
 def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
+    if isinstance(node, ast.Lambda):
+        return forwards.cast
     if not isinstance(node, ast.IfExp):
         return value_of(node, function, module)
     return value_of(node.body, function, module) if value_of(node.test, function, module) else 0.0
 
 
 def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Lambda):
+        return "cast"
     if isinstance(node, ast.IfExp):
         return "dropout"
     return ast.unparse(node).partition(".")[2]

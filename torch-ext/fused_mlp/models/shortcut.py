@@ -9,6 +9,7 @@ seen as they are at the call.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -58,6 +59,7 @@ if plain is not None:
             "linear": nn.Linear,
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
+            "function": FunctionType,
             "module": nn.Module,
             "call": _originals[nn.Linear, "__call__"],
             "original": FUSED,
@@ -103,7 +105,7 @@ def fused(
     x: Tensor,
     projections: Tuple[Union[nn.Module, str], ...],
     act: Union[Act, str],
-    between: Tuple[Union[nn.Module, float, str], ...] = (),
+    between: Tuple[Union[forwards.Part, str], ...] = (),
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
@@ -124,7 +126,7 @@ def fused(
     if not pattern.gated and obstacles.is_foreign(projections[0]):  # there is nothing to fuse: all is called
         hidden = act(projections[0](x))
         return forwards.second_half(hidden, between, projections[-1]) if pattern.whole else hidden
-    if is_short and between and pattern.whole and not forwards.passes(between):  # as dropout in training
+    if is_short and between and pattern.whole and not forwards.passes(between, x, projections[-1]):
         hidden = fused(pattern.first_half, x, projections[:-1], act)
         return forwards.second_half(hidden, between, projections[-1])
     if is_short:
@@ -144,7 +146,7 @@ def block(
     x: Tensor,
     projections: Tuple[Union[nn.Module, str], ...],
     act: Union[Act, str],
-    between: Tuple[Union[nn.Module, float, str], ...],
+    between: Tuple[Union[forwards.Part, str], ...],
     behind: Tuple[Union[nn.Module, float, str], ...],
     residual: Tensor,
     residual_first: bool,

@@ -13,19 +13,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple, Union
 
+from . import casts
 from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; NORM: see `norms`; LAYER: another module, with parameters; HEAD: one that computes the hidden values of
-# an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an MLP and no more; OTHER: what
-# is known to be none of these.
+# torch.square; ASKING: isinstance; NORM: see `norms`; LAYER: another module, with parameters; HEAD: one that computes
+# the hidden values of an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an MLP and
+# no more; OTHER: what is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
 HEAD, TAIL, WHOLE, NORM = "head", "tail", "whole", "norm"
 LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
-GLU, SQUARE, OTHER = "glu", "square", "other"
+GLU, SQUARE, ASKING, OTHER = "glu", "square", "asking", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
 Role = Callable[[ast.expr], Optional[str]]
 
@@ -75,7 +76,8 @@ class Act:
 class Site:
     """One fused call; all parts are expressions of the source.
 
-    ``between`` are what the hidden values go through before the last projection: modules, or probabilities of dropout.
+    ``between`` are what the hidden values go through before the last projection: modules, probabilities of dropout, or
+    functions that cast them (``casts``).
     ``read`` are the names that were followed. The inputs of a pointwise site are gate and up.
     """
 
@@ -180,6 +182,7 @@ def rewrite(
     sites: List[Site] = []
     local = _bound_in_body(function)
     for block in list(_blocks(function)):
+        casts.as_values(block, lambda callee: role(callee) == ASKING)
         index = len(block) - 1
         while index >= 0:
             place = _Place(function, block, index)
@@ -315,7 +318,7 @@ def _whole(value: _Value, role: Role) -> Optional[Site]:
     if not _is_call(value.node, role, PROJECTION):
         return None
     last = value.node.func
-    value, between = _through(value.part(value.node.args[0]), role)
+    value, between = _through(value.part(value.node.args[0]), role, last)
     site = _hidden(value, role)
     if site is None:
         return None
@@ -323,15 +326,19 @@ def _whole(value: _Value, role: Role) -> Optional[Site]:
     return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=between)
 
 
-def _through(value: _Value, role: Role) -> Tuple[_Value, Tuple[ast.expr, ...]]:
-    """What goes into the modules, and dropouts, that a value comes out of; and these."""
+def _through(value: _Value, role: Role, projection: Optional[ast.expr] = None) -> Tuple[_Value, Tuple[ast.expr, ...]]:
+    """What goes into the modules, dropouts, and casts for a projection, that a value comes out of; and these."""
     between: List[ast.expr] = []
-    part = _between(value, role)
-    while part is not None:
+    while True:
+        part, cast = _between(value, role), None if projection is None else casts.name_of(value.node, projection)
+        if part is not None:
+            value = value.part(value.node.args[0])
+        elif cast is not None and value.half is None:
+            part, read = casts.as_function(value.node), value.read | uses(value.node, cast)
+            value = dataclasses.replace(value, read=read).part(value.node.orelse)
+        else:
+            return value, tuple(between)
         between.insert(0, part)
-        value = value.part(value.node.args[0])
-        part = _between(value, role)
-    return value, tuple(between)
 
 
 def _joint(value: _Value, role: Role) -> Optional[Joint]:

@@ -43,7 +43,7 @@ class Verification:
             return None  # its parts are called
         parts = list(mlp.projections.values())
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
-        key = (mlp.pattern, type(mlp.act), mlp.activation, *kinds)
+        key = (mlp.pattern, type(mlp.act), mlp.activation, len(_casts(mlp)), *kinds)
         if key not in self._known:
             self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
         return self._known[key]
@@ -89,12 +89,18 @@ def _difference_of_experts(found: experts.Experts, tensors: Tuple[Optional[Tenso
 
 
 def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
-    x, parts = _rows(weight), tuple(mlp.projections.values())
+    x, parts, casts = _rows(weight), tuple(mlp.projections.values()), _casts(mlp)
     return _difference_between(
-        lambda: forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act),
-        lambda: forwards.fused(mlp.pattern, x, parts, None, mlp.act),
+        lambda: forwards.fused(mlp.pattern, x, parts, mlp.activation, mlp.act, casts),
+        lambda: forwards.fused(mlp.pattern, x, parts, None, mlp.act, casts),
         x,
     )
+
+
+def _casts(mlp: FoundMLP) -> List[Callable[[Tensor], Tensor]]:
+    """What the casts among the parts between its projections do."""
+    *_, last = mlp.projections.values()
+    return [lambda hidden: hidden.to(last.weight.dtype) for part in mlp.between.values() if part is forwards.cast]
 
 
 def _difference_between(fused: Callable[[], Tensor], plain: Callable[[], Tensor], x: Tensor) -> Optional[str]:

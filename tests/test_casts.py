@@ -1,0 +1,143 @@
+"""MLPs whose code casts hidden values to the dtype of the last projection's weight: one op where nothing is cast."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from modules import Gated, Plain
+from safety import assert_close, x_of
+
+
+class Casting(Plain):
+    """T5's."""
+
+    def forward(self, hidden_states):
+        hidden_states = self.fc1(hidden_states)
+        hidden_states = self.activation_fn(hidden_states)
+        if (
+            isinstance(self.fc2.weight, torch.Tensor)
+            and hidden_states.dtype != self.fc2.weight.dtype
+            and self.fc2.weight.dtype != torch.int8
+        ):
+            hidden_states = hidden_states.to(self.fc2.weight.dtype)
+        hidden_states = self.fc2(hidden_states)
+        return hidden_states
+
+
+class GatedCasting(Gated):
+    """Flan-T5's, without a condition that is more than one comparison."""
+
+    def forward(self, x):
+        hidden = self.act_fn(self.gate_proj(x))
+        up = self.up_proj(x)
+        hidden = hidden * up
+        if hidden.dtype != self.down_proj.weight.dtype:
+            hidden = hidden.to(self.down_proj.weight.dtype)
+        return self.down_proj(hidden)
+
+
+class Around(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.norm, self.mlp = T5LayerNorm(32), kind()
+
+    def forward(self, hidden_states):
+        forwarded_states = self.norm(hidden_states)
+        forwarded_states = self.mlp(forwarded_states)
+        hidden_states = hidden_states + forwarded_states
+        return hidden_states
+
+
+def last_of(module):
+    mlp = module.mlp if isinstance(module, Around) else module
+    return mlp.fc2 if isinstance(mlp, Plain) else mlp.down_proj
+
+
+KINDS = {
+    "plain": (Casting, "mlp", "linear"),
+    "gated": (GatedCasting, "gated_mlp", "gated_linear"),
+    "plain block": (lambda: Around(Casting), "residual_mlp", "linear"),
+    "gated block": (lambda: Around(GatedCasting), "residual_gated_mlp", "gated_linear"),
+}
+
+
+@pytest.fixture
+def calls(fused_mlp, monkeypatch):
+    """The names of the ops that the short way calls."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    taken = []
+    for name, op in shortcut._ops.items():
+        spy = lambda *given, name=name, op=op: (taken.append(name), op(*given))[1]  # noqa: E731
+        monkeypatch.setitem(shortcut._ops, name, spy)
+    return taken
+
+
+def fused_pair(fused_mlp, device, kind, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    module = KINDS[kind][0]().to(device, dtype).eval()
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
+    with torch.no_grad():
+        fused(x_of(device).to(dtype))  # the class of an activation is learnt at its first call
+    return module, fused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_cast(fused_mlp, device, calls, kind):
+    module, fused = fused_pair(fused_mlp, device, kind)
+    calls.clear()
+    x = x_of(device).bfloat16()
+    with torch.no_grad():
+        assert_close(fused(x), module(x), tolerance=4e-2)
+    assert calls == [KINDS[kind][1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_another_dtype(fused_mlp, device, calls, kind):
+    """The first half alone is fused; the report says what is cast, of a model that is fused like that."""
+    module, fused = fused_pair(fused_mlp, device, kind)
+    for each in (module, fused):
+        last_of(each).float()
+    calls.clear()
+    x = x_of(device).bfloat16()
+    with torch.no_grad():
+        got, expected = fused(x), module(x)
+    assert got.dtype == expected.dtype == torch.float32
+    assert_close(got, expected, tolerance=2e-2)
+    assert calls == [KINDS[kind][2]]
+    (outcome,) = fused_mlp.fuse_mlps(copy.deepcopy(module)).fused
+    assert outcome.extent == "partly" and "cast" in outcome.reasons[0].part
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(fused_mlp, device, calls, kind, dtype):
+    """There hidden values have a dtype that neither x nor the weights have."""
+    module, fused = fused_pair(fused_mlp, device, kind, dtype)
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    x = x_of(device).to(dtype)
+    with torch.no_grad(), torch.autocast(device.type, other):
+        got, expected = fused(x), module(x)
+    assert got.dtype == expected.dtype
+    assert_close(got, expected, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_under_autograd(fused_mlp, device, kind):
+    module, fused = fused_pair(fused_mlp, device, kind, torch.float32)
+    given = x_of(device)
+    for wide in (False, True):
+        outcomes = []
+        for each in (fused, module):
+            if wide:
+                last_of(each).double()
+            each.zero_grad()
+            x = given.clone().requires_grad_()
+            each(x).double().square().sum().backward()
+            outcomes.append([x.grad, *(parameter.grad for parameter in each.parameters())])
+        for got, expected in zip(*outcomes, strict=True):
+            assert_close(got, expected)
