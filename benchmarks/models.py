@@ -8,8 +8,9 @@ The architectures have their real widths and depths, and random weights. Copies 
 so every variant is built several times from the same seed, and all copies take turns that are long enough for the clock
 to settle. A figure is the median over the copies of each copy's median; the spread is that of the copies.
 
-"In place" is the CPU time of one MLP's call inside the running model (BERT's with the norm behind it), where the caches
-hold what the rest of the model left there. Writes <out>.json and <out>.svg, and prints a table.
+"In place" is the CPU time of a layer behind its attention, inside the running model, where the caches hold what the
+rest of the model left there: that of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and
+prints a table.
 """
 
 import argparse
@@ -49,13 +50,13 @@ MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # b
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and an input for it; ``part`` names the modules, or methods, whose CPU time is taken in place."""
+    """A model and an input for it; ``attention`` names the modules behind which CPU time is taken in place."""
 
     name: str
     size: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, torch.Tensor]]
-    part: str | None = None
+    attention: str | None = None
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -90,6 +91,11 @@ def whisper_encoder():
     return transformers.WhisperModel(config).encoder
 
 
+def flan_t5_encoder():
+    sizes = {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes, feed_forward_proj="gated-gelu"))
+
+
 def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
 
@@ -113,26 +119,27 @@ def gemma():
 
 
 GPU_WORKLOADS = [
-    Workload("minilm", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk"),
-    Workload("minilm", "64 x 128", minilm, ids(64, 128), "feed_forward_chunk"),
-    Workload("bert-base", "8 x 128", bert, ids(8, 128), "feed_forward_chunk"),
-    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
-    Workload("vit-b/16", "8 images", vit, noise("pixel_values", 8, 3, 224, 224)),
-    Workload("whisper-base encoder", "30 s", whisper_encoder, noise("input_features", 1, 80, 3000)),
-    Workload("gpt2", "1 token", gpt2, ids(1, 1), "mlp"),
-    Workload("gpt2", "2048 tokens", gpt2, ids(2, 1024)),
-    Workload("llama-1b", "1 token", llama, ids(1, 1), "mlp"),
-    Workload("llama-1b", "2048 tokens", llama, ids(1, 2048)),
-    Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "mlp"),
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),
+    Workload("minilm", "64 x 128", minilm, ids(64, 128), "attention"),
+    Workload("bert-base", "8 x 128", bert, ids(8, 128), "attention"),
+    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224), "attention"),
+    Workload("vit-b/16", "8 images", vit, noise("pixel_values", 8, 3, 224, 224), "attention"),
+    Workload("whisper-base encoder", "30 s", whisper_encoder, noise("input_features", 1, 80, 3000), "self_attn"),
+    Workload("flan-t5-base encoder", "8 x 128", flan_t5_encoder, ids(8, 128)),
+    Workload("gpt2", "1 token", gpt2, ids(1, 1), "attn"),
+    Workload("gpt2", "2048 tokens", gpt2, ids(2, 1024), "attn"),
+    Workload("llama-1b", "1 token", llama, ids(1, 1), "self_attn"),
+    Workload("llama-1b", "2048 tokens", llama, ids(1, 2048), "self_attn"),
+    Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "self_attn"),
 ]
 CPU_WORKLOADS = [
-    Workload("minilm", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk"),
-    Workload("minilm float32", "16 x 20", minilm, ids(16, 20), "feed_forward_chunk", torch.float32),
-    Workload("bert-base", "1 x 128", bert, ids(1, 128), "feed_forward_chunk"),
-    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224)),
-    Workload("gpt2", "64 tokens", gpt2, ids(1, 64)),
-    Workload("llama of 576", "1 token", small_llama, ids(1, 1), "mlp"),
-    Workload("llama of 576", "128 tokens", small_llama, ids(1, 128), "mlp"),
+    Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),
+    Workload("minilm float32", "16 x 20", minilm, ids(16, 20), "attention", torch.float32),
+    Workload("bert-base", "1 x 128", bert, ids(1, 128), "attention"),
+    Workload("vit-b/16", "1 image", vit, noise("pixel_values", 1, 3, 224, 224), "attention"),
+    Workload("gpt2", "64 tokens", gpt2, ids(1, 64), "attn"),
+    Workload("llama of 576", "1 token", small_llama, ids(1, 1), "self_attn"),
+    Workload("llama of 576", "128 tokens", small_llama, ids(1, 128), "self_attn"),
 ]
 WORKLOADS = GPU_WORKLOADS if ON_GPU else CPU_WORKLOADS
 
@@ -201,39 +208,39 @@ class Timed(nn.Module):
         self.forward = inner
 
 
-def timed(inner: Callable, nanoseconds: list[int]) -> Callable:
-    """Adds the CPU time of each call to a list."""
+def time_behind(model: nn.Module, attention: str) -> list[int]:
+    """Times the layers of a model from the end of their attention on, at each call from now on."""
+    nanoseconds: list[int] = []
+    for layer in list(model.modules()):
+        if attention in layer._modules:
+            ended = []
+            layer._modules[attention] = Timed(behind(layer._modules[attention].__call__, ended.append))
+            taken = lambda now, ended=ended: nanoseconds.append(now - ended.pop())  # noqa: E731
+            vars(layer)["forward"] = behind(layer.forward, taken)
+    return nanoseconds
+
+
+def behind(inner: Callable, tell: Callable[[int], None]) -> Callable:
+    """Tells the time at the end of each call."""
 
     @functools.wraps(inner)
     def run(*given, **named):
-        start = time.perf_counter_ns()
         out = inner(*given, **named)
-        nanoseconds.append(time.perf_counter_ns() - start)
+        tell(time.perf_counter_ns())
         return out
 
     return run
 
 
-def time_parts(model: nn.Module, part: str) -> list[int]:
-    """Times the modules, or methods, of that name from now on."""
-    nanoseconds: list[int] = []
-    for parent in list(model.modules()):
-        if part in parent._modules:
-            parent._modules[part] = Timed(timed(parent._modules[part].__call__, nanoseconds))
-        elif callable(getattr(type(parent), part, None)):
-            vars(parent)[part] = timed(getattr(parent, part), nanoseconds)
-    return nanoseconds
-
-
 def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, float]:
-    """Median CPU microseconds of a call of the part inside the running model, original and fused, in turns."""
+    """Median CPU microseconds of a layer behind its attention, in the running model, original and fused, in turns."""
     inputs = work.inputs()
     taken: dict[str, list[list[int]]] = {}
     models = []
     for _ in range(copies):
         for name, package in (("eager", None), ("eager fused", fused_mlp)):
             models.append(built(work, package))
-            taken.setdefault(name, []).append(time_parts(models[-1], work.part))
+            taken.setdefault(name, []).append(time_behind(models[-1], work.attention))
     for turn in range(rounds + 1):
         for model in models:
             for _ in range(6):
@@ -268,7 +275,7 @@ def run(given) -> dict:
                 torch._dynamo.reset()
                 gc.collect()
                 progress.update()
-            if work.part is not None and "eager" in given.modes:
+            if work.attention is not None and "eager" in given.modes:
                 result["in_place_us"] = in_place(work, given.copies, given.rounds, fused_mlp)
                 gc.collect()
             results.append(result)

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../torch-ext/activation.h"
+#include "../torch-ext/operands.h"
 #include "amx_blocks.h"
 
 namespace fused_mlp::amx {
@@ -41,8 +42,7 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate
   const Blocks blocks(columns, layer.panels());
   const int64_t packed = packed_size(blocks.longest(), depth), weights_size = by_rows ? 0 : packed_weights_size(layer);
   const int64_t sums_size = scratch_size(layer, blocks.longest());
-  const Tensor workspace =
-      torch::stable::new_empty(out, {weights_size + blocks.slots() * packed + blocks.threads() * sums_size * 2});
+  const Tensor workspace = new_dense(out, {weights_size + blocks.slots() * packed + blocks.threads() * sums_size * 2});
   uint16_t* const weights = static_cast<uint16_t*>(workspace.mutable_data_ptr());
   uint16_t* const tokens = weights + weights_size;
   float* const sums = reinterpret_cast<float*>(tokens + blocks.slots() * packed);

@@ -234,7 +234,7 @@ void run_tiles(const Tensor& x, const Experts& experts, const Routing& routing, 
   const int64_t hidden_size = amx::packed_size(longest, experts.hidden());
   const amx::Layer some = hidden_layer(experts, 0), some_down = down_layer(experts, 0);
   const int64_t sums_size = std::max(amx::scratch_size(some, longest), amx::scratch_size(some_down, longest));
-  const Tensor workspace = torch::stable::new_empty(x, {slots * (in_size + hidden_size) + threads * sums_size * 2});
+  const Tensor workspace = new_dense(x, {slots * (in_size + hidden_size) + threads * sums_size * 2});
   uint16_t* const packed_in = static_cast<uint16_t*>(workspace.mutable_data_ptr());
   uint16_t* const packed_hidden = packed_in + slots * in_size;
   float* const sums = reinterpret_cast<float*>(packed_hidden + slots * hidden_size);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../torch-ext/operands.h"
 #include "isa.h"
 
 namespace fused_mlp::few_rows {
@@ -75,7 +76,7 @@ bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out, Kept kept) {
   const int64_t in_stride = padded(hidden.in_features), next_stride = down == nullptr ? 0 : padded(down->in_features);
   const int64_t bytes = rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float));
-  const Tensor workspace = torch::stable::new_empty(out, {bytes / element_bytes(hidden.dtype)});
+  const Tensor workspace = new_dense(out, {bytes / element_bytes(hidden.dtype)});
   float* const data = static_cast<float*>(workspace.mutable_data_ptr());
   const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
   const Matrix to{out.mutable_data_ptr(), out.size(1)};

@@ -60,7 +60,9 @@ int64_t count_rows(const Tensor& x) {
 
 // [..., cols] as [rows, cols], a view wherever the strides admit one.
 Tensor flatten_rows(const Tensor& x) {
-  return x.dim() == 2 ? x : torch::stable::reshape(x, {count_rows(x), x.size(-1)});
+  if (x.dim() == 2) return x;
+  const TensorRows rows(x);
+  return matrix_view(rows.tensor, {rows.rows, rows.cols}, {rows.row_stride, 1});
 }
 
 // A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
@@ -77,7 +79,9 @@ Tensor matrix_of(const Tensor& result, int64_t rows) {
 }
 
 Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
-  return count == matrix.size(0) ? matrix : torch::stable::narrow(matrix, 0, begin, count);
+  if (count == matrix.size(0)) return matrix;
+  const int64_t stride = matrix.stride(0);
+  return matrix_view(matrix, {count, matrix.size(1)}, {stride, matrix.stride(1)}, begin * stride);
 }
 
 // out (+)= a b, by torch's GEMM, or where that is slow, by vectors.
@@ -265,7 +269,7 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 // x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
 // strided rows there may be a NaN.
 Tensor gemm_rows(const Tensor& flat) {
-  return dtype_of(flat, "x") == DType::kBFloat16 ? torch::stable::contiguous(flat) : flat;
+  return dtype_of(flat, "x") == DType::kBFloat16 && !flat.is_contiguous() ? torch::stable::contiguous(flat) : flat;
 }
 
 // out (+)= a b

@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 TanhGelu = functools.partial(nn.GELU, approximate="tanh")
 
@@ -51,6 +52,33 @@ class Plain(nn.Module):
 
     def forward(self, hidden_states):
         return self.fc2(self.activation_fn(self.fc1(hidden_states)))
+
+
+class TransposedPlain(nn.Module):
+    """GPT-2's MLP."""
+
+    def __init__(self, act=nn.GELU):
+        super().__init__()
+        self.c_fc, self.c_proj, self.act, self.dropout = Conv1D(88, 32), Conv1D(32, 88), act(), nn.Dropout(0.1)
+        nn.init.normal_(self.c_fc.bias), nn.init.normal_(self.c_proj.bias)
+
+    def forward(self, hidden_states):
+        hidden_states = self.c_fc(hidden_states)
+        hidden_states = self.act(hidden_states)
+        hidden_states = self.c_proj(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        return hidden_states
+
+
+class OfFunctions(nn.Module):
+    """LFM2's MLP, whose activation is a function of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(32, 88), nn.Linear(88, 32), nn.Linear(32, 88)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Intermediate(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import Gated, Halves, PackedGated, Plain, RMSNorm
+from modules import Gated, Halves, PackedGated, Plain, RMSNorm, TransposedPlain
 from reference import FLOAT32_ROUNDING
 from safety import assert_close, x_of
 from test_coverage import built, inputs_of, largest_error
@@ -240,7 +240,16 @@ class PackedDecoding(Around):
         self.norm, self.mlp = RMSNorm(), PackedGated()
 
 
+class OfConv1D(Around):
+    """GPT-2's: weights [in, out], and dropout at the end of the MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = TransposedPlain()
+
+
 KINDS = {
+    OfConv1D: (True, True),
     Halves: (True, False),
     Behind: (True, False),
     InFront: (True, True),
@@ -540,6 +549,7 @@ def test_compiled(fused_mlp, device):
 # Models, and how many blocks they have.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
 MODELS.update({"t5": 4, "umt5": 4, "llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
+MODELS.update({"gpt2": 2, "imagegpt": 2})
 
 
 @pytest.mark.parametrize("model_type", MODELS)

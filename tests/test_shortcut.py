@@ -5,10 +5,14 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from modules import Decoder, Gated, Intermediate, PackedGated, Plain
+from modules import Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
 from safety import assert_close, x_of
+
+KINDS = [Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain]
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def fused_pair(fused_mlp, module, device):
     return module, fused
 
 
-@pytest.mark.parametrize("kind", [Decoder, Gated, Intermediate, PackedGated, Plain])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode):
     module, fused = fused_pair(fused_mlp, kind(), device)
@@ -107,6 +111,52 @@ def test_one_layer_under_autograd(fused_mlp, device, long_way, act):
     assert long_way == []
 
 
+def doubled(function):
+    return lambda *given, **named: 2 * function(*given, **named)
+
+
+# What is done beside a fused module.
+PATCHES = {
+    "a function": (OfFunctions, F, "silu"),
+    "the class of layers": (TransposedPlain, Conv1D, "forward"),
+    "what layers call": (TransposedPlain, torch, "addmm"),
+    "the class of dropout": (TransposedPlain, nn.Dropout, "forward"),
+}
+
+
+@pytest.mark.parametrize("what", PATCHES)
+def test_what_is_patched_later_is_called(fused_mlp, device, monkeypatch, what):
+    kind, owner, name = PATCHES[what]
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    x = x_of(device)
+    with torch.no_grad():
+        before = fused(x)
+        monkeypatch.setattr(owner, name, doubled(getattr(owner, name)))
+        got, expected = fused(x), module(x)
+    assert_close(got, expected)
+    assert not torch.allclose(got, before)
+
+
+@pytest.mark.parametrize("part", ["c_fc", "c_proj", "dropout"])
+def test_layers_with_transposed_weights_that_change(fused_mlp, device, part):
+    """Another weight, a hook, and dropout in training."""
+    module, fused = fused_pair(fused_mlp, TransposedPlain(), device)
+    x = x_of(device)
+    for each in (module, fused):
+        changed = getattr(each, part)
+        changed.register_forward_hook(lambda part, given, out: 3 * out)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+        for each in (module, fused):
+            each.c_fc.weight = nn.Parameter(2 * each.c_fc.weight)
+            each.dropout.train()
+        outcomes = []
+        for each in (fused, module):
+            torch.manual_seed(0)
+            outcomes.append(each(x))
+    assert_close(*outcomes)
+
+
 class Finding(Plain):
     """Finds one of its children in a way of its own."""
 
@@ -122,3 +172,31 @@ def test_attributes_are_what_the_class_finds(fused_mlp, device):
     with torch.no_grad():
         for x in (x_of(device), x_of(device)):
             assert_close(fused(x), module(x))
+
+
+class Product(nn.Module):
+    """A gate that comes from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.act = nn.Linear(32, 32), nn.SiLU()
+
+    def forward(self, x, gate):
+        return self.proj(self.act(gate) * x)
+
+
+def test_a_small_product_on_a_cpu_is_left(fused_mlp, device, monkeypatch):
+    """There one kernel for two saves less than its call takes."""
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.forwards")
+    dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
+    monkeypatch.setitem(dispatch.LEAST_PRODUCT, torch.float32, 65)
+    taken, pointwise = [], forwards.pointwise
+    monkeypatch.setattr(forwards, "pointwise", lambda gate, *rest: (taken.append(len(gate)), pointwise(gate, *rest))[1])
+    module = Product().to(device)
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused
+    for rows in (2, 3):
+        x, gate = torch.randn(rows, 32, device=device), torch.randn(rows, 32, device=device)
+        with torch.no_grad():
+            assert_close(fused(x, gate), module(x, gate))
+    assert taken == ([3] if device.type == "cpu" else [2, 3])

@@ -171,7 +171,7 @@ def models_table() -> str:
                 *(compiled_ratio(others, mode) for mode in COMPILED),
             )
         )
-    heads = ("model, input", "eager, ms", "fused", "an MLP's CPU time, us", *COMPILED.values())
+    heads = ("model, input", "eager, ms", "fused", "CPU time behind attention, us", *COMPILED.values())
     return documents.table(heads, rows, left=1)
 
 

@@ -50,16 +50,19 @@ class Few {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, and that of functions
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, and those of functions
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
   PyObject* gelu;
   PyObject* function;
+  PyObject* builtin;
   PyObject* module;          // nn.Module
   PyObject* call;            // nn.Module.__call__ as torch wrote it
   PyObject* original;        // the attribute by which a fused module has the class that it was made from
-  PyObject* known;           // by class of activation, of nn.GELU by `approximate`: (forward, code, unchanged)
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
+                             // unchanged)
+  PyObject* transposed;      // by class of linear layers whose weights are [in, out]: unchanged
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take
@@ -77,10 +80,11 @@ struct Settings {
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor", "parameter",    "linear",   "dropout",   "gelu",     "function",
-                                     "module", "call",         "original", "known",     "norms",    "ops",
-                                     "dtypes", "on_device",    "refusal",  "every_gpu", "parts",    "least_recorded",
-                                     "blocks", "is_inference", "quiet",    "empty",     "unchanged"};
+constexpr const char* kSettings[] = {"tensor",    "parameter",    "linear",    "dropout", "gelu",
+                                     "function",  "builtin",      "module",    "call",    "original",
+                                     "known",     "transposed",   "norms",     "ops",     "dtypes",
+                                     "on_device", "refusal",      "every_gpu", "parts",   "least_recorded",
+                                     "blocks",    "is_inference", "quiet",     "empty",   "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -101,6 +105,7 @@ struct Names {
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* numel = PyUnicode_InternFromString("numel");
+  PyObject* transpose = PyUnicode_InternFromString("t");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* op = PyUnicode_InternFromString("op");
@@ -208,11 +213,19 @@ Answer read_parameters(PyObject* state, bool recording, bool biased, PyObject* o
   return there == kYes ? put(operands, bias_place, bias) : there;
 }
 
+// The weight is put there as [out, in].
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place,
                    Py_ssize_t bias_place) {
-  if (class_of(layer) != settings.linear) return kNo;
+  PyObject* const unchanged = class_of(layer) == settings.linear ? nullptr : item(settings.transposed, class_of(layer));
+  if (unchanged == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
   PyObject* state = state_of(layer);
-  return state == nullptr ? kError : read_parameters(state, recording, true, operands, weight_place, bias_place);
+  if (state == nullptr) return kError;
+  Answer read = read_parameters(state, recording, true, operands, weight_place, bias_place);
+  if (unchanged == nullptr || read != kYes) return read;
+  read = are_unchanged(unchanged);
+  if (read != kYes) return read;
+  const Owned weight(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, weight_place), names().transpose, nullptr));
+  return weight ? put(operands, weight_place, weight.get()) : kError;
 }
 
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
@@ -309,6 +322,10 @@ Answer needs_gradient(PyObject* operands) {
 // is not.
 PyObject* known_activation(PyObject* act, bool recording) {
   PyObject* const kind = class_of(act);
+  if (kind == settings.function || kind == settings.builtin) {
+    PyObject* const function = item(settings.known, act);
+    return function != nullptr && are_unchanged(PyTuple_GetItem(function, 2)) == kYes ? function : nullptr;
+  }
   const bool gelu = kind == settings.gelu;
   PyObject* known = gelu ? nullptr : item(settings.known, kind);
   if (known == nullptr && !gelu) return nullptr;

@@ -38,6 +38,12 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     if native.DEVICE_TYPE == "cpu"
 }
 
+# On a CPU, from so many elements on a fused model has the product of gate and up computed with the activation.
+LEAST_PRODUCT: Dict[torch.dtype, int] = {
+    dtype: (1 << 15 if dtype == torch.bfloat16 else 1 << 16) if native.DEVICE_TYPE == "cpu" else 0
+    for dtype in native._DTYPES
+}
+
 
 class _Block:
     """A ``with backend(name)`` that is open in some thread."""

@@ -9,7 +9,7 @@ of its layer, so that it computes the same where nobody kernelizes it.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -18,6 +18,26 @@ from . import functional
 from .activations import get_activation
 from .models import forwards, mixtures, obstacles, shortcut
 from .models.checkpoints import PackedWeights
+from .models.pattern import Pattern
+
+
+class _Parts(NamedTuple):
+    """The names of what a layer reads, which compiled code finds in less time than Python finds attributes."""
+
+    pattern: Pattern
+    projections: Tuple[str, ...]
+    act: str
+    names: Tuple[str, ...]
+
+
+def _parts(pattern: Pattern, *names: str) -> _Parts:
+    return _Parts(pattern, names[:-1], names[-1], names)
+
+
+_GATED = _parts(forwards.GATED, "gate_proj", "up_proj", "down_proj", "act_fn")
+_PACKED = _parts(forwards.PACKED_GATED, "gate_up_proj", "down_proj", "activation_fn")
+_PLAIN = _parts(forwards.PLAIN, "fc1", "fc2", "activation_fn")
+_LINEAR = _parts(forwards.LINEAR, "dense", "intermediate_act_fn")
 
 
 class GatedMLP(nn.Module):
@@ -35,11 +55,7 @@ class GatedMLP(nn.Module):
     act_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            projections, act = (self.gate_proj, self.up_proj, self.down_proj), self.act_fn
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        return shortcut.fused(forwards.GATED, x, projections, act)
+        return _fused(self, x, _GATED)
 
 
 class GeGLUMLP(nn.Module):
@@ -53,14 +69,7 @@ class GeGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            projections = self.gate_proj, self.up_proj, self.down_proj
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        act = getattr(self, "act_fn", None)
-        if act is None:
-            return forwards.fused(forwards.GATED, x, projections, get_activation("gelu_pytorch_tanh"), None)
-        return shortcut.fused(forwards.GATED, x, projections, act)
+        return _fused(self, x, _GATED, default="gelu_pytorch_tanh")
 
 
 class SwiGLUMLP(nn.Module):
@@ -74,14 +83,7 @@ class SwiGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            projections = self.gate_proj, self.up_proj, self.down_proj
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        act = getattr(self, "act_fn", None)
-        if act is None:
-            return forwards.fused(forwards.GATED, x, projections, get_activation("silu"), None)
-        return shortcut.fused(forwards.GATED, x, projections, act)
+        return _fused(self, x, _GATED, default="silu")
 
 
 class PackedGatedMLP(nn.Module):
@@ -98,11 +100,7 @@ class PackedGatedMLP(nn.Module):
     activation_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        try:
-            projections, act = (self.gate_up_proj, self.down_proj), self.activation_fn
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        return shortcut.fused(forwards.PACKED_GATED, hidden_states, projections, act)
+        return _fused(self, hidden_states, _PACKED)
 
 
 class MLP(nn.Module):
@@ -119,11 +117,7 @@ class MLP(nn.Module):
     activation_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        try:
-            projections, act = (self.fc1, self.fc2), self.activation_fn
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        return shortcut.fused(forwards.PLAIN, hidden_states, projections, act)
+        return _fused(self, hidden_states, _PLAIN)
 
 
 class Intermediate(nn.Module):
@@ -139,11 +133,7 @@ class Intermediate(nn.Module):
     intermediate_act_fn: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        try:
-            projections, act = (self.dense,), self.intermediate_act_fn
-        except AttributeError as error:
-            raise _alone(self, error) from None
-        return shortcut.fused(forwards.LINEAR, hidden_states, projections, act)
+        return _fused(self, hidden_states, _LINEAR)
 
 
 class MegaBlocksMoeMLP(nn.Module):
@@ -335,6 +325,21 @@ class MLPLayout(nn.Module):
         self.activation_fn = _activation_function(config)
 
     forward = MLP.forward
+
+
+def _fused(module: nn.Module, x: torch.Tensor, parts: _Parts, default: Optional[str] = None) -> torch.Tensor:
+    """The fused call of a module's parts; with the activation of that name where the module has none."""
+    pattern, projections, act, names = parts
+    try:
+        if default is not None and getattr(module, act, None) is None:
+            read = shortcut.read(module, projections)
+            return forwards.fused(pattern, x, read, get_activation(default), None)
+        return shortcut.fused(pattern, x, projections, act, (), module, names)
+    except AttributeError as error:
+        alone = _alone(module, error)
+        if alone is error:
+            raise
+        raise alone from None
 
 
 def _alone(module: nn.Module, error: AttributeError) -> AttributeError:

@@ -50,10 +50,10 @@ class Half(NamedTuple):
     A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)), of a whole MLP the same, with what is between its projections behind them, and their number, of a
-    tail its projection, the modules that may hand on what they are given, and the norm that ``ending`` tells of.
-    ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do. ``ending``
-    is whether a norm follows, where all of that is a sum with the tail's other argument.
+    projections)), of a whole MLP the same, with what is between and behind its projections after them, and the number
+    of these, of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
+    tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument.
     """
 
     forward: FunctionType

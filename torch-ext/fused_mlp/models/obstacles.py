@@ -117,9 +117,9 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
     kind = type(projection)
     if kind is not nn.Linear:
-        if not _is_conv1d(kind):
+        if not is_conv1d(kind):
             return f"a {kind.__module__}.{kind.__qualname__}"
-        if kind.forward.__module__ != kind.__module__:
+        if not is_as_written(kind):
             return f"a patched {_CONV1D}"
     obstacle = of_call(projection)
     if obstacle is not None:
@@ -138,7 +138,7 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
 def is_foreign(projection: nn.Module) -> bool:
     """Whether ``projection`` is of a class that is no plain linear layer, whatever its state."""
     kind = type(projection)
-    return kind is not nn.Linear and not _is_conv1d(kind)
+    return kind is not nn.Linear and not is_conv1d(kind)
 
 
 def has_own_product(projection: nn.Module) -> bool:
@@ -169,5 +169,11 @@ def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
 
 
-def _is_conv1d(kind: type) -> bool:
+def is_conv1d(kind: type) -> bool:
+    """Whether a class is the linear layer of transformers whose weight is [in, out]."""
     return f"{kind.__module__}.{kind.__qualname__}" == _CONV1D
+
+
+def is_as_written(kind: type) -> bool:
+    """Whether the forward of a class is of the module that the class is of."""
+    return kind.forward.__module__ == kind.__module__

@@ -84,6 +84,12 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
     return None if name is None or _alteration(function) is not None else get_activation(name)
 
 
+def named_function(function: Callable) -> Optional[Activation]:
+    """The row of the table that a function of torch, or of this package, computes, whatever is around the call."""
+    name = _FUNCTIONS.get(function)
+    return None if name is None else get_activation(name)
+
+
 def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
     """:func:`activation_of`, once the source of a function, or of the forward of a module's class, has been read.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
+from ..dispatch import LEAST_PRODUCT
 from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
@@ -232,8 +233,8 @@ def _rewritten(
         computed = [site.site if isinstance(site, sites.Block) else site for site in found]
         patterns = [site.pattern for site in computed if isinstance(site, sites.Site)]
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
-        head = _head(tree, function, found, names) if name == "forward" else None
-        whole = _whole(tree, function, found) if name == "forward" else None
+        head = _head(tree, function, found, names, role) if name == "forward" else None
+        whole = _whole(tree, function, found, role) if name == "forward" else None
         instead = Instead(
             switching.FUSED, name, function, switching.instead_of(name, function, function), _TRACED, memory
         )
@@ -357,13 +358,13 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
 
 
 def _head(
-    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], names: Dict[str, Any]
+    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], names: Dict[str, Any], role: sites.Role
 ) -> Optional[halves.Half]:
     """What a forward that was rewritten hands over as a head; None if it is none: it does more than one fused call."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    call = sites.returned(tree)
+    call, behind = sites.returned(tree, role)
     is_hidden = isinstance(site, sites.Site) and not (site.pattern.pointwise or site.pattern.whole)
-    if not is_hidden or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+    if not is_hidden or call is None or behind or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg:
         return None
@@ -376,16 +377,20 @@ def _head(
     return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
-def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite]) -> Optional[halves.Half]:
-    """The MLP that a forward that was rewritten is, if it does no more than one fused call of plain linear layers."""
-    site, call, arguments = found[0], sites.returned(tree), [*tree.args.posonlyargs, *tree.args.args]
+def _whole(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], role: sites.Role
+) -> Optional[halves.Half]:
+    """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
+    pass its result on."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    call, behind = sites.returned(tree, role)
     is_mlp = isinstance(site, sites.Site) and site.pattern.whole and site.act.form == "call"
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
         return None
     casting = [node for node in site.between if isinstance(node, ast.Lambda)]
-    between = [node for node in site.between if node not in casting]
+    between = [node for node in (*site.between, *behind) if node not in casting]
     parts = _children((site.act.callee, *site.projections, *between), forward)
     names = (
         None if parts is None else (site.pattern, (*parts, *(forwards.cast for _ in casting)), len(site.projections))
@@ -503,6 +508,8 @@ class _Waiting(NamedTuple):
 
 
 def _activated(gate, act):
+    if type(gate) is Tensor and gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0):
+        return act(gate)
     activation = forms.row_of(act)
     if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
         return act(gate)

@@ -9,7 +9,7 @@ seen as they are at the call.
 
 from __future__ import annotations
 
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -29,18 +29,22 @@ is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another 
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 
 
-_DROPOUT = _originals[F, "dropout"]
+_CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 
 class _Known(NamedTuple):
-    """A class of activations: its forward, the code of its row, and the functions of torch that it calls."""
+    """A class of activations: its forward, the code of its row, and the functions of torch that it calls.
+
+    A function is its own forward.
+    """
 
     forward: Callable[..., Tensor]
     code: int
     functions: Tuple[Tuple[Any, str, Any], ...]
 
 
-_known: Dict[Union[type, str], _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+_known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+_transposed: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}  # Conv1D, and its forward as it was written
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
@@ -60,10 +64,12 @@ if plain is not None:
             "dropout": nn.Dropout,
             "gelu": nn.GELU,
             "function": FunctionType,
+            "builtin": BuiltinFunctionType,
             "module": nn.Module,
-            "call": _originals[nn.Linear, "__call__"],
+            "call": _CALL,
             "original": FUSED,
             "known": _known,
+            "transposed": _transposed,
             "norms": norms.known,
             "ops": _ops,
             "dtypes": native._DTYPES,
@@ -88,7 +94,7 @@ if plain is not None:
             ),
             "unchanged": (
                 (forward_ad, "_current_level", -1),
-                (nn.Linear, "__call__", _originals[nn.Linear, "__call__"]),
+                (nn.Linear, "__call__", _CALL),
                 (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
@@ -129,8 +135,9 @@ def fused(
     if is_short and between and pattern.whole and not forwards.passes(between, x, projections[-1]):
         hidden = fused(pattern.first_half, x, projections[:-1], act)
         return forwards.second_half(hidden, between, projections[-1])
-    if is_short:
-        _learn(act)  # for the next call
+    if is_short:  # for the next call
+        _learn(act)
+        _learn_layers(projections)
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
@@ -234,15 +241,25 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
     return False
 
 
+def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
+    """Takes the class of linear layers whose weights are [in, out] among those known."""
+    for kind in map(type, projections):
+        if obstacles.is_conv1d(kind) and obstacles.is_as_written(kind):
+            addmm = torch, "addmm", _originals[torch, "addmm"]
+            _transposed[kind] = ((kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm)
+
+
 def _learn(act: Act) -> None:
-    """Takes the class of an activation among those known, if the table names it and nobody has altered it."""
+    """Takes an activation that is a function, or the class of one, among those known, if the table names it and nobody
+    has altered it."""
     kind = type(act)
-    if (kind if kind is not nn.GELU else act.approximate) in _known:
-        return
-    row = recognition.activation_of(act) if isinstance(act, nn.Module) else None
-    if row is None or (kind is not nn.GELU and kind not in recognition._classes):  # or read: it may call anything
-        return
-    functions = tuple(
-        (owner, function, _originals[owner, function]) for owner, function in recognition.FUNCTIONS_OF[row.name]
-    )
-    _known[kind if kind is not nn.GELU else act.approximate] = _Known(kind.forward, row.code, functions)
+    if kind in (FunctionType, BuiltinFunctionType):
+        key, forward, row = act, act, recognition.named_function(act)
+    else:
+        key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
+        row = recognition.activation_of(act) if isinstance(act, nn.Module) and key not in _known else None
+        if kind is not nn.GELU and kind not in recognition._classes:  # or read: it may call anything
+            return
+    if row is not None:
+        functions = ((owner, name, _originals[owner, name]) for owner, name in recognition.FUNCTIONS_OF[row.name])
+        _known[key] = _Known(forward, row.code, tuple(functions))

@@ -210,15 +210,25 @@ def without_passing(holder: ast.AST, role: Role) -> Tuple[ast.AST, List[ast.expr
     return taken.visit(holder), taken.modules
 
 
-def returned(function: ast.FunctionDef) -> Optional[ast.Call]:
-    """The call whose result a function returns, if it does nothing else."""
-    first, *statements = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
-    value = first.value if isinstance(first, ast.Return) and not statements else None
-    if len(statements) == 1 and isinstance(statements[0], ast.Return):
-        target, given = _assignment(first)
-        named = isinstance(target, ast.Name) and statements[0].value is not None
-        value = given if named and _is_name(statements[0].value, target.id) else None
-    return value if isinstance(value, ast.Call) else None
+def returned(function: ast.FunctionDef, role: Role) -> Tuple[Optional[ast.Call], Tuple[ast.expr, ...]]:
+    """The call whose result a function returns, and the modules that pass it on, if it does nothing else."""
+    found: Optional[ast.Call] = None
+    name, behind = "", []
+    *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
+    for statement in (*statements, last):
+        target, value = _assignment(statement)
+        passing: List[ast.expr] = []
+        value = value if isinstance(target, ast.Name) else getattr(statement, "value", None)
+        while value is not None and _is_call(value, role, PASSING):
+            passing.insert(0, value.func)
+            value = value.args[0]
+        is_last = statement is last and isinstance(statement, ast.Return)
+        is_next = found is None if isinstance(value, ast.Call) else value is not None and _is_name(value, name)
+        if not is_next or isinstance(target, ast.Name) == is_last:
+            return None, ()
+        found, behind = found or value, [*behind, *passing]
+        name = target.id if isinstance(target, ast.Name) else ""
+    return (found, tuple(behind)) if name == "" else (None, ())
 
 
 def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
