@@ -141,3 +141,14 @@ def test_under_autograd(fused_mlp, device, kind):
             outcomes.append([x.grad, *(parameter.grad for parameter in each.parameters())])
         for got, expected in zip(*outcomes, strict=True):
             assert_close(got, expected)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_computed_weight_is_not_computed_for_the_report(fused_mlp, device, first):
+    """Spectral norm makes a step of its iteration whenever its weight is read in training."""
+    module = Casting().to(device).train()
+    nn.utils.parametrizations.spectral_norm(module.fc1 if first else module.fc2)
+    before = copy.deepcopy(module.state_dict())
+    fused_mlp.fuse_mlps(module)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name

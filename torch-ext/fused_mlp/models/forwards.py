@@ -111,9 +111,9 @@ def cast(hidden: Tensor) -> Tensor:
 def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
     """Why hidden values of a dtype do not come out of a part before a projection as they go in; None if they do."""
     if isinstance(part, FunctionType):
-        wanted = getattr(getattr(projection, "weight", None), "dtype", None)
         if torch._C._is_any_autocast_enabled():
             return "in autocast"
+        wanted = dtype_of(projection)
         return None if wanted is dtype else f"from {dtype} to {wanted}"
     if not isinstance(part, nn.Module):
         return "active in training" if part else None
@@ -123,6 +123,12 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
     if kind.forward is not _PASSING[kind] or kind.__call__ is not nn.Linear.__call__:
         return f"a patched {kind.__name__}"
     return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
+
+
+def dtype_of(projection: Any) -> Optional[torch.dtype]:
+    """The dtype of a weight that is a parameter; one that is computed is not asked for, as that may change it."""
+    weight = getattr(projection, "_parameters", {}).get("weight")
+    return None if weight is None else weight.dtype
 
 
 def passes(between: Between, x: Any = None, projection: Any = None) -> bool:

@@ -178,8 +178,7 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
         return list(called(mlp.halves))
     found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
-    weight = getattr(projections[0], "weight", None)
-    given = getattr(weight, "dtype", None), projections[-1]
+    given = forwards.dtype_of(projections[0]), projections[-1]
     found.update({name: forwards.alteration(part, *given) for name, part in mlp.between.items()})
     unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
     return [*called(found), *unknown]
