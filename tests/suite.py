@@ -65,7 +65,7 @@ def fused_mlp():
 
     kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
     for least in sys.modules[f"{kernel.__name__}.dispatch"].LEAST_RECORDED.values():
-        least.update(mlp=0, linear=0, gated_linear=0)
+        least.update(mlp=0, linear=0, gated_linear=0, gated_mlp=0)
     sys.modules[f"{kernel.__name__}.dispatch"].LEAST_PRODUCT.clear()
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():

@@ -270,6 +270,25 @@ def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, dtype):
             assert all(torch.equal(result, module(x)) for result in results)
 
 
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
+@pytest.mark.parametrize("kind", [Gated, PackedGated])
+def test_few_hidden_values_of_gated_mlps_on_a_cpu(fused_mlp, monkeypatch, kind):
+    least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[torch.float32]
+    module, x = kind(sizes=(32, 48, 24)), torch.randn(2, 5, 32, requires_grad=True)
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused
+    elements = 2 * 5 * (96 if kind is PackedGated else 48)
+    for bound, is_op in ((elements, True), (elements + 1, False)):
+        monkeypatch.setitem(least, "gated_mlp", bound)
+        for _ in range(2):  # at the second call the activation is known
+            result = fused(x)
+            assert hasattr(result.grad_fn, "own") == is_op
+        given, parameters = (x, *fused.parameters()), (x, *module.parameters())
+        found = zip(*(torch.autograd.grad(each.sum(), of) for each, of in ((result, given), (module(x), parameters))))
+        for got, expected in found:
+            assert_close(got, expected)
+
+
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_integers_under_autocast(fused_mlp, device, kind):
     """They are not cast, and so no input of a product."""

@@ -118,9 +118,8 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
                           const OptionalTensor& up_bias, int64_t activation, bool keep);
 
 // On a CPU alone: the number of hidden values, of the dtype of x, from which on training by the op takes less time than
-// by its parts, although autograd calls the op's backward in Python. `gated` asks for the first half of a gated MLP,
-// else it is a plain MLP or one layer.
-int64_t least_recorded(const Tensor& x, bool gated);
+// by its parts, although autograd calls the op's backward in Python.
+int64_t least_recorded(const Tensor& x);
 
 // The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what
 // it kept; without `gate` they are computed again.

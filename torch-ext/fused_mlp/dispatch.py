@@ -30,9 +30,7 @@ _TRITON_EXPERTS_ROWS = 8
 LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     dtype: {
         "act_and_mul": 1 << 17,
-        "mlp": native.least_recorded(dtype, False),
-        "linear": native.least_recorded(dtype, False),
-        "gated_linear": native.least_recorded(dtype, True),
+        **dict.fromkeys(("linear", "mlp", "gated_linear", "gated_mlp"), native.least_recorded(dtype)),
     }
     for dtype in native._DTYPES
     if native.DEVICE_TYPE == "cpu"

@@ -149,12 +149,9 @@ def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
-def least_recorded(dtype: torch.dtype, gated: bool) -> int:
-    """The number of hidden values from which on a CPU trains by an op in less time than by its parts.
-
-    ``gated``: of the first half of a gated MLP; else of a plain MLP or of one layer.
-    """
-    return ops.least_recorded.default(torch.empty(0, dtype=dtype), gated)
+def least_recorded(dtype: torch.dtype) -> int:
+    """The number of hidden values from which on a CPU trains by an op in less time than by its parts."""
+    return ops.least_recorded.default(torch.empty(0, dtype=dtype))
 
 
 def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:

@@ -1,7 +1,7 @@
 """The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
 
 It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
-of groups too. Composed of parts it is such products itself, and under autograd on a GPU a slower form of them.
+of groups too. Composed of parts, as where autograd follows on a CPU, it is such products itself, in a slower form.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def _fused(
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
     trained = way == interface.NAME and calls.autograd_follows(x, weights, *tensors)
-    call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    only_a_kernel = _are_products(way) or (trained and x.is_cuda)
+    call = calls.experts_by_a_kernel if only_a_kernel else calls.experts_mlp
     result = experts.computed(module, found, call, x, index, weights, tensors)
     if result is not None and not _is_compiling() and not calls.autograd_follows(x, weights, *tensors):
         settled.settle(module, found, x, index)

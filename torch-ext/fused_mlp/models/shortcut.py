@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .. import dispatch, training
+from .. import calls, dispatch, training
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -52,7 +52,7 @@ _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
 # By name of an op that may take more time than its parts where autograd follows: the function that computes these.
 _parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
-    _parts |= {"mlp": reference.mlp, "gated_linear": reference.gated_linear}
+    _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -229,6 +229,10 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
             return _ops[name](x, *weights, *biases, code)
         if training.refusal(name, code) is not None:
             return reference.linear(x, *weights, *biases, code) if name == "linear" else None
+        if pattern.packed and dispatch.is_too_small(
+            name, x, training.recorded_elements(name, (x, *weights), pattern.memory)
+        ):
+            return calls.composed_packed_gated(x, *weights, *biases, code, up_first)
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
