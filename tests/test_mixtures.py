@@ -380,15 +380,15 @@ def test_loops_of_other_classes(fused_mlp, device):
         assert type(fused) is kind
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, implementation):
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
     """The package's parts in the place of a loop; transformers' products themselves."""
-    module = made(Base, implementation=implementation)
+    module = made(Base, implementation=way)
     fused = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused).fused
     calls, taken = sys.modules[f"{fused_mlp.__name__}.calls"], []
     composed = calls._composed_experts
     monkeypatch.setattr(calls, "_composed_experts", lambda *given: (taken.append(1), composed(*given))[1])
     given = routed()
-    assert_alike(run(fused, given, implementation), run(module, given, implementation))
-    assert bool(taken) == (implementation == "eager")
+    assert_alike(run(fused, given, way), run(module, given, way))
+    assert bool(taken) == (way == "eager")

@@ -95,9 +95,9 @@ def packed_gated(
     """``gated_mlp``, or without a second weight ``gated_linear``, whose first weight and bias hold gate and up."""
     given = (x, weight, None, second_weight, bias, None, second_bias)
     if autograd_follows(*given):
-        return _recorded("gated_mlp", composed_packed_gated, given, activation.code, memory, up_first)
+        return _recorded("gated_mlp", _composed_packed_gated, given, activation.code, memory, up_first)
     if composition_reason(*given) is not None:
-        return composed_packed_gated(*given, activation.code, up_first)
+        return _composed_packed_gated(*given, activation.code, up_first)
     (gate_weight, up_weight), (gate_bias, up_bias) = operands.halves(weight, up_first), operands.halves(bias, up_first)
     if second_weight is None:
         return gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
@@ -365,7 +365,7 @@ def _composed_gated_mlp(
     return F.linear(hidden, down_weight, down_bias)
 
 
-def composed_packed_gated(
+def _composed_packed_gated(
     x: Tensor,
     weight: Tensor,
     _: None,

@@ -142,6 +142,13 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
     return recorded < LEAST_RECORDED.get(x.dtype, {}).get(op, 0)
 
 
+def is_trained_by_parts(x: Tensor) -> bool:
+    """Whether a plain MLP of x, as wide as most are, would be too small to be an op that autograd records."""
+    if not (x.is_cpu and x.requires_grad):
+        return False
+    return 4 * x.numel() < LEAST_RECORDED.get(x.dtype, {}).get("mlp", 0)
+
+
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:
     if name not in _BACKENDS:
         return f"this build holds {native.DEVICE_TYPE or 'Triton'} kernels"

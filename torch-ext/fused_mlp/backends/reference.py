@@ -56,6 +56,20 @@ def gated_mlp(
     return F.linear(gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation), down_weight, down_bias)
 
 
+def packed_gated(
+    x: Tensor,
+    weight: Tensor,
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+    activation: int,
+    up_first: bool,
+) -> Tensor:
+    first, second = F.linear(x, weight, bias).chunk(2, dim=-1)
+    hidden = act_and_mul(*((second, first) if up_first else (first, second)), activation)
+    return hidden if second_weight is None else F.linear(hidden, second_weight, second_bias)
+
+
 def mlp(
     x: Tensor,
     fc1_weight: Tensor,

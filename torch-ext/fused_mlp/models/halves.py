@@ -16,7 +16,8 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, U
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from .. import calls
+from .. import calls, dispatch
+from ..training import KEPT
 from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
@@ -102,8 +103,10 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
                 return found
             result, half, tail = found
             return half.rest(tail, result, *rest, **named)
-    tail, head = names
-    return joined(memory, getattr(owner, tail), getattr(owner, head), x, *rest, **named)
+    tail, head = (getattr(owner, name) for name in names)
+    if type(x) is Tensor and memory == KEPT and dispatch.is_trained_by_parts(x):  # then nothing is gained by the pair
+        return tail(head(x), *rest, **named)
+    return joined(memory, tail, head, x, *rest, **named)
 
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:

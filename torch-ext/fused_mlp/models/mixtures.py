@@ -137,6 +137,9 @@ def _fused(
     way = _way(module)
     if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
         return None
+    parameters = [each for each in module._parameters.values() if each is not None]
+    if x.is_cpu and _are_products(asked or way) and calls.autograd_follows(x, weights, *parameters):
+        return None
     found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
     if type(found) is not Experts:
         return None
@@ -144,8 +147,7 @@ def _fused(
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
     trained = way == interface.NAME and calls.autograd_follows(x, weights, *tensors)
-    only_a_kernel = _are_products(way) or (trained and x.is_cuda)
-    call = calls.experts_by_a_kernel if only_a_kernel else calls.experts_mlp
+    call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
     result = experts.computed(module, found, call, x, index, weights, tensors)
     if result is not None and not _is_compiling() and not calls.autograd_follows(x, weights, *tensors):
         settled.settle(module, found, x, index)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .. import calls, dispatch, training
+from .. import dispatch, training
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -229,10 +229,9 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
             return _ops[name](x, *weights, *biases, code)
         if training.refusal(name, code) is not None:
             return reference.linear(x, *weights, *biases, code) if name == "linear" else None
-        if pattern.packed and dispatch.is_too_small(
-            name, x, training.recorded_elements(name, (x, *weights), pattern.memory)
-        ):
-            return calls.composed_packed_gated(x, *weights, *biases, code, up_first)
+        elements = training.recorded_elements(name, (x, *weights), pattern.memory) if pattern.packed else None
+        if dispatch.is_too_small(name, x, elements):  # what is not packed was asked before
+            return reference.packed_gated(x, *weights[::2], *biases[::2], code, pattern.up_first)
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
