@@ -36,7 +36,7 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     if native.DEVICE_TYPE == "cpu"
 }
 
-# On a CPU, from so many elements on a fused model has the product of gate and up computed with the activation.
+# On a CPU, from so many elements on one kernel for an activation and its product with up pays in a fused model.
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: (1 << 15 if dtype == torch.bfloat16 else 1 << 16) if native.DEVICE_TYPE == "cpu" else 0
     for dtype in native._DTYPES
@@ -142,9 +142,14 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
     return recorded < LEAST_RECORDED.get(x.dtype, {}).get(op, 0)
 
 
+def is_small_product(gate: Tensor) -> bool:
+    """Whether ``act(gate) * up`` of a fused model takes less time as two operations of torch."""
+    return gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0) and _open_blocks[-1].name == "auto"
+
+
 def is_trained_by_parts(x: Tensor) -> bool:
     """Whether a plain MLP of x, as wide as most are, would be too small to be an op that autograd records."""
-    if not (x.is_cpu and x.requires_grad):
+    if not (x.is_cpu and x.requires_grad) or _open_blocks[-1].name != "auto":
         return False
     return 4 * x.numel() < LEAST_RECORDED.get(x.dtype, {}).get("mlp", 0)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
-from ..dispatch import LEAST_PRODUCT
+from ..dispatch import is_small_product
 from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
@@ -508,7 +508,7 @@ class _Waiting(NamedTuple):
 
 
 def _activated(gate, act):
-    if type(gate) is Tensor and gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0):
+    if type(gate) is Tensor and is_small_product(gate):
         return act(gate)
     activation = forms.row_of(act)
     if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
