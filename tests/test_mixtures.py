@@ -12,6 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+import machine
 from safety import assert_close
 
 EXPERTS, WIDTH, HIDDEN, TOKENS, TOP_K = 6, 16, 12, 9, 2
@@ -380,6 +381,7 @@ def test_loops_of_other_classes(fused_mlp, device):
         assert type(fused) is kind
 
 
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 @pytest.mark.parametrize("way", ["eager", "grouped_mm"])
 def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
     """The package's parts in the place of a loop; transformers' products themselves."""

@@ -389,13 +389,12 @@ def _whole(
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
         return None
-    casting = [node for node in site.between if isinstance(node, ast.Lambda)]
-    between = [node for node in (*site.between, *behind) if node not in casting]
-    parts = _children((site.act.callee, *site.projections, *between), forward)
-    names = (
-        None if parts is None else (site.pattern, (*parts, *(forwards.cast for _ in casting)), len(site.projections))
-    )
-    return None if names is None else halves.Half(forward, names, None, site)
+    passing = [node for node in (*site.between, *behind) if not isinstance(node, ast.Lambda)]
+    casts = [forwards.cast for node in site.between if isinstance(node, ast.Lambda)]
+    parts = _children((site.act.callee, *site.projections, *passing), forward)
+    if parts is None:
+        return None
+    return halves.Half(forward, (site.pattern, (*parts, *casts), len(site.projections)), None, site)
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
