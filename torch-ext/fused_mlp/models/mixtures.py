@@ -137,8 +137,7 @@ def _fused(
     way = _way(module)
     if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
         return None
-    parameters = [each for each in module._parameters.values() if each is not None]
-    if x.is_cpu and _are_products(asked or way) and calls.autograd_follows(x, weights, *parameters):
+    if x.is_cpu and _are_products(asked or way) and calls.autograd_follows(x, weights, *module._parameters.values()):
         return None
     found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
     if type(found) is not Experts:
