@@ -255,6 +255,9 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     assert report.modules or not source.is_clear, "neither fused nor reported"
     for entry in report.left:
         assert entry.reason, "left without a reason"
+        assert "error" not in {reason.code for reason in entry.reasons}, (
+            f"an error of the package's own: {entry.reason}"
+        )
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     bitwise = not report.fused
     assert text and (not bitwise or classes(fused.root) == kinds)

@@ -1,6 +1,7 @@
 """Writes modules with MLPs in them at random: the source of a file, of which one seed always makes the same."""
 
 import random
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -65,6 +66,15 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 {h}.clamp(-1, 1) | self.norm({h}) | {h}.contiguous() | self.drop(self.same({h})) | -{h}
 """.replace("\n", "|").split("|")
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
+
+# When hidden values are cast to the dtype of the last weight.
+CASTS = [
+    "{h}.dtype != self.{p}.weight.dtype",
+    "isinstance(self.{p}.weight, torch.Tensor) and {h}.dtype != self.{p}.weight.dtype",
+    "self.flag",
+    "True",
+    "record.append('cast') or True",
+]
 
 UNPACKED = [
     "{h}.chunk(2, dim=-1)",
@@ -410,10 +420,22 @@ class Writer:
         returned = self.draw.choice(RETURNS) if self.likely(0.5) else RETURNS[0]
         statements.append(self.filled(returned.replace("{out}", "{{out}}"), bound, projections))
         statements[-1] = statements[-1].replace("{out}", written["out"])
+        if self.likely(0.15):
+            statements = self.with_cast(statements, projections[-1])
         if self.likely(0.2):
             statements = self.in_block(statements)
         if any("other" in statement for statement in statements):
             statements.insert(0, f"other = torch.linspace(-1, 1, {self.hidden}).to(x.dtype)")
+        return statements
+
+    def with_cast(self, statements: list[str], last: str) -> list[str]:
+        """A cast under a condition, before the last projection is given a name."""
+        for k, statement in enumerate(statements):
+            given = re.search(rf"self\.{last}\((\w+)\)", statement)
+            if given is not None:
+                test = self.draw.choice(CASTS).format(h=given[1], p=last)
+                cast = f"if {test}:\n    {given[1]} = {given[1]}.to(self.{last}.weight.dtype)"
+                return [*statements[:k], cast, *statements[k:]]
         return statements
 
     def filled(self, template: str, bound: list[str], projections: list[str]) -> str:

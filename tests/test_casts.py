@@ -52,6 +52,22 @@ class Around(nn.Module):
         return hidden_states
 
 
+class InOneMethod(Casting):
+    """With the norm and the sum of the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = T5LayerNorm(32)
+
+    def forward(self, x):
+        hidden = self.norm(x)
+        hidden = self.activation_fn(self.fc1(hidden))
+        if hidden.dtype != self.fc2.weight.dtype:
+            hidden = hidden.to(self.fc2.weight.dtype)
+        hidden = self.fc2(hidden)
+        return x + hidden
+
+
 def last_of(module):
     mlp = module.mlp if isinstance(module, Around) else module
     return mlp.fc2 if isinstance(mlp, Plain) else mlp.down_proj
@@ -62,6 +78,7 @@ KINDS = {
     "gated": (GatedCasting, "gated_mlp", "gated_linear"),
     "plain block": (lambda: Around(Casting), "residual_mlp", "linear"),
     "gated block": (lambda: Around(GatedCasting), "residual_gated_mlp", "gated_linear"),
+    "block in one method": (InOneMethod, "residual_mlp", "linear"),
 }
 
 

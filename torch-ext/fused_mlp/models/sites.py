@@ -314,7 +314,7 @@ def _blocks_of(value: _Value, role: Role) -> Iterator[Block]:
         elif site is None or site.pattern.gated:
             continue
         else:  # the first projection
-            hidden, _ = _through(inner.part(inner.node.args[0]), role)
+            hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
             _, first = _applied(hidden, role)
         block, x = Block(site, behind, residual, residual is left, norm), first.part(first.node.args[0])
         if norm is None and x.half is None and _is_call(x.node, role, NORM):
