@@ -387,7 +387,8 @@ def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
     """The package's parts in the place of a loop; transformers' products themselves."""
     module = made(Base, implementation=way)
     fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused
+    (entry,) = fused_mlp.fuse_mlps(fused).fused
+    assert entry.pattern == ("experts" if way == "eager" else "experts in inference")
     calls, taken = sys.modules[f"{fused_mlp.__name__}.calls"], []
     composed = calls._composed_experts
     monkeypatch.setattr(calls, "_composed_experts", lambda *given: (taken.append(1), composed(*given))[1])

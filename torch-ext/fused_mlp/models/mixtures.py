@@ -130,6 +130,12 @@ def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
     return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
 
 
+def trains_as_written(module: nn.Module, asked: Optional[str] = None) -> bool:
+    """Whether a module of experts that has no obstacle runs as it was written where autograd follows: on a CPU."""
+    up = experts.tensors_of(module, experts.of(module).weights)[0]
+    return up.is_cpu and _are_products(asked or _way(module))
+
+
 def _fused(
     module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, asked: Optional[str] = None
 ) -> Optional[Tensor]:
