@@ -119,6 +119,9 @@ BODIES = {
     "h = self.act(self.p(x)); if (z := y): h = h.to(self.d.weight.dtype); return self.d(h)": ["linear"],
     "h = self.act(self.p(x)); if y: h = h.to(self.d.weight.dtype)\nelse: h = x\nreturn self.d(h)": ["linear"],
     "h = self.act(self.p(x)); n = 1; if y: h = h.to(self.d.weight.dtype); return self.d(h)": ["linear"],
+    "h = self.act(self.p(x)); return self.d(h.to(self.d.weight.dtype) if y else h)": ["plain"],
+    "h = self.act(self.p(x)); return self.d(h.to(self.d.weight.dtype) if other(h) else h)": ["linear"],
+    "h = self.act(self.p(x)); h = h.to(self.d.weight.dtype) if (z := y) else h; return self.d(h)": ["linear"],
     # Used once more, or under a condition.
     "h = self.p(x); return self.d(self.act(h)), h": [],
     "h = self.p(x); return lambda: self.act(h)": [],

@@ -36,7 +36,7 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     if native.DEVICE_TYPE == "cpu"
 }
 
-# On a CPU, from so many elements on one kernel for an activation and its product with up pays in a fused model.
+# On a CPU, one kernel for an activation and its product with up pays in a fused model from so many elements on.
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: (1 << 15 if dtype == torch.bfloat16 else 1 << 16) if native.DEVICE_TYPE == "cpu" else 0
     for dtype in native._DTYPES

@@ -51,9 +51,9 @@ def as_values(block: List[ast.stmt], may_call: MayCall) -> None:
         cast.assignment.value, block[index] = value, cast.assignment
 
 
-def name_of(node: ast.expr, projection: ast.expr) -> Optional[str]:
+def name_of(node: ast.expr, projection: ast.expr, may_call: MayCall) -> Optional[str]:
     """The name that such a value casts to the dtype of a projection's weight; None if it does not."""
-    if not isinstance(node, ast.IfExp) or not isinstance(node.orelse, ast.Name):
+    if not isinstance(node, ast.IfExp) or not isinstance(node.orelse, ast.Name) or not is_harmless(node.test, may_call):
         return None
     name = _cast(node.body)
     is_own = name == node.orelse.id and ast.unparse(node.body.args[0]) == f"{ast.unparse(projection)}.weight.dtype"

@@ -104,7 +104,7 @@ _PASSING = {
 
 
 def cast(hidden: Tensor) -> Tensor:
-    """Stands for the casts of modules that are not called, among what is between their projections."""
+    """Stands for a cast of a module's code, among what is between its projections; nothing calls it."""
     raise NotImplementedError
 
 

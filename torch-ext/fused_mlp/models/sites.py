@@ -182,7 +182,7 @@ def rewrite(
     sites: List[Site] = []
     local = _bound_in_body(function)
     for block in list(_blocks(function)):
-        casts.as_values(block, lambda callee: role(callee) == ASKING)
+        casts.as_values(block, _asking(role))
         index = len(block) - 1
         while index >= 0:
             place = _Place(function, block, index)
@@ -340,7 +340,8 @@ def _through(value: _Value, role: Role, projection: Optional[ast.expr] = None) -
     """What goes into the modules, dropouts, and casts for a projection, that a value comes out of; and these."""
     between: List[ast.expr] = []
     while True:
-        part, cast = _between(value, role), None if projection is None else casts.name_of(value.node, projection)
+        part = _between(value, role)
+        cast = None if projection is None else casts.name_of(value.node, projection, _asking(role))
         if part is not None:
             value = value.part(value.node.args[0])
         elif cast is not None and value.half is None:
@@ -349,6 +350,10 @@ def _through(value: _Value, role: Role, projection: Optional[ast.expr] = None) -
         else:
             return value, tuple(between)
         between.insert(0, part)
+
+
+def _asking(role: Role) -> Callable[[ast.expr], bool]:
+    return lambda callee: role(callee) == ASKING
 
 
 def _joint(value: _Value, role: Role) -> Optional[Joint]:
