@@ -449,7 +449,7 @@ class Writer:
         depth = 8 if "\n" in head else 4
         block = head + "\n" + textwrap.indent("\n".join(statements[start:end]), " " * depth)
         if head.startswith("while"):
-            block += "\n    break" if "return" not in block else ""
+            block += "" if re.search(r"^\s*return", block, re.MULTILINE) else "\n    break"
         return [*statements[:start], block, *statements[end:]]
 
     # The class, and the file.
