@@ -118,6 +118,16 @@ def gemma():
     return transformers.GemmaModel(transformers.GemmaConfig(**sizes, **heads, vocab_size=32_000, use_cache=False))
 
 
+def gemma2():
+    sizes = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "head_dim": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return transformers.Gemma2Model(transformers.Gemma2Config(**sizes, **heads, vocab_size=32_000, use_cache=False))
+
+
+def dinov2():
+    return transformers.Dinov2Model(transformers.Dinov2Config())
+
+
 GPU_WORKLOADS = [
     Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),
     Workload("minilm", "64 x 128", minilm, ids(64, 128), "attention"),
@@ -131,6 +141,8 @@ GPU_WORKLOADS = [
     Workload("llama-1b", "1 token", llama, ids(1, 1), "self_attn"),
     Workload("llama-1b", "2048 tokens", llama, ids(1, 2048), "self_attn"),
     Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "self_attn"),
+    Workload("gemma-2-2b", "1 token", gemma2, ids(1, 1), "self_attn"),
+    Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention"),
 ]
 CPU_WORKLOADS = [
     Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "../torch-ext/matrix.h"
+#include "../torch-ext/norm.h"
 
 namespace fused_mlp {
 
@@ -10,15 +11,6 @@ struct PointwiseShape {
   DType dtype;
   int64_t rows;
   int64_t cols;
-};
-
-// What LayerNorm, or RMSNorm where not centred, takes beside the rows. A null weight stands for ones, a null bias for
-// zeros.
-struct Norm {
-  const void *weight, *bias;
-  float eps;
-  float weight_offset;  // which each weight is stored without
-  bool centred;
 };
 
 // The kernels of one instruction set. Arithmetic is in fp32, each result is rounded once. An output may be one of the
@@ -36,7 +28,7 @@ struct PointwiseKernels {
                                Matrix dgate, Matrix dup, Matrix values);
   // out[c] = sum of x[r][c] over all rows r, of bfloat16
   void (*column_sums)(const PointwiseShape& shape, Matrix x, Matrix out);
-  // The norm of each row of x + residual; of x alone where residual.data is null.
+  // norm.h has what is computed of each row of x, and of the residual.
   void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
 };
 

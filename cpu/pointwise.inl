@@ -118,55 +118,70 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-template <typename T>
+// What a norm does to the values of a row: (value - mean - left) * scale, where `left` is what the mean misses, so that
+// a row of equal values gives 0.
+struct Statistics {
+  float mean, left, scale;
+};
+
+// values_at(c, count): the block of the row there.
+template <typename T, typename ValuesAt>
+FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const ValuesAt& values_at) {
+  const float share = 1.0f / static_cast<float>(cols);
+  float mean = 0.0f;
+  if (norm.centred()) {
+    Vec total = splat(0.0f);
+    for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair values = values_at(c, count);
+      for (int h = 0; h < 2; ++h) total += values.half[h] * share;
+    });
+    mean = lanes_sum(total);
+  }
+  Vec rests = splat(0.0f), squares = splat(0.0f);
+  for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+    Pair values = values_at(c, count);
+    for (Vec& value : values.half) value -= mean;
+    if (count < kBlock) clear_rest<T>(values, count);
+    for (int h = 0; h < 2; ++h) {
+      rests += values.half[h];
+      squares += values.half[h] * values.half[h];
+    }
+  });
+  const float left = norm.centred() ? lanes_sum(rests) * share : 0.0f;
+  return {mean, left, 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps)};
+}
+
+template <typename T, Residual kResidual>
 void norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
-  const float share = 1.0f / static_cast<float>(shape.cols);
   const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
   for (int64_t r = 0; r < shape.rows; ++r) {
     const T* x_row = row<T>(x, r);
-    const T* residual_row = residual.data == nullptr ? nullptr : row<T>(residual, r);
+    const T* residual_row = kResidual == Residual::kNone ? nullptr : row<T>(residual, r);
     T* out_row = row<T>(out, r);
-    const auto values_at = [=](int64_t c, int64_t count) __attribute__((always_inline)) {
-      Pair values = load(x_row + c, count);
-      if (residual_row != nullptr) {
-        const Pair others = load(residual_row + c, count);
-        for (int h = 0; h < 2; ++h) values.half[h] += others.half[h];
-      }
+    const auto add_residual = [=](Pair values, int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair others = load(residual_row + c, count);
+      for (int h = 0; h < 2; ++h) values.half[h] = values.half[h] * norm.factor + others.half[h];
       return values;
     };
-    float mean = 0.0f;
-    if (norm.centred) {
-      Vec total = splat(0.0f);
-      for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-        const Pair values = values_at(c, count);
-        for (int h = 0; h < 2; ++h) total += values.half[h] * share;
-      });
-      mean = lanes_sum(total);
-    }
-    Vec rests = splat(0.0f), squares = splat(0.0f);
-    for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      Pair values = values_at(c, count);
-      for (Vec& value : values.half) value -= mean;
-      if (count < kBlock) clear_rest<T>(values, count);
-      for (int h = 0; h < 2; ++h) {
-        rests += values.half[h];
-        squares += values.half[h] * values.half[h];
-      }
-    });
-    const float left = norm.centred ? lanes_sum(rests) * share : 0.0f;
-    const float scale = 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps);
+    const auto values_at = [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair values = load(x_row + c, count);
+      return kResidual == Residual::kNormed ? add_residual(values, c, count) : values;
+    };
+    const Statistics its = norm.normed() ? statistics_of<T>(shape.cols, norm, values_at) : Statistics{};
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
-      for (Vec& value : values.half) value = (value - mean - left) * scale;
+      if (norm.normed()) {
+        for (Vec& value : values.half) value = (value - its.mean - its.left) * its.scale;
+      }
       if (weight != nullptr) {
         const Pair weights = load(weight + c, count);
-        for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h] + norm.weight_offset;
+        for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h] + norm.weight_offset();
       }
       if (bias != nullptr) {
         const Pair biases = load(bias + c, count);
         for (int h = 0; h < 2; ++h) values.half[h] += biases.half[h];
       }
-      store(out_row + c, count, values);
+      store(out_row + c, count, kResidual == Residual::kAdded ? add_residual(values, c, count) : values);
     });
   }
 }
@@ -206,8 +221,20 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
   });
 }
 
+template <typename T>
+void norm_of(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+  switch (norm.residual) {
+    case Residual::kNone:
+      return norm_rows<T, Residual::kNone>(shape, norm, x, residual, out);
+    case Residual::kNormed:
+      return norm_rows<T, Residual::kNormed>(shape, norm, x, residual, out);
+    case Residual::kAdded:
+      return norm_rows<T, Residual::kAdded>(shape, norm, x, residual, out);
+  }
+}
+
 static void norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
-  const auto rows = shape.dtype == DType::kFloat32 ? norm_rows<float> : norm_rows<BFloat16>;
+  const auto rows = shape.dtype == DType::kFloat32 ? norm_of<float> : norm_of<BFloat16>;
   rows(shape, norm, x, residual, out);
 }
 

@@ -52,11 +52,6 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
-// An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
-inline Matrix matrix(const TensorRows& rows) {
-  return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride};
-}
-
 inline Gpu describe_gpu(int device) {
   const auto attribute = [&](cudaDeviceAttr name) {
     int value = 0;

@@ -1,5 +1,5 @@
-// The kernel of LayerNorm and RMSNorm, which may add a residual first. Apart from its launch, so that a compiler of
-// device code alone takes this file.
+// The kernel of a block's norms and of its residual (norm.h). Apart from its launch, so that a compiler of device code
+// alone takes this file.
 #pragma once
 
 #include "norm.h"
@@ -44,15 +44,19 @@ __device__ __forceinline__ float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
+// What is taken of a row before it is normed: nothing where it is not normed.
+enum class Statistic { kNone, kMeanSquare, kVariance };
+
 // blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under
 // way, those of the weights too, before it waits for the first, and two blocks of the most threads fit beside each
 // other, so that one reads while the other waits for its sums. Where the norm is centred, the mean is taken first, so
 // that the squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values
 // gives 0.
-template <typename T, int Width, bool Centred, bool Adds>
-__global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ Norm p) {
+template <typename T, int Width, Statistic Of, Residual Place>
+__global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ NormRows p) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
+  const Norm& norm = p.norm;
   const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
   const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
   T* const out = static_cast<T*>(p.out.data) + row * p.out.row_stride;
@@ -70,20 +74,21 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const auto terms_at = [&](int64_t col) {
     Terms terms;
     terms.x = read(x, col);
-    if (Adds) terms.residual = read(residual, col);
-    if (p.weight != nullptr) terms.weight = read(p.weight, col);
-    if (p.bias != nullptr) terms.bias = read(p.bias, col);
+    if (Place != Residual::kNone) terms.residual = read(residual, col);
+    if (norm.weight != nullptr) terms.weight = read(norm.weight, col);
+    if (norm.bias != nullptr) terms.bias = read(norm.bias, col);
     return terms;
   };
-  const auto sum_of = [&](const Terms& terms) {
-    Values sum;
+  const auto add_residual = [&](Values& values, const Terms& terms) {
 #pragma unroll
-    for (int i = 0; i < Width; ++i) sum.lane[i] = terms.x.lane(i);
-    if (Adds) {
+    for (int i = 0; i < Width; ++i) values.lane[i] = fmaf(values.lane[i], norm.factor, terms.residual.lane(i));
+  };
+  const auto values_of = [&](const Terms& terms) {
+    Values values;
 #pragma unroll
-      for (int i = 0; i < Width; ++i) sum.lane[i] += terms.residual.lane(i);
-    }
-    return sum;
+    for (int i = 0; i < Width; ++i) values.lane[i] = terms.x.lane(i);
+    if (Place == Residual::kNormed) add_residual(values, terms);
+    return values;
   };
   Terms kept[kNormVectors];
 #pragma unroll
@@ -93,18 +98,18 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const auto for_each = [&](const auto& body) {
 #pragma unroll
     for (int v = 0; v < kNormVectors; ++v) {
-      if (first + v * step < p.cols) body(first + v * step, sum_of(kept[v]), kept[v]);
+      if (first + v * step < p.cols) body(first + v * step, values_of(kept[v]), kept[v]);
     }
 #pragma unroll 1
     for (int64_t col = first + kNormVectors * step; col < p.cols; col += step) {
       const Terms terms = terms_at(col);
-      body(col, sum_of(terms), terms);
+      body(col, values_of(terms), terms);
     }
   };
 
   const float share = 1.0f / static_cast<float>(p.cols);
-  float mean = 0.0f, left = 0.0f, variance;
-  if constexpr (Centred) {
+  float mean = 0.0f, left = 0.0f, scale = 1.0f;
+  if constexpr (Of == Statistic::kVariance) {
     float sum[1] = {}, moments[2] = {};
     for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
@@ -121,28 +126,31 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     });
     add_over_row(moments);
     left = moments[0] * share;
-    variance = variance_of(moments[1] * share, left);
-  } else {
+    scale = __frsqrt_rn(variance_of(moments[1] * share, left) + norm.eps);
+  } else if constexpr (Of == Statistic::kMeanSquare) {
     float squares[1] = {};
     for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
       for (float value : values.lane) squares[0] = fmaf(value, value, squares[0]);
     });
     add_over_row(squares);
-    variance = squares[0] * share;
+    scale = __frsqrt_rn(squares[0] * share + norm.eps);
   }
-  const float scale = __frsqrt_rn(variance + p.eps);
+  const float weight_offset = norm.weight_offset();
   for_each([&](int64_t col, Values values, const Terms& terms) {
+    if (Of != Statistic::kNone) {
 #pragma unroll
-    for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
-    if (p.weight != nullptr) {
-#pragma unroll
-      for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + p.weight_offset;
+      for (float& value : values.lane) value = (Of == Statistic::kVariance ? value - mean - left : value) * scale;
     }
-    if (p.bias != nullptr) {
+    if (norm.weight != nullptr) {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + weight_offset;
+    }
+    if (norm.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] += terms.bias.lane(i);
     }
+    if (Place == Residual::kAdded) add_residual(values, terms);
     store(out + col, values.lane);
   });
 }

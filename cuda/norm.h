@@ -5,20 +5,17 @@
 #include <cstdint>
 
 #include "../torch-ext/matrix.h"
+#include "../torch-ext/norm.h"
 
 namespace fused_mlp {
 
-// LayerNorm, or RMSNorm where not centred, over the columns of x + residual; of x alone where residual.data is null. A
-// null weight stands for ones, a null bias for zeros. out may be x itself.
-struct Norm {
+// norm.h has what is computed of the rows of x, and of those of the residual. out may be x itself.
+struct NormRows {
   Matrix x, residual, out;
   int64_t rows, cols;
   DType dtype;
-  const void *weight, *bias;
-  float eps;
-  float weight_offset;  // which each weight is stored without
-  bool centred;
+  Norm norm;
 };
-cudaError_t launch_norm(const Norm& norm, cudaStream_t stream);
+cudaError_t launch_norm(const NormRows& rows, cudaStream_t stream);
 
 }  // namespace fused_mlp

@@ -1,7 +1,6 @@
 // MLPs with the residual and the norm of their block.
 #include "../torch-ext/residual.h"
 
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -15,27 +14,10 @@ namespace {
 
 // What residual.h asks of a backend.
 struct Cuda {
-  static void norm(const Tensor& x, const Tensor* residual, const Around& around, const Tensor& out) {
-    const TensorRows rows(x), other(residual == nullptr ? x : *residual);
-    const DenseVector scale(around.weight), shift(around.bias);
-    check(launch_norm({matrix(rows),
-                       residual == nullptr ? kNoMatrix : matrix(other),
-                       {out.mutable_data_ptr(), rows.cols},
-                       rows.rows,
-                       rows.cols,
-                       dtype_of(x, "x"),
-                       scale.data(),
-                       shift.data(),
-                       static_cast<float>(*around.eps),
-                       around.weight_offset(),
-                       around.centred()},
-                      current_stream(x)));
-  }
-
-  static Tensor sum(const Tensor& a, const Tensor& b) {
-    AtenTensorHandle sum = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(a.get(), b.get(), 1.0, &sum));
-    return Tensor(sum);
+  static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
+    check(launch_norm(
+        {matrix(x), residual, {out.mutable_data_ptr(), x.cols}, x.rows, x.cols, dtype_of(x.tensor, "x"), norm},
+        current_stream(x.tensor)));
   }
 };
 
@@ -43,12 +25,18 @@ struct Cuda {
 
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                    std::optional<double> eps, int64_t norm) {
-  check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, residual, norm_weight, norm_bias, eps,
-                     norm);
+                    const Tensor& residual, double factor, const OptionalTensor& first_weight,
+                    const OptionalTensor& first_bias, double first_eps, int64_t first_norm,
+                    const OptionalTensor& last_weight, const OptionalTensor& last_bias, double last_eps,
+                    int64_t last_norm, bool norms_sum) {
+  const Around around{residual,
+                      factor,
+                      {first_weight, first_bias, first_eps, first_norm},
+                      {last_weight, last_bias, last_eps, last_norm},
+                      norms_sum};
+  check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, around);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
-  return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
+  return block<Cuda>(x, around, [&](const Tensor& values) {
     const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
     if (!fc1_weight) return apply_layer(values, last);
     return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last);
@@ -57,13 +45,18 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
 
 Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                           const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
-                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
-                          int64_t norm) {
-  check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, residual,
-                           norm_weight, norm_bias, eps, norm);
+                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual, double factor,
+                          const OptionalTensor& first_weight, const OptionalTensor& first_bias, double first_eps,
+                          int64_t first_norm, const OptionalTensor& last_weight, const OptionalTensor& last_bias,
+                          double last_eps, int64_t last_norm, bool norms_sum) {
+  const Around around{residual,
+                      factor,
+                      {first_weight, first_bias, first_eps, first_norm},
+                      {last_weight, last_bias, last_eps, last_norm},
+                      norms_sum};
+  check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, around);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
-  return block<Cuda>(x, {residual, norm_weight, norm_bias, eps, norm}, [&](const Tensor& values) {
+  return block<Cuda>(x, around, [&](const Tensor& values) {
     return apply_layers(values, {gate_weight, &up_weight, gate_bias, up_bias, activation},
                         {down_weight, nullptr, down_bias, kNoBias, kNoActivation});
   });

@@ -70,6 +70,21 @@ class TransposedPlain(nn.Module):
         return hidden_states
 
 
+class Dropping(Plain):
+    """DETR's MLP, whose dropouts are functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.activation_dropout, self.dropout = 0.1, 0.2
+
+    def forward(self, hidden_states):
+        hidden_states = self.activation_fn(self.fc1(hidden_states))
+        hidden_states = F.dropout(hidden_states, p=self.activation_dropout, training=self.training)
+        hidden_states = self.fc2(hidden_states)
+        hidden_states = F.dropout(hidden_states, p=self.dropout, training=self.training)
+        return hidden_states
+
+
 class OfFunctions(nn.Module):
     """LFM2's MLP, whose activation is a function of torch."""
 

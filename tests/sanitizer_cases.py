@@ -314,8 +314,9 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
                 continue
             print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
             for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
-                for code in (0, 2):  # LayerNorm, RMSNorm
-                    op(x, None, weight, None, bias, 0, view, norm, bias, 1e-5, code)
+                for code, of_sum in ((0, False), (1, True), (2, True), (1, False), (2, False), (4, False)):
+                    last = (norm if code else None, bias if code == 1 else None, 1e-5, code)
+                    op(x, None, weight, None, bias, 0, view, 0.5, None, None, 0.0, 0, *last, of_sum)
                     torch.cuda.synchronize()
                     count += 1
     return count

@@ -1,37 +1,30 @@
-"""The block that an MLP is part of: its residual and its norm in one op with it."""
+"""The block that an MLP is part of: its residual and its norms in one op with it."""
 
 import copy
 import importlib
 import pickle
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import Gated, Halves, PackedGated, Plain, RMSNorm, TransposedPlain
-from reference import FLOAT32_ROUNDING
+from modules import Dropping, Gated, Halves, PackedGated, Plain, RMSNorm, TransposedPlain
 from safety import assert_close, x_of
 from test_coverage import built, inputs_of, largest_error
 
-GELU = 1
-
-
-@pytest.fixture
-def op(fused_mlp):
-    return sys.modules[f"{fused_mlp.__name__}.backends.native"].residual_mlp
+NONE, LAYER, RMS, _, SCALE = range(5)
 
 
 @pytest.fixture
 def blocks(fused_mlp, monkeypatch):
-    """The calls of the op: whether there is a norm, and whether it comes first."""
+    """The calls of the op: the factor, the norm of the input, the other norm, and whether that is of the sum."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
     taken = []
 
     def spied(op):
         def spy(*args):
-            taken.append((args[-2] is not None, args[-1] % 2 == 1))
+            taken.append((args[-10], args[-6], args[-2], args[-1]))
             return op(*args)
 
         return spy
@@ -39,125 +32,6 @@ def blocks(fused_mlp, monkeypatch):
     for name in ("residual_mlp", "residual_gated_mlp"):
         monkeypatch.setitem(shortcut._ops, name, spied(shortcut._ops[name]))
     return taken
-
-
-# The op.
-
-
-def operands(device, dtype, rows, sizes, layers=2, norm=True):
-    n_in, hidden, out = sizes
-
-    def made(*shape, scale=1.0):
-        return (scale * torch.randn(shape, device=device)).to(dtype)
-
-    first = (made(hidden, n_in, scale=n_in**-0.5), made(hidden)) if layers == 2 else (None, None)
-    second = made(out, hidden if layers == 2 else n_in, scale=hidden**-0.5), made(out)
-    norms = (made(out), made(out)) if norm else (None, None)
-    return made(rows, n_in), first[0], second[0], first[1], second[1], made(rows, out), *norms
-
-
-def computed(x, fc1, fc2, bias1, bias2, residual, weight, bias, eps, norm_first, dtype):
-    """The block by torch's functions in a dtype."""
-    wide = (None if each is None else each.to(dtype) for each in (x, fc1, fc2, bias1, bias2, residual, weight, bias))
-    x, fc1, fc2, bias1, bias2, residual, weight, bias = wide
-    if norm_first:
-        x = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    values = x if fc1 is None else F.gelu(F.linear(x, fc1, bias1))
-    values = F.linear(values, fc2, bias2) + residual
-    return values if eps is None or norm_first else F.layer_norm(values, values.shape[-1:], weight, bias, eps)
-
-
-FORMS = {
-    "norm behind": (1e-12, False, True),
-    "norm without parameters": (1e-5, False, False),
-    "norm in front": (1e-5, True, True),
-    "sum": (None, False, False),
-}
-# Rows, and in, hidden, out: a warp, a block, more than registers hold; in vectors and one by one.
-SHAPES = [(1, (64, 96, 64)), (37, (33, 70, 33)), (130, (768, 64, 768)), (3, (40, 24, 4099)), (2, (16, 8, 20000))]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_errors_are_no_larger_than_eager_ones(op, device, dtype, form):
-    if device.type == "cpu" and dtype == torch.float16:
-        pytest.skip("no kernel")
-    eps, norm_first, norm = FORMS[form]
-    for rows, sizes in SHAPES:
-        for layers in (1, 2) if form == "norm behind" else (2,):
-            sizes = (sizes[0], sizes[1], sizes[0]) if norm_first else sizes
-            given = operands(device, dtype, rows, sizes, layers, norm)
-            residual = 3 * given[5] + 20
-            given = (*given[:5], residual, *given[6:])
-            got = op(*given[:5], GELU, residual, *given[6:], eps, norm_first)
-            expected, eager = (computed(*given, eps, norm_first, kind) for kind in (torch.float64, dtype))
-            error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
-            assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING, (rows, sizes, layers)
-
-
-def test_rows_of_a_norm(op, device):
-    """A NaN stays in its row, what is no row is not touched, and a row of equal values has no deviation."""
-    torch.manual_seed(0)
-    x, fc1, fc2, bias1, bias2, residual, weight, bias = operands(device, torch.float32, 5, (64, 96, 40))
-    residual[2, 7], residual[3, 1] = torch.nan, torch.inf
-    wide = torch.full((5, 100), torch.nan, device=device)
-    wide[:, 30:70] = residual
-    got = op(x, fc1, fc2, bias1, bias2, GELU, wide[:, 30:70], weight, bias, 1e-5, False)
-    expected = computed(x, fc1, fc2, bias1, bias2, residual, weight, bias, 1e-5, False, torch.float32)
-    torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
-    assert got[2].isnan().all() and got[[0, 1, 4]].isfinite().all()
-    for value in (0.1, 3.1e4, 1e30):
-        equal = torch.full((5, 40), value, device=device)
-        got = op(torch.zeros_like(x), fc1, fc2, None, None, GELU, equal, None, bias, 1e-12, False)
-        assert torch.equal(got, bias.expand(5, 40))
-
-
-def test_rows_of_sums_are_adjacent(op, device):
-    """Also where those of the residual are not: Whisper's first hidden values lie column by column."""
-    x, fc1, fc2, bias1, bias2, *_ = operands(device, torch.float32, 14, (64, 96, 40))
-    x = x.view(2, 7, 64)
-    values = F.linear(F.gelu(F.linear(x, fc1, bias1)), fc2, bias2)
-    for residual in (torch.randn(2, 40, 7, device=device).mT, torch.randn(2, 7, 80, device=device)[..., ::2]):
-        got = op(x, fc1, fc2, bias1, bias2, GELU, residual, None, None, None, False)
-        assert got.is_contiguous()
-        assert_close(got, residual + values)
-        given = (x, fc1, fc2, bias1, bias2, GELU, residual, None, None)
-        for norm in ((None, False), (1e-5, False), (1e-5, True)):
-            torch.library.opcheck(op, (*given, *norm), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_empty(op, device):
-    for rows, n_in, out in ((0, 64, 40), (5, 64, 0), (5, 0, 40)):
-        x, fc1, fc2, bias1, bias2, residual, weight, bias = operands(
-            device, torch.float32, rows, (max(n_in, 1), 8, out)
-        )
-        got = op(x[:, :n_in], fc1[:, :n_in], fc2, bias1, bias2, GELU, residual, weight, bias, 1e-5, False)
-        assert got.shape == (rows, out) and got.isfinite().all()
-
-
-def test_operands_that_do_not_fit(op, device):
-    good = operands(device, torch.float32, 5, (64, 96, 40))
-    for index, fault in (
-        (5, good[5][:, :-1]),
-        (5, good[5][0]),
-        (5, good[5][None]),
-        (5, good[5].bfloat16()),
-        (6, good[6][:-1]),
-        (6, good[6][None]),
-        (7, good[7].bfloat16()),
-        (2, good[2][:, 1:]),
-    ):
-        given = [*good]
-        given[index] = fault
-        with pytest.raises(RuntimeError, match=r"must be|must have|differs in"):
-            op(*given[:5], GELU, given[5], *given[6:], 1e-5, False)
-    with pytest.raises(RuntimeError, match="eps"):
-        op(*good[:5], GELU, good[5], *good[6:], None, False)
-    with pytest.raises(RuntimeError, match="norm_weight"):
-        op(*good[:5], GELU, good[5], *good[6:], 1e-5, True)  # of the width of x
-
-
-# Modules.
 
 
 class Behind(nn.Module):
@@ -248,15 +122,117 @@ class OfConv1D(Around):
         self.mlp = TransposedPlain()
 
 
+class AroundDropping(Around):
+    """DETR's."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Dropping()
+
+
+class Branching(Around):
+    """GPT-NeoX's, which has two ways."""
+
+    def forward(self, hidden_states, parallel=False):
+        if parallel:
+            values = self.mlp(hidden_states)
+            values = values + 1
+        else:
+            values = self.mlp(self.norm(hidden_states))
+            values = self.dropout(values)
+            hidden_states = values + hidden_states
+        return hidden_states
+
+
+class Sandwich(nn.Module):
+    """Gemma 2's."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.mlp, self.norm = RMSNorm(), Gated(), RMSNorm()
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.before(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class Reordered(Around):
+    """OLMo 2's, of another norm."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return residual + hidden_states
+
+
+class Multiplied(Decoding):
+    """Granite's."""
+
+    def __init__(self):
+        super().__init__()
+        self.residual_multiplier = 0.22
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        return residual + hidden_states * self.residual_multiplier
+
+
+class HalfAndNorm(Around):
+    """A Conformer's: half of the MLP's result, and the norm of the sum."""
+
+    def forward(self, hidden_states):
+        hidden_states = self.norm(0.5 * self.dropout(self.mlp(hidden_states)) + hidden_states)
+        return hidden_states
+
+
+class LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lambda1 = nn.Parameter(torch.randn(32))
+
+    def forward(self, hidden_state):
+        return hidden_state * self.lambda1
+
+
+class Scaling(Around):
+    """DINOv2's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.drop_path = LayerScale(), nn.Identity()
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.scale(hidden_states)
+        hidden_states = self.drop_path(hidden_states) + residual
+        return hidden_states
+
+
 KINDS = {
-    OfConv1D: (True, True),
-    Halves: (True, False),
-    Behind: (True, False),
-    InFront: (True, True),
-    Summed: (False, False),
-    Around: (True, True),
-    Decoding: (True, True),
-    PackedDecoding: (True, True),
+    OfConv1D: (1.0, LAYER, NONE, False),
+    Halves: (1.0, NONE, LAYER, True),
+    Behind: (1.0, NONE, LAYER, True),
+    InFront: (1.0, LAYER, NONE, False),
+    Summed: (1.0, NONE, NONE, False),
+    Around: (1.0, LAYER, NONE, False),
+    Decoding: (1.0, RMS, NONE, False),
+    PackedDecoding: (1.0, RMS, NONE, False),
+    AroundDropping: (1.0, LAYER, NONE, False),
+    Branching: (1.0, LAYER, NONE, False),
+    Sandwich: (1.0, RMS, RMS, False),
+    Reordered: (1.0, NONE, LAYER, False),
+    Multiplied: (0.22, RMS, NONE, False),
+    HalfAndNorm: (0.5, NONE, LAYER, True),
+    Scaling: (1.0, LAYER, SCALE, False),
 }
 
 
@@ -366,7 +342,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [Halves, Behind, InFront, Around], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Halves, Behind, InFront, Around, Reordered], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
@@ -382,7 +358,8 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     with torch.no_grad():
         for _ in range(2):
             assert_close(fused(x.to(expected.dtype)), expected)
-    assert len(blocks) == 2 * is_one
+    passes = change == "Identity" and kind is Reordered  # where the norm is of the MLP's result
+    assert len(blocks) == 2 * (is_one or passes)
 
 
 def hook(part):
@@ -414,7 +391,7 @@ def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
     assert not blocks
 
 
-@pytest.mark.parametrize("kind", [Around, Decoding, PackedDecoding], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Around, Decoding, PackedDecoding, Sandwich, Scaling], ids=lambda kind: kind.__name__)
 def test_copies_and_modes(fused_mlp, device, blocks, kind):
     module, fused = kind().to(device).eval(), kind().to(device).eval()
     fused.load_state_dict(module.state_dict())
@@ -451,7 +428,7 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
     assert type(module) is Around
 
 
-@pytest.mark.parametrize("kind", [Behind, InFront, Around], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Behind, InFront, Around, HalfAndNorm, AroundDropping], ids=lambda kind: kind.__name__)
 def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     module.train(), fused.train()
@@ -463,6 +440,67 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind):
         torch.manual_seed(0)
         assert_close(fused(x), expected)
     assert not blocks
+
+
+def test_the_mode_of_the_mlp_alone(fused_mlp, device, blocks):
+    module, fused = fused_pair(fused_mlp, device, AroundDropping)
+    x, outcomes = x_of(device), []
+    blocks.clear()
+    for each in (module, fused):
+        each.mlp.train()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outcomes.append(each(x))
+    assert_close(*outcomes)
+    assert not blocks
+
+
+# What is done to a factor, and to a scale.
+FACTORS = {
+    "another": (0.7, True),
+    "no float": (2, False),
+    "a tensor": (torch.tensor(0.3), False),
+    "a tensor of features": (torch.arange(32.0), False),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_another_factor(fused_mlp, device, blocks, factor):
+    module, fused = fused_pair(fused_mlp, device, Multiplied)
+    x, (value, is_one) = x_of(device), FACTORS[factor]
+    blocks.clear()
+    for each in (module, fused):
+        each.residual_multiplier = value.to(device) if isinstance(value, torch.Tensor) else value
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert len(blocks) == is_one
+    for each in (module, fused):
+        each.residual_multiplier = None
+        with pytest.raises(TypeError):
+            each(x)
+
+
+SCALES = {
+    "another parameter": (lambda scale, patch: setattr(scale, "lambda1", nn.Parameter(3 * scale.lambda1)), True),
+    "a hook": (lambda scale, patch: hook(scale), False),
+    "a forward of its own": (lambda scale, patch: setattr(scale, "forward", lambda x: 2 * x), False),
+    "a patched class": (lambda scale, patch: patch.setattr(LayerScale, "forward", lambda self, x: 2 * x), False),
+    "an attribute of the class": (lambda scale, patch: patch.setattr(LayerScale, "lambda1", 3.0, raising=False), False),
+    "one value": (lambda scale, patch: setattr(scale, "lambda1", nn.Parameter(scale.lambda1[:1])), True),  # raises
+}
+
+
+@pytest.mark.parametrize("change", SCALES)
+def test_changes_of_a_scale_are_seen(fused_mlp, device, monkeypatch, blocks, change):
+    module, fused = fused_pair(fused_mlp, device, Scaling)
+    x, (alter, is_one), outcomes = x_of(device), SCALES[change], []
+    blocks.clear()
+    for each in (module, fused):
+        with monkeypatch.context() as patch, torch.no_grad():
+            alter(each.scale, patch)
+            outcomes.append(each(x))
+    assert_close(*outcomes)
+    assert len(blocks) == is_one
 
 
 class Given(Halves):
@@ -549,8 +587,9 @@ def test_compiled(fused_mlp, device):
 
 # Models, and how many blocks they have.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 2, "xlm-roberta-xl": 2}
-MODELS.update({"t5": 4, "umt5": 4, "llama": 2, "gemma": 2, "gemma2": 0, "phi3": 2, "qwen3": 2})
-MODELS.update({"gpt2": 2, "imagegpt": 2})
+MODELS.update({"t5": 4, "umt5": 4, "llama": 2, "gemma": 2, "gemma2": 2, "phi3": 2, "qwen3": 2})
+MODELS.update({"gpt2": 2, "imagegpt": 2, "olmo2": 2, "glm4": 2, "exaone4": 2, "granite": 2, "dinov2": 2})
+MODELS.update({"gpt_neox": 2, "starcoder2": 2})
 
 
 @pytest.mark.parametrize("model_type", MODELS)

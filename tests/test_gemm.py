@@ -215,7 +215,9 @@ def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device, in_a_
 
     def call():
         if in_a_block:
-            return residual_mlp(*made.values(), SILU, residual, None, None, None, 0)
+            return residual_mlp(
+                *made.values(), SILU, residual, 1.0, *(None, None, 0.0, 0), *(None, None, 0.0, 0), False
+            )
         return fused_mlp.mlp(**made, activation="silu")
 
     def captured():

@@ -1,17 +1,18 @@
-"""RMSNorms: which classes are some, by their source; and their op, with gated MLPs."""
+"""Norms and scales: which classes are some, by their source."""
 
 import copy
 import importlib
-import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
+from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTLayerScale
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
+from transformers.models.mimi.modeling_mimi import MimiLayerScale
 from transformers.models.moshi.modeling_moshi import MoshiRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
@@ -20,116 +21,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from modules import Gated, RMSNorm
-from reference import FLOAT32_ROUNDING
 from safety import assert_close, x_of
 
-SILU = 4
-RMS, RMS_OF_ONE_MORE = 2, 4
+LAYER, RMS, RMS_OF_ONE_MORE, SCALE = range(1, 5)
 
 
 @pytest.fixture
 def norms(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.models.norms")
-
-
-@pytest.fixture
-def op(fused_mlp):
-    return sys.modules[f"{fused_mlp.__name__}.backends.native"].residual_gated_mlp
-
-
-# The op.
-
-
-def computed(x, gate, up, down, biases, residual, weight, bias, eps, norm, dtype):
-    """The block by torch's functions in a dtype, the norm as models have it."""
-    given = (None if each is None else each.to(dtype) for each in (x, gate, up, down, *biases, residual, weight, bias))
-    x, gate, up, down, gate_bias, up_bias, down_bias, residual, weight, bias = given
-
-    def normed(values):
-        if norm // 2 == 0:
-            return F.layer_norm(values, values.shape[-1:], weight, bias, eps)
-        wide = values if dtype == torch.float64 else values.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * wide.to(dtype) if norm // 2 == 1 else (wide * (1 + weight.to(wide))).to(dtype)
-
-    values = normed(x) if norm % 2 else x
-    values = F.linear(F.silu(F.linear(values, gate, gate_bias)) * F.linear(values, up, up_bias), down, down_bias)
-    return values + residual if norm % 2 else normed(values + residual)
-
-
-# Rows, and in, hidden, out: a warp, a block, all that registers hold, and more; in vectors and one by one.
-SHAPES = [
-    (1, (1024, 400, 1024)),
-    (19, (64, 96, 64)),
-    (37, (33, 70, 33)),
-    (130, (768, 64, 768)),
-    (5, (1501, 100, 1501)),
-    (4, (9000, 100, 9000)),
-    (3, (4096, 40, 4096)),
-    (3, (8192, 40, 8192)),
-    (3, (8200, 40, 8200)),
-]
-
-
-@pytest.mark.parametrize("norm", range(6))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_errors_are_no_larger_than_eager_ones(op, device, dtype, norm):
-    if device.type == "cpu" and dtype == torch.float16:
-        pytest.skip("no kernel")
-    torch.manual_seed(0)
-    for rows, (n_in, hidden, out) in SHAPES:
-
-        def made(*shape, scale=1.0):
-            return (scale * torch.randn(shape, device=device)).to(dtype)
-
-        x, residual = made(rows, n_in, scale=5.0), 3 * made(rows, out) + 2
-        gate, up = (made(hidden, n_in, scale=n_in**-0.5) for _ in range(2))
-        biases = (made(hidden), None, made(out)) if rows != 37 else (None, None, None)
-        weights = (gate, up, made(out, hidden, scale=hidden**-0.5))
-        scale, shift = made(out), made(out) if norm // 2 == 0 else None
-        given = (x, *weights, biases, residual, scale, shift, 1e-6, norm)
-        expected, eager = (computed(*given, kind) for kind in (torch.float64, dtype))
-        for each in (x, x.new_zeros(rows, n_in + 8)[:, :n_in].copy_(x)):
-            got = op(each, *weights, *biases, SILU, residual, scale, shift, 1e-6, norm)
-            error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
-            assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING, (rows, n_in)
-            assert got.is_contiguous()
-
-
-def operands(device):
-    sizes = ((5, 32), (96, 32), (96, 32), (32, 96))
-    return *(torch.randn(size, device=device) for size in sizes), None, None, None, SILU
-
-
-def test_rows(op, device):
-    """NaN and infinity stay in their rows, a row of zeros has no scale; and no rows are no error."""
-    x, *given = operands(device)
-    residual, weight = torch.randn(5, 32, device=device), torch.randn(32, device=device)
-    x[1, 3], x[2, 5], x[3] = torch.nan, torch.inf, 0.0
-    got = op(x, *given, residual, weight, None, 1e-6, RMS + 1)
-    assert got[1].isnan().all() and got[[0, 3, 4]].isfinite().all()
-    torch.testing.assert_close(got[3], residual[3])
-    assert op(x[:0], *given, residual[:0], weight, None, 1e-6, RMS + 1).shape == (0, 32)
-    torch.library.opcheck(
-        op, (x, *given, residual, weight, None, 1e-6, RMS + 1), test_utils=("test_schema", "test_faketensor")
-    )
-
-
-def test_operands_that_do_not_fit(op, device):
-    x, *given = operands(device)
-    residual, weight = torch.randn(5, 32, device=device), torch.randn(32, device=device)
-    good = (residual, weight, None, 1e-6, RMS + 1)
-    for index, fault in ((0, residual[:, 1:]), (0, residual[0]), (1, weight[1:]), (1, weight.double()), (3, None)):
-        faulty = [*good]
-        faulty[index] = fault
-        with pytest.raises(RuntimeError, match=r"must|differs"):
-            op(x, *given, *faulty)
-    for norm in (-1, 6):
-        with pytest.raises(RuntimeError, match="norm must be"):
-            op(x, *given, *good[:-1], norm)
-
-
-# Classes.
 
 
 KNOWN = {
@@ -144,18 +43,25 @@ KNOWN = {
     GemmaRMSNorm: RMS_OF_ONE_MORE,
     Qwen3NextRMSNorm: RMS_OF_ONE_MORE,
     nn.RMSNorm: RMS,
-    nn.LayerNorm: 0,
+    nn.LayerNorm: LAYER,
 }
 
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
 def test_known_classes(norms, kind):
-    assert norms.is_norm(kind) and norms.known[kind].code == KNOWN[kind]
+    assert norms.code_of(kind) == norms.known[kind].code == KNOWN[kind]
 
 
 @pytest.mark.parametrize("kind", [Qwen3NextRMSNormGated, nn.GroupNorm, nn.Linear, nn.BatchNorm1d])
 def test_other_classes(norms, kind):
-    assert not norms.is_norm(kind)
+    assert norms.code_of(kind) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"), [(Dinov2LayerScale, "lambda1"), (DINOv3ViTLayerScale, "lambda1"), (MimiLayerScale, "scale")]
+)
+def test_known_scales(norms, kind, weight):
+    assert norms.code_of(kind) == SCALE and norms.known[kind].weight == weight
 
 
 class Around(nn.Module):
@@ -171,7 +77,7 @@ class Around(nn.Module):
 def calls(fused_mlp, monkeypatch):
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
     taken, op = [], shortcut._ops["residual_gated_mlp"]
-    monkeypatch.setitem(shortcut._ops, "residual_gated_mlp", lambda *args: (taken.append(args[-1]), op(*args))[1])
+    monkeypatch.setitem(shortcut._ops, "residual_gated_mlp", lambda *args: (taken.append(args[-6]), op(*args))[1])
     return taken
 
 
@@ -195,7 +101,7 @@ def test_they_compute_what_their_class_does(fused_mlp, device, calls, kind):
         with torch.no_grad():
             for scale in (1.0, 1e-2, 30.0):
                 assert_close(fused(scale * x), module(scale * x), tolerance)
-        assert calls == 3 * [KNOWN[kind] + 1]
+        assert calls == 3 * [KNOWN[kind]]
 
 
 class Meta(RMSNorm):
@@ -211,13 +117,13 @@ class Meta(RMSNorm):
 
 
 def test_words_of_others(fused_mlp, norms, device, calls):
-    assert norms.is_norm(Meta) and norms.known[Meta].code == RMS
+    assert norms.code_of(Meta) == RMS
     module, fused = fused_pair(fused_mlp, device, Meta)
     calls.clear()
     with torch.no_grad():
         x = x_of(device)
         assert_close(fused(x), module(x))
-    assert calls == [RMS + 1]
+    assert calls == [RMS]
 
 
 # What is nearly an RMSNorm: another scale, or another ending.
@@ -234,7 +140,7 @@ NEARLY = {
     "eps of a child": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.eps)",
     "clamped": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(max=9) + self.variance_epsilon)",
 }
-SCALE = "torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)"
+ROOT = "torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)"
 ENDINGS = {
     "float32 goes on": "return self.weight * (x * {scale})",
     "the weight twice": "return (self.weight * self.weight * x * {scale}).to(dtype)",
@@ -286,22 +192,50 @@ def written(tmp_path):
 
 def test_what_is_written_is_read(norms, written):
     """What the next tests replace is not why they pass."""
-    kind = written(f"return (self.weight * x * {SCALE}).to(dtype)")
-    assert norms.is_norm(kind) and norms.known[kind].eps == "variance_epsilon"
-    kind = written(f"return ((self.weight.float() + 1) * (x * {SCALE})).to(dtype)")
-    assert norms.is_norm(kind) and norms.known[kind].code == RMS_OF_ONE_MORE
+    kind = written(f"return (self.weight * x * {ROOT}).to(dtype)")
+    assert norms.code_of(kind) == RMS and norms.known[kind].eps == "variance_epsilon"
+    kind = written(f"return ((self.weight.float() + 1) * (x * {ROOT})).to(dtype)")
+    assert norms.code_of(kind) == RMS_OF_ONE_MORE
 
 
 @pytest.mark.parametrize("name", [*NEARLY, *ENDINGS])
 def test_look_alikes(norms, written, name):
-    scale = NEARLY.get(name, SCALE)
+    scale = NEARLY.get(name, ROOT)
     ending = ENDINGS.get(name, "return (self.weight * x * ({scale})).to(dtype)")
-    assert not norms.is_norm(written(ending.format(scale=scale)))
+    assert norms.code_of(written(ending.format(scale=scale))) is None
 
 
 @pytest.mark.parametrize("arguments", ["self, x, y=None", "self, x, *rest", "self, x, **more", "self, x, *, y=1"])
 def test_other_arguments(norms, written, arguments):
-    assert not norms.is_norm(written(f"return (self.weight * x * {SCALE}).to(dtype)", arguments))
+    assert norms.code_of(written(f"return (self.weight * x * {ROOT}).to(dtype)", arguments)) is None
+
+
+# Forwards of scales, and of what is none.
+SCALES = {
+    "return x * self.gamma": True,
+    "x = self.gamma * x\n    return x": True,
+    "return x.mul(self.gamma)": False,
+    "return x * self.gamma * self.beta": False,
+    "return x * self.gamma * x": False,
+    "return x * self.gamma + self.beta": False,
+    "return x * (1 + self.gamma)": False,
+    "return x.float() * self.gamma": False,
+    "return x * self.gamma.float()": False,
+    "return x * 2.0": False,
+    "x *= self.gamma\n    return x": False,
+    "return x + self.gamma": False,
+    "return x * y": False,
+}
+
+
+@pytest.mark.parametrize("body", SCALES)
+def test_scales(norms, tmp_path, body):
+    path = tmp_path / "scale.py"
+    path.write_text(f"def forward(self, x):\n    {body}\n")
+    names = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    kind = type("Scale", (nn.Module,), {"forward": names["forward"]})
+    assert (norms.code_of(kind) == SCALE) == SCALES[body]
 
 
 # What is done to a fused module whose norm is Meta, and whether its block is one op still.
@@ -352,5 +286,5 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, calls, change):
             except (RuntimeError, TypeError):
                 outcomes.append(None)
         if each is fused:
-            assert calls == [RMS + 1] * is_one
+            assert calls == [RMS] * is_one
     assert_close(*outcomes)

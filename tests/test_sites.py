@@ -19,6 +19,9 @@ ROLES = {
     "self.drop": "passing",
     "dropout": "dropout",
     "self.norm": "layer",
+    "self.rms": "norm",
+    "self.scale": "scale",
+    "self.mlp": "whole",
     "self.head": "head",
     "self.tail": "tail",
     **dict.fromkeys(("self.view", "other"), "other"),
@@ -136,8 +139,16 @@ BODIES = {
     "for z in y:\n    h = self.p(x)\n    y = self.act(h)\n    if z: continue\n    h = 0\nreturn h": [],
     "with y:\n    h = self.p(x)\n    y = self.act(h)\n    h = other()\nreturn h": [],
     "with y:\n    h = self.p(x)\n    g = self.act(h)\n    return self.d(g)": ["plain"],
-    "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    u = u * g\n    return self.d(u)": ["pointwise"],
+    "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    u = u * g\n    return self.d(u)": ["gated"],
+    "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    u = u * g\n    u = self.d(u)\nreturn u": [
+        "pointwise"
+    ],
     "with y:\n    u = self.q(x)\n    g = self.act(self.p(x))\n    v = u * g\n    return self.d(v)": ["gated"],
+    "if y:\n    h = self.p(x)\n    z = self.act(h)\nelse:\n    h = 0\n    z = h\nreturn z": ["linear"],
+    "h = y; other(h); if y:\n    h = self.p(x)\n    z = self.act(h)\nreturn z": ["linear"],
+    "if y:\n    h = self.p(x)\n    z = self.act(h)\nelse:\n    h = z = 0\nreturn h": [],
+    "for z in y:\n    if z:\n        h = self.p(x)\n        z = self.act(h)\n    else:\n        z = h\nreturn z": [],
+    "for z in y:\n    h = self.p(x)\n    z = self.act(h)\nelse:\n    z = h\nreturn z": [],
     # Something happens between.
     "h = self.p(x); other(); return self.act(h)": [],
     "h = self.p(x); y = self.q(x); return self.act(h), y": [],
@@ -217,6 +228,35 @@ HALVES = {
     "return self.head(self.tail(x))": False,
 }
 
+# What is returned, and the block that is found in it: what is around the MLP, in words of `around`.
+BLOCKS = {
+    "x + self.mlp(x)": "sum",
+    "self.mlp(x) + x": "sum",
+    "x + self.drop(self.mlp(self.rms(x)))": "first self.drop sum",
+    "self.rms(x + self.mlp(x))": "sum last",
+    "self.rms(x + self.mlp(self.rms(x)))": "first sum last",
+    "x + self.rms(self.mlp(self.rms(x)))": "first self.rms sum",
+    "x + self.drop(self.rms(self.drop(self.mlp(x))))": "self.drop self.rms self.drop sum",
+    "x + dropout(self.scale(self.mlp(x)), 0.1, self.training)": "self.scale 0.1 if self.training else 0.0 sum",
+    "x + self.d(self.act(self.p(self.rms(x))))": "first sum",
+    "x + self.rms(self.d(self.act(self.p(x)))) * self.factor": "self.rms * self.factor sum",
+    "x + self.mlp(x) * self.config.factor": "* self.config.factor sum",
+    "x + self.mlp(x) * 0.5": "* 0.5 sum",
+    "0.5 * self.mlp(x) + x": "* 0.5 sum",
+    "self.rms(x + 0.5 * self.mlp(x))": "* 0.5 sum last",
+    "self.rms(x + self.scale(self.mlp(x)))": "self.scale sum",
+    "self.rms(x + self.rms(self.mlp(x)))": "self.rms sum",
+    "x + self.rms(self.rms(self.mlp(x)))": "",
+    "x + self.scale(self.rms(self.mlp(x)))": "",
+    "x + self.factor * self.mlp(x)": "",  # whose own __mul__ it may be
+    "x + self.mlp(x) * y": "",
+    "x + self.mlp(x) * other()": "",
+    "x + self.drop(self.mlp(x) * 0.5)": "",
+    "x + self.mlp(x) / 2": "",
+    "x - self.mlp(x)": "",
+    "x[0] + self.mlp(x)": "",
+}
+
 # What a module begins with, with `h` its argument, and whether that is the last projection of an MLP.
 STARTS = {
     "return self.d(h)": True,
@@ -262,6 +302,18 @@ def test_bodies(fused_mlp, body):
 def test_halves(fused_mlp, body):
     sites, _ = found(fused_mlp, body.replace("; ", "\n"))
     assert [type(site).__name__ for site in sites] == ["Joint"] * HALVES[body]
+
+
+def around(block):
+    behind = [ast.unparse(part) for part in block.behind]
+    factor = [f"* {ast.unparse(block.factor)}"] if block.factor else []
+    return " ".join(["first"] * bool(block.first) + behind + factor + ["sum"] + ["last"] * bool(block.last))
+
+
+@pytest.mark.parametrize("expression", BLOCKS)
+def test_blocks(fused_mlp, expression):
+    sites, _ = found(fused_mlp, f"return {expression}")
+    assert "".join(around(site) for site in sites if type(site).__name__ == "Block") == BLOCKS[expression]
 
 
 @pytest.mark.parametrize("body", STARTS)

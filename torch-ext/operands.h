@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "norm.h"
 #include "torch_binding.h"
 
 // What the ops of every backend ask of their operands, and the tensors that they return.
@@ -63,34 +64,52 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
                   " differs in shape from the first operand");
 }
 
-inline bool is_norm_first(int64_t norm) { return norm % 2 != 0; }
+// A norm of a block: torch_binding.h says what `kind` means.
+struct BlockNorm {
+  const OptionalTensor &weight, &bias;
+  double eps;
+  int64_t kind;
+};
 
-// What is around an MLP whose last weight this is.
-inline void check_around(const Tensor& x, const Tensor& last_weight, const Tensor& residual,
-                         const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
-                         int64_t norm) {
-  STD_TORCH_CHECK(0 <= norm && norm < 6, "norm must be a code of torch_binding.h, not ", norm);
-  check_same_kind(residual, "residual", x);
-  const auto sizes = residual.sizes(), of_x = x.sizes();
-  STD_TORCH_CHECK(residual.dim() == x.dim() && std::equal(sizes.begin(), sizes.end() - 1, of_x.begin()) &&
-                      residual.size(-1) == last_weight.size(0),
-                  "residual must have the shape of the result");
-  STD_TORCH_CHECK(eps.has_value() || !(norm != 0 || norm_weight || norm_bias), "a norm must have an eps");
-  const int64_t features = is_norm_first(norm) ? x.size(-1) : last_weight.size(0);
-  const auto check_norm = [&](const OptionalTensor& operand, const char* name) {
+// What is around an MLP in its block: the last norm is of the sum where `norms_sum`, else of the MLP's result.
+struct Around {
+  const Tensor& residual;
+  double factor;
+  BlockNorm first, last;
+  bool norms_sum;
+};
+
+inline void check_norm(const BlockNorm& norm, const char* name, int64_t features, const Tensor& x) {
+  const auto kind = static_cast<NormKind>(norm.kind);
+  STD_TORCH_CHECK(0 <= norm.kind && kind <= NormKind::kScale, name, " must be a code of norm.h, not ", norm.kind);
+  const auto check_operand = [&](const OptionalTensor& operand, const char* part) {
     if (!operand.has_value()) return;
-    check_same_kind(*operand, name, x);
-    STD_TORCH_CHECK(operand->dim() == 1 && operand->size(0) == features, name, " must be [features], as it norms");
+    check_same_kind(*operand, part, x);
+    STD_TORCH_CHECK(kind != NormKind::kNone && operand->dim() == 1 && operand->size(0) == features, part, " of ", name,
+                    " must be [features], as it norms");
   };
-  check_norm(norm_weight, "norm_weight");
-  check_norm(norm_bias, "norm_bias");
+  check_operand(norm.weight, "the weight");
+  check_operand(norm.bias, "the bias");
 }
 
-// An MLP with its residual and norm; without a first weight, one layer.
+// What is around an MLP whose last weight this is.
+inline void check_around(const Tensor& x, const Tensor& last_weight, const Around& around) {
+  check_same_kind(around.residual, "residual", x);
+  const auto sizes = around.residual.sizes(), of_x = x.sizes();
+  STD_TORCH_CHECK(around.residual.dim() == x.dim() && std::equal(sizes.begin(), sizes.end() - 1, of_x.begin()) &&
+                      around.residual.size(-1) == last_weight.size(0),
+                  "residual must have the shape of the result");
+  check_norm(around.first, "first_norm", x.size(-1), x);
+  check_norm(around.last, "last_norm", last_weight.size(0), x);
+  constexpr auto kScale = static_cast<int64_t>(NormKind::kScale);
+  STD_TORCH_CHECK(around.first.kind != kScale && !(around.norms_sum && around.last.kind == kScale),
+                  "a scale must be of the MLP's result");
+}
+
+// An MLP with what is around it; without a first weight, one layer.
 inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                                const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                               const Tensor& residual, const OptionalTensor& norm_weight,
-                               const OptionalTensor& norm_bias, std::optional<double> eps, int64_t norm) {
+                               const Around& around) {
   check_activation(activation);
   if (fc1_weight) {
     check_linear(x, *fc1_weight, fc1_bias);
@@ -98,18 +117,17 @@ inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight
   } else {
     check_linear(x, fc2_weight, fc2_bias);
   }
-  check_around(x, fc2_weight, residual, norm_weight, norm_bias, eps, norm);
+  check_around(x, fc2_weight, around);
 }
 
 inline void check_residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                                      const Tensor& down_weight, const OptionalTensor& gate_bias,
                                      const OptionalTensor& up_bias, const OptionalTensor& down_bias, int64_t activation,
-                                     const Tensor& residual, const OptionalTensor& norm_weight,
-                                     const OptionalTensor& norm_bias, std::optional<double> eps, int64_t norm) {
+                                     const Around& around) {
   check_activation(activation);
   check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias);
   check_second(x, gate_weight, down_weight, down_bias);
-  check_around(x, down_weight, residual, norm_weight, norm_bias, eps, norm);
+  check_around(x, down_weight, around);
 }
 
 // The experts of a mixture: torch_binding.h has their shapes.

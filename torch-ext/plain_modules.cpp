@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <span>
 #include <utility>
@@ -50,10 +51,11 @@ class Few {
 
 // Set once, by configure(), and never given back: they live as long as the process.
 struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, nn.Linear, nn.Dropout, nn.GELU, and those of functions
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, and of nn, Linear, Dropout, Identity, GELU; of functions
   PyObject* parameter;
   PyObject* linear;
   PyObject* dropout;
+  PyObject* identity;
   PyObject* gelu;
   PyObject* function;
   PyObject* builtin;
@@ -80,11 +82,11 @@ struct Settings {
 Settings settings{};
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {"tensor",    "parameter",    "linear",    "dropout", "gelu",
-                                     "function",  "builtin",      "module",    "call",    "original",
-                                     "known",     "transposed",   "norms",     "ops",     "dtypes",
-                                     "on_device", "refusal",      "every_gpu", "parts",   "least_recorded",
-                                     "blocks",    "is_inference", "quiet",     "empty",   "unchanged"};
+constexpr const char* kSettings[] = {
+    "tensor",  "parameter",    "linear",    "dropout",  "identity",  "gelu",       "function",
+    "builtin", "module",       "call",      "original", "known",     "transposed", "norms",
+    "ops",     "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
+    "blocks",  "is_inference", "quiet",     "empty",    "unchanged"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -101,6 +103,7 @@ struct Names {
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
+  PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(0);  // its code
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
@@ -198,13 +201,13 @@ Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
 }
 
 // Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple.
-Answer read_parameters(PyObject* state, bool recording, bool biased, PyObject* operands, Py_ssize_t weight_place,
-                       Py_ssize_t bias_place) {
+Answer read_parameters(PyObject* state, bool recording, PyObject* weight_name, bool biased, PyObject* operands,
+                       Py_ssize_t weight_place, Py_ssize_t bias_place) {
   const Answer bare = is_bare(state, recording);
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
-  PyObject* weight = item(parameters, names().weight);
+  PyObject* weight = item(parameters, weight_name);
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
   if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
@@ -220,7 +223,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   if (unchanged == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
   PyObject* state = state_of(layer);
   if (state == nullptr) return kError;
-  Answer read = read_parameters(state, recording, true, operands, weight_place, bias_place);
+  Answer read = read_parameters(state, recording, names().weight, true, operands, weight_place, bias_place);
   if (unchanged == nullptr || read != kYes) return read;
   read = are_unchanged(unchanged);
   if (read != kYes) return read;
@@ -231,14 +234,16 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part) { return class_of(part) == settings.function; }
 
-// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0, and of a
-// cast, whose dtypes fused() looks at.
+// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0, of an
+// nn.Identity, and of a cast, whose dtypes fused() looks at.
 Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
   if (is_cast(part)) return kYes;
-  if (class_of(part) != settings.dropout) return kNo;
+  const bool identity = class_of(part) == settings.identity;
+  if (!identity && class_of(part) != settings.dropout) return kNo;
   PyObject* state = state_of(part);
   if (state == nullptr) return kError;
+  if (identity) return is_bare(state, recording);
   PyObject* training = item(state, names().training);
   PyObject* p = training == Py_False ? nullptr : item(state, names().probability);
   if (training != Py_False && (p == nullptr || !PyFloat_Check(p) || PyFloat_AsDouble(p) != 0.0)) {
@@ -413,13 +418,14 @@ struct Mlp {
   Objects between;
 };
 
-// What is around an MLP in its block: behind its last projection what may pass values on, a sum with the residual, and
-// the norm, None where there is none.
+// What is around an MLP in its block: the norm of its input; behind its last projection what may pass values on, and
+// among that a norm or a scale; a factor; the sum with the residual; and the norm of that. None where there is no norm.
 struct Block {
+  PyObject* first;
   Objects behind;
+  PyObject* factor;
   PyObject* residual;
-  PyObject* norm;
-  PyObject* norm_first;
+  PyObject* last;
 };
 
 // Whether a norm that knows the shape of what it norms, as torch's do, knows that of its weight.
@@ -433,15 +439,15 @@ Answer norms_last_dimension(PyObject* state, PyObject* weight) {
 }
 
 // Puts weight, bias, eps and code of a plain norm over the last dimension into a tuple, in this order. That the weight
-// is of that dimension the op itself asks. Its class is known by a tuple: (code, name of eps, whether it is one of
-// torch's, whether it has a bias, attributes that are unchanged, names that the module itself must not have, names that
-// its class must not have).
-Answer read_norm(PyObject* norm, bool first, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+// is of that dimension the op itself asks. Its class is known by a tuple: (code, name of eps or None, whether it is one
+// of torch's, whether it has a bias, attributes that are unchanged, names that the module itself must not have, names
+// that its class must not have, name of the weight).
+Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
   PyObject* known = item(settings.norms, class_of(norm));
   PyObject* state = known == nullptr ? nullptr : state_of(norm);
   if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
-  Answer said = read_parameters(state, recording, biased, operands, place, place + 1);
+  Answer said = read_parameters(state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1);
   if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
   if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
   PyObject* weight = PyTuple_GetItem(operands, place);
@@ -449,23 +455,48 @@ Answer read_norm(PyObject* norm, bool first, PyObject* dtype, bool recording, Py
     said = of_torch ? norms_last_dimension(state, weight) : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
   }
   if (said != kYes) return said;
-  PyObject* eps = item(state, PyTuple_GetItem(known, 1));
+  PyObject* const named = PyTuple_GetItem(known, 1);
+  PyObject* const eps = named == Py_None ? names().zero : item(state, named);
   if (eps == nullptr || !PyFloat_Check(eps)) return PyErr_Occurred() ? kError : kNo;
-  const Owned own(PyObject_GetAttr(weight, names().dtype));
-  const Owned code(own ? PyLong_FromSsize_t(PyLong_AsSsize_t(PyTuple_GetItem(known, 0)) + first) : nullptr);
-  if (!code || put(operands, place + 2, eps) != kYes || put(operands, place + 3, code.get()) != kYes) return kError;
-  return answer(own.get() == dtype);
+  if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 0)) != kYes) {
+    return kError;
+  }
+  return has_attribute(weight, names().dtype, dtype);
 }
 
-// Puts a block's residual and its norm into a tuple, as the op has them from a place on.
-Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
-  if (class_of(block.residual) != settings.tensor) return kNo;
-  PyObject* const given[] = {block.residual, Py_None, Py_None, Py_None, names().no_norm};
-  for (PyObject* each : given) {
-    if (put(operands, place++, each) != kYes) return kError;
+// The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
+// where another part does not pass values on.
+PyObject* norm_behind(Objects parts, bool recording) {
+  PyObject* norm = Py_None;
+  for (PyObject* part : parts) {
+    if (norm == Py_None && item(settings.norms, class_of(part)) != nullptr) {
+      norm = part;
+    } else if (passes(part, recording) != kYes) {
+      return nullptr;
+    }
   }
-  if (block.norm == Py_None) return kYes;
-  return read_norm(block.norm, block.norm_first != Py_False, dtype, recording, operands, place - 4);
+  return norm;
+}
+
+constexpr Py_ssize_t kBlockOperands = 11;
+
+// Puts what is around an MLP into a tuple, as the op has it from a place on.
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  if (class_of(block.residual) != settings.tensor || !PyFloat_CheckExact(block.factor)) return kNo;
+  PyObject* last = norm_behind(block.behind, recording);
+  if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool norms_sum = block.last != Py_None;
+  if (norms_sum && last != Py_None) return kNo;
+  if (norms_sum) last = block.last;
+  PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
+  PyObject* const sum = norms_sum ? Py_True : Py_False;
+  PyObject* const given[] = {block.residual, block.factor, none, none, zero, code, none, none, zero, code, sum};
+  static_assert(std::size(given) == kBlockOperands);
+  for (Py_ssize_t i = 0; i < kBlockOperands; ++i) {
+    if (put(operands, place + i, given[i]) != kYes) return kError;
+  }
+  const Answer read = block.first == Py_None ? kYes : read_norm(block.first, dtype, recording, operands, place + 2);
+  return read != kYes || last == Py_None ? read : read_norm(last, dtype, recording, operands, place + 6);
 }
 
 int64_t number_of_elements(PyObject* tensor) {
@@ -497,11 +528,10 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
   PyObject* known = known_activation(mlp.act, recording);
   if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
-  if (block != nullptr && pass(block->behind, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
   if (block != nullptr && layers < 2) return nullptr;
-  const Owned given(PyTuple_New(block == nullptr ? plain : plain + 5));
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
@@ -628,7 +658,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   if (!given.add(parts[0])) return nullptr;
   const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{{}, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None, Py_False};
+    const Block block{Py_None, {}, names().one, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None};
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     if (whole && class_of(whole.get()) == settings.tensor) return whole.release();  // or operands, as below
@@ -643,6 +673,8 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (half == nullptr) return nullptr;
   PyObject* names = PyTuple_GetItem(half, 1);
+  const bool drops = PyTuple_GetItem(names, 3) != Py_False;
+  if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();
@@ -734,30 +766,30 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[11];
-  if (!unpack(given, "ootottoooot", of)) return nullptr;
+  PyObject* of[12];
+  if (!unpack(given, "ootottooooot", of)) return nullptr;
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || open(&owner, of[9], of[10]) != kYes) return answered(nullptr);
-  PyObject *const act = owner.part(of[3]), *const norm = owner.part(of[7]);
-  const bool known = act != nullptr && norm != nullptr && owner.add_all(of[2], &projections) &&
+  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
+  PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
+  const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{behind.all(), of[6], norm, of[8]};
+  const Block block{first, behind.all(), of[6], of[7], last};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[9];
-  if (!unpack(given, "dootoooot", of)) return nullptr;
+  PyObject* of[10];
+  if (!unpack(given, "dootooooot", of)) return nullptr;
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || open(&owner, of[7], of[8]) != kYes) return answered(nullptr);
-  PyObject *const module = owner.part(of[1]), *const norm = owner.part(of[5]);
-  const bool known = module != nullptr && norm != nullptr && owner.add_all(of[3], &behind);
-  const Block block{behind.all(), of[4], norm, of[6]};
+  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
+  PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
+  const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
+  const Block block{first, behind.all(), of[4], of[5], last};
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 

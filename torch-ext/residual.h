@@ -2,23 +2,13 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include "norm.h"
 #include "operands.h"
+#include "tensor_rows.h"
 #include "torch_binding.h"
 
 // The block that an MLP is part of, by a backend's layers and its norms.
 namespace fused_mlp {
-
-// What is around an MLP in its block: torch_binding.h says what `norm` means.
-struct Around {
-  const Tensor& residual;
-  const OptionalTensor &weight, &bias;  // of the norm
-  std::optional<double> eps;            // none where there is no norm
-  int64_t norm;
-
-  bool norm_first() const { return is_norm_first(norm); }
-  bool centred() const { return norm / 2 == 0; }                       // LayerNorm's
-  float weight_offset() const { return norm / 2 == 2 ? 1.0f : 0.0f; }  // of the weight that is stored
-};
 
 inline Tensor dense(const Tensor& source) {
   if (source.is_contiguous()) return source;
@@ -32,25 +22,31 @@ inline bool is_same(const Tensor& a, const Tensor& b) {
   return a.const_data_ptr() == b.const_data_ptr() && std::equal(strides.begin(), strides.end(), others.begin());
 }
 
-// Backend:
-//   norm(x, residual, around, out)  the norm of x + residual, or of x where residual is null; out may be x
-//   sum(a, b)                       of tensors whose rows are adjacent
+// Backend::norm(x, residual, norm, out): of rows, out may be x; residual is kNoMatrix where `norm` has none.
+template <typename Backend>
+void norm_rows(const Tensor& x, const Tensor* residual, const BlockNorm& given, Residual place, double factor,
+               const Tensor& out) {
+  const TensorRows rows(x), others(residual == nullptr ? x : *residual);
+  const DenseVector weight(given.weight), bias(given.bias);
+  const Norm norm{static_cast<NormKind>(given.kind), weight.data(), bias.data(),
+                  static_cast<float>(given.eps),     place,         static_cast<float>(factor)};
+  Backend::norm(rows, residual == nullptr ? kNoMatrix : matrix(others), norm, out);
+}
+
 // layers(x): the MLP.
 template <typename Backend, typename Layers>
 Tensor block(const Tensor& x, const Around& around, const Layers& layers) {
-  Tensor values = x, added = around.residual;
-  if (around.norm_first()) {
+  Tensor values = x, residual = around.residual;
+  if (around.first.kind != 0) {
     const Tensor rows = dense(x);
-    if (is_same(x, added)) added = rows;  // a copy serves both
+    if (is_same(x, residual)) residual = rows;  // a copy serves both
     values = new_dense(x, x.sizes());
-    Backend::norm(rows, nullptr, around, values);
+    norm_rows<Backend>(rows, nullptr, around.first, Residual::kNone, 1.0, values);
   }
   values = layers(values);
-  if (around.eps && !around.norm_first()) {
-    Backend::norm(values, &added, around, values);
-    return values;
-  }
-  return Backend::sum(values, dense(added));
+  const Residual place = around.norms_sum ? Residual::kNormed : Residual::kAdded;
+  norm_rows<Backend>(values, &residual, around.last, place, around.factor, values);
+  return values;
 }
 
 }  // namespace fused_mlp

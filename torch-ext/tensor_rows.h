@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "matrix.h"
+
 namespace fused_mlp {
 
 // A tensor [..., cols] seen as a matrix: `rows` rows of `cols` adjacent elements, `row_stride` elements apart.
@@ -44,6 +46,11 @@ struct TensorRows {
 
   bool contiguous() const { return row_stride == cols || rows <= 1; }
 };
+
+// An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
+inline Matrix matrix(const TensorRows& rows) {
+  return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride};
+}
 
 // A vector, or none, as adjacent elements: a copy where it has gaps.
 class DenseVector {

@@ -23,11 +23,14 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "int activation) -> Tensor");
   ops.def(
       "residual_mlp(Tensor x, Tensor? fc1_weight, Tensor fc2_weight, Tensor? fc1_bias, Tensor? fc2_bias, "
-      "int activation, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float? eps, int norm) -> Tensor");
+      "int activation, Tensor residual, float factor, Tensor? first_weight, Tensor? first_bias, float first_eps, "
+      "int first_norm, Tensor? last_weight, Tensor? last_bias, float last_eps, int last_norm, bool norms_sum) -> "
+      "Tensor");
   ops.def(
       "residual_gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor down_weight, Tensor? gate_bias, "
-      "Tensor? up_bias, Tensor? down_bias, int activation, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, "
-      "float? eps, int norm) -> Tensor");
+      "Tensor? up_bias, Tensor? down_bias, int activation, Tensor residual, float factor, Tensor? first_weight, "
+      "Tensor? first_bias, float first_eps, int first_norm, Tensor? last_weight, Tensor? last_bias, float last_eps, "
+      "int last_norm, bool norms_sum) -> Tensor");
   ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "

@@ -45,22 +45,29 @@ Tensor gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_we
 Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, const OptionalTensor& fc1_bias,
            const OptionalTensor& fc2_bias, int64_t activation);
 
-// The block that an MLP is part of: mlp(...) + residual, and with an `eps` the norm of that over the last dimension, or
-// mlp(norm(x), ...) + residual. `norm` is 0 for LayerNorm, 2 for RMSNorm, 4 for RMSNorm whose weight is stored less 1,
-// and 1 more where the norm comes first. Without fc1_weight it is one layer, by fc2_weight. A sum is rounded after the
-// norm, not before, and a normed value after its weight. The rows of the result are adjacent, also where those of the
-// residual are not: a kernel that reads them next does not have to copy them.
+// The block that an MLP is part of, of a residual in the shape of the result:
+//
+//   residual + factor * last(mlp(first(x), ...))    or, where `norms_sum`,    last(residual + factor * mlp(first(x),
+//   ...))
+//
+// first_norm and last_norm say what these are, over the last dimension: 0 nothing, 1 LayerNorm, 2 RMSNorm, 3 RMSNorm
+// whose weight is stored less 1, and 4, which is of the MLP's result alone, a product with the weight. Without
+// fc1_weight it is one layer, by fc2_weight. What is around the MLP is rounded once. The rows of the result are
+// adjacent, also where those of the residual are not: a kernel that reads them next does not have to copy them.
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
-                    const Tensor& residual, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                    std::optional<double> eps, int64_t norm);
+                    const Tensor& residual, double factor, const OptionalTensor& first_weight,
+                    const OptionalTensor& first_bias, double first_eps, int64_t first_norm,
+                    const OptionalTensor& last_weight, const OptionalTensor& last_bias, double last_eps,
+                    int64_t last_norm, bool norms_sum);
 
 // The same of a gated MLP.
 Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                           const Tensor& down_weight, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual,
-                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, std::optional<double> eps,
-                          int64_t norm);
+                          const OptionalTensor& down_bias, int64_t activation, const Tensor& residual, double factor,
+                          const OptionalTensor& first_weight, const OptionalTensor& first_bias, double first_eps,
+                          int64_t first_norm, const OptionalTensor& last_weight, const OptionalTensor& last_bias,
+                          double last_eps, int64_t last_norm, bool norms_sum);
 
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.

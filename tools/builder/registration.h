@@ -24,6 +24,7 @@
 #pragma weak PyExc_RuntimeError
 #pragma weak PyExc_TypeError
 #pragma weak PyFloat_AsDouble
+#pragma weak PyFloat_FromDouble
 #pragma weak PyFloat_Type
 #pragma weak PyLong_AsSsize_t
 #pragma weak PyLong_FromSsize_t
@@ -50,6 +51,7 @@
 #pragma weak _Py_Dealloc
 #pragma weak _Py_FalseStruct
 #pragma weak _Py_NoneStruct
+#pragma weak _Py_TrueStruct
 
 // An empty Python module: importing it loads the library, whose static initialisers register the ops. A binding whose
 // module has functions makes its own.

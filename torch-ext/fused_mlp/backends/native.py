@@ -253,10 +253,16 @@ def _(
     fc2_bias: Optional[Tensor],
     activation: int,
     residual: Tensor,
-    norm_weight: Optional[Tensor],
-    norm_bias: Optional[Tensor],
-    eps: Optional[float],
-    norm: int,
+    factor: float,
+    first_weight: Optional[Tensor],
+    first_bias: Optional[Tensor],
+    first_eps: float,
+    first_norm: int,
+    last_weight: Optional[Tensor],
+    last_bias: Optional[Tensor],
+    last_eps: float,
+    last_norm: int,
+    norms_sum: bool,
 ) -> Tensor:
     return _like_linear(x, fc2_weight)
 
@@ -272,10 +278,16 @@ def _(
     down_bias: Optional[Tensor],
     activation: int,
     residual: Tensor,
-    norm_weight: Optional[Tensor],
-    norm_bias: Optional[Tensor],
-    eps: Optional[float],
-    norm: int,
+    factor: float,
+    first_weight: Optional[Tensor],
+    first_bias: Optional[Tensor],
+    first_eps: float,
+    first_norm: int,
+    last_weight: Optional[Tensor],
+    last_bias: Optional[Tensor],
+    last_eps: float,
+    last_norm: int,
+    norms_sum: bool,
 ) -> Tensor:
     return _like_linear(x, down_weight)
 

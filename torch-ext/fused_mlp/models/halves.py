@@ -51,10 +51,11 @@ class Half(NamedTuple):
     A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)), of a whole MLP the same, with what is between and behind its projections after them, and the number
-    of these, of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
-    tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
-    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument.
+    projections)); of a whole MLP the same, with what is between and behind its projections after them, the number of
+    these, and whether it has dropouts that are functions, for its mode to tell; of a tail its projection, the modules
+    that may hand on what they are given, and the norm that ``ending`` tells of. ``rest`` is a tail's forward from
+    behind its projection on, given what comes out of that, where they do. ``ending`` is whether a norm follows, where
+    all of that is a sum with the tail's other argument.
     """
 
     forward: FunctionType
@@ -75,23 +76,24 @@ def block(
     module: Union[nn.Module, str],
     x: Tensor,
     behind: Tuple[Union[nn.Module, float, str], ...],
+    factor: Any,
     residual: Tensor,
     residual_first: bool,
-    norm: Union[nn.Module, str, None],
-    norm_first: bool,
+    first: Union[nn.Module, str, None],
+    last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
     if _plain is not None:
-        found = _plain.block_of(wholes, module, x, behind, residual, norm, norm_first, owner, names)
+        found = _plain.block_of(wholes, module, x, behind, factor, residual, first, last, owner, names)
         if type(found) is tuple:
             found = shortcut.packed_block(*found)
         if found is not None:
             return found
-    module, behind, norm = (shortcut.read(owner, part) for part in (module, behind, norm))
-    values = module(norm(x) if norm_first else x)
-    return shortcut.around(values, behind, residual, residual_first, norm, norm_first)
+    module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
+    values = module(x if first is None else first(x))
+    return shortcut.around(values, behind, factor, residual, residual_first, last)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:

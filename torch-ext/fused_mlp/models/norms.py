@@ -1,7 +1,8 @@
-"""Which classes of modules are norms: torch's by name, RMSNorms by what their forward computes.
+"""Which classes of modules are norms, or scales: torch's by name, others by what their forward computes.
 
 An RMSNorm's forward is read as a product of what it multiplies: its input, the weight, and the scale that it makes of
-the mean of the input's squares. What is not such a product is none. At each call compiled code asks whether a class and
+the mean of the input's squares. That of a scale, such as a vision model's LayerScale, multiplies its input by a
+parameter alone. What is not such a product is neither. At each call compiled code asks whether a class and
 a module of it are still what was read (torch-ext/plain_modules.cpp, ``read_norm``).
 """
 
@@ -21,23 +22,24 @@ from .casts import cast_of
 from .effects import readable
 from .source import value_of
 
-LAYER, RMS, RMS_OF_ONE_MORE = 0, 2, 4  # the codes of the ops (torch-ext/torch_binding.h)
+LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
 
 
 class Norm(NamedTuple):
-    """A class of norms: its code, the attribute that is its eps, and what has to stay as it is for that.
+    """A class of norms: its code, the attribute that is its eps if it has one, and what has to stay as it is for that.
 
     ``absent`` are names that a module must not have itself, as ``PyDict`` items to look for; ``hidden`` are those that
     its class must not have.
     """
 
     code: int
-    eps: str
+    eps: Optional[str]
     of_torch: bool
     has_bias: bool
     unchanged: Tuple[Tuple[Any, str, Any], ...]
     absent: Tuple[Tuple[str], ...] = ()
     hidden: Tuple[str, ...] = ()
+    weight: str = "weight"
 
 
 def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
@@ -51,16 +53,17 @@ if hasattr(nn, "RMSNorm"):
     known[nn.RMSNorm] = _of_torch(RMS, nn.RMSNorm, "rms_norm", False)
 
 
-def is_norm(kind: type) -> bool:
-    """Whether modules of a class are norms over the last dimension; that is remembered in ``known``."""
+def code_of(kind: type) -> Optional[int]:
+    """The code of a class of norms over the last dimension, or of scales of it, which is remembered in ``known``."""
     if kind in known and known[kind].of_torch:
-        return True
+        return known[kind].code
     forward = getattr(kind, "forward", None)
     is_called = kind.__call__ is obstacles._CALL and isinstance(forward, FunctionType)
     read = _read(kind, forward) if is_called and not hasattr(forward, "__wrapped__") else None
-    if read is not None:
-        known[kind] = read
-    return read is not None
+    if read is None:
+        return None
+    known[kind] = read
+    return read.code
 
 
 class _Value(NamedTuple):
@@ -70,11 +73,17 @@ class _Value(NamedTuple):
     wide: bool = False
 
 
+class _Scaled(NamedTuple):
+    """The module's input times an attribute of the module."""
+
+    weight: str
+
+
 class _OwnDtype(NamedTuple):
     """That of the module's input, and of its weight."""
 
 
-_Any = Union[_Value, _OwnDtype, torch.dtype, int, float, str, None]  # a string is the name of an attribute
+_Any = Union[_Value, _Scaled, _OwnDtype, torch.dtype, int, float, str, None]  # a string is the name of an attribute
 
 _X, _WEIGHT = _Value(("x",)), _Value(("weight",))
 _ONE_MORE = ("1 + weight",)
@@ -87,14 +96,17 @@ _RSQRT, _POW = obstacles.unpatched(torch, "rsqrt", torch), obstacles.unpatched(t
 
 @functools.cache
 def _read(kind: type, forward: FunctionType) -> Optional[Norm]:
-    """What is to be known of a class with this forward, if that is an RMSNorm's."""
+    """What is to be known of a class with this forward, if that is an RMSNorm's or a scale's."""
     reader = _Reader(kind)
     value = reader.returned(forward, [_X])
+    functions = [(kind, "__call__", obstacles._CALL), (kind, "forward", forward), *reader.used]
+    absent = tuple((name,) for owner, name, _ in reader.used if owner is kind)
+    if isinstance(value, _Scaled) or value == _Value(("weight", "x")):
+        weight = value.weight if isinstance(value, _Scaled) else "weight"
+        return Norm(SCALE, None, False, False, tuple(functions), absent, (weight,), weight)
     code = _PRODUCTS.get(value.factors) if isinstance(value, _Value) and not value.wide else None
     if code is None or reader.eps is None:
         return None
-    functions = [(kind, "__call__", obstacles._CALL), (kind, "forward", forward), *reader.used]
-    absent = tuple((name,) for owner, name, _ in reader.used if owner is kind)
     return Norm(code, reader.eps, False, False, tuple(functions), absent, ("weight", reader.eps))
 
 
@@ -161,6 +173,8 @@ class _Reader:
     def _combined(self, op: ast.operator, left: _Any, right: _Any) -> _Any:
         if isinstance(op, ast.Pow):
             return _power(left, right)
+        if isinstance(op, ast.Mult) and _X in (left, right) and str in (type(left), type(right)):
+            return _Scaled(right if left == _X else left)
         if isinstance(op, ast.Mult) and isinstance(left, _Value) and isinstance(right, _Value):
             return _Value(tuple(sorted((*left.factors, *right.factors))), left.wide or right.wide)
         if not isinstance(op, ast.Add):

@@ -99,7 +99,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
             continue
         around = ""
         if isinstance(site, sites.Block):
-            around, site = _around(True, site.norm is not None), site.site
+            around, site = _around(True, site.is_normed), site.site
         if isinstance(site, sites.Whole):
             continue  # the module's own
         act = _act_of(site.act, original, module)
@@ -139,7 +139,8 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.PASSING
     if type(part) is nn.GLU:
         return sites.GLU
-    if norms.is_norm(type(part)):
+    code = norms.code_of(type(part))
+    if code is not None and code != norms.SCALE:
         return sites.NORM
     activation = recognise(part)
     if activation is not None:
@@ -148,6 +149,8 @@ def _role_of_module(part: nn.Module) -> str:
         return sites.UNKNOWN
     if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return sites.PROJECTION
+    if code is not None:
+        return sites.SCALE
     return _role_of_layer(part) if next(part.parameters(), None) is not None else sites.OTHER
 
 
@@ -285,11 +288,12 @@ def _joined(memory: str, site: sites.Joint) -> ast.expr:
 
 def _block(function: FunctionType, block: sites.Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
-    around = [ast.Tuple(list(block.behind), ast.Load()), block.residual, ast.Constant(block.residual_first)]
-    around += [block.norm or ast.Constant(None), ast.Constant(block.norm_first)]
+    none = ast.Constant(None)
+    around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
+    around += [ast.Constant(block.residual_first), block.first or none, block.last or none]
     if isinstance(block.site, sites.Whole):
-        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 5})
-    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 8})
+        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
+    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})
 
 
 def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
@@ -389,12 +393,14 @@ def _whole(
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
         return None
-    passing = [node for node in (*site.between, *behind) if not isinstance(node, ast.Lambda)]
-    casts = [forwards.cast for node in site.between if isinstance(node, ast.Lambda)]
-    parts = _children((site.act.callee, *site.projections, *passing), forward)
-    if parts is None:
+    passing = (*site.between, *behind)
+    casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
+    dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
+    modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
+    parts = _children((site.act.callee, *site.projections, *modules), forward)
+    if parts is None or any(_children((node.test,), forward) != ("training",) for node in dropouts):
         return None
-    return halves.Half(forward, (site.pattern, (*parts, *casts), len(site.projections)), None, site)
+    return halves.Half(forward, (site.pattern, (*parts, *casts), len(site.projections), bool(dropouts)), None, site)
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:

@@ -62,6 +62,7 @@ if plain is not None:
             "parameter": nn.Parameter,
             "linear": nn.Linear,
             "dropout": nn.Dropout,
+            "identity": nn.Identity,
             "gelu": nn.GELU,
             "function": FunctionType,
             "builtin": BuiltinFunctionType,
@@ -99,6 +100,7 @@ if plain is not None:
                 (F, "linear", _originals[F, "linear"]),
                 (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
                 (F, "dropout", _DROPOUT),
+                (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
             ),
         }
     )
@@ -155,27 +157,27 @@ def block(
     act: Union[Act, str],
     between: Tuple[Union[forwards.Part, str], ...],
     behind: Tuple[Union[nn.Module, float, str], ...],
+    factor: Any,
     residual: Tensor,
     residual_first: bool,
-    norm: Union[nn.Module, str, None],
-    norm_first: bool,
+    first: Union[nn.Module, str, None],
+    last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
-    """The block of an MLP: ``norm(residual + behind(mlp(x)))``, or where the norm comes first ``residual +
-    behind(mlp(norm(x)))``; without a norm the sum.
+    """The block of an MLP: ``last(residual + behind(mlp(first(x))) * factor)``; a norm that is None does nothing.
 
     One op where the short way is taken, whose result has adjacent rows. ``residual_first``, the order of the sum in the
     source, decides how its parts lay out theirs.
     """
     if plain is not None:
-        given = pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names
+        given = pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names
         found = plain.block(*given)
         if found is not None:
             return found
-    behind, norm = read(owner, behind), read(owner, norm)
-    values = fused(pattern, norm(x) if norm_first else x, projections, act, between, owner, names)
-    return around(values, behind, residual, residual_first, norm, norm_first)
+    behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
+    values = fused(pattern, x if first is None else first(x), projections, act, between, owner, names)
+    return around(values, behind, factor, residual, residual_first, last)
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
@@ -193,10 +195,10 @@ def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor
 def around(
     values: Tensor,
     behind: Tuple[Union[nn.Module, float], ...],
+    factor: Any,
     residual: Tensor,
     residual_first: bool,
-    norm: Optional[nn.Module],
-    norm_first: bool,
+    last: Optional[nn.Module],
 ) -> Tensor:
     """What is behind an MLP, part by part."""
     for part in behind:
@@ -204,8 +206,10 @@ def around(
             values = part(values)
         elif part or F.dropout is not _DROPOUT:
             values = F.dropout(values, part, True)
+    if type(factor) is not float or factor != 1.0:
+        values = values * factor
     values = residual + values if residual_first else values + residual
-    return values if norm is None or norm_first else norm(values)
+    return values if last is None else last(values)
 
 
 def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:

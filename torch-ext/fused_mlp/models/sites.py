@@ -19,12 +19,12 @@ from .pattern import Pattern
 
 # What the callee of a call may be. SIGMOID, RELU: activations that forms below are made of. UNKNOWN: an activation that
 # is not in the table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; SQUARE:
-# torch.square; ASKING: isinstance; NORM: see `norms`; LAYER: another module, with parameters; HEAD: one that computes
-# the hidden values of an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an MLP and
-# no more; OTHER: what is known to be none of these.
+# torch.square; ASKING: isinstance; NORM, SCALE: see `norms`; LAYER: another module, with parameters; HEAD: one that
+# computes the hidden values of an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is an
+# MLP and no more; OTHER: what is known to be none of these.
 PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
-HEAD, TAIL, WHOLE, NORM = "head", "tail", "whole", "norm"
-LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM)
+HEAD, TAIL, WHOLE, NORM, SCALE = "head", "tail", "whole", "norm", "scale"
+LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM, SCALE)
 ACTIVATION, SIGMOID, RELU, UNKNOWN = "activation", "sigmoid", "relu", "unknown activation"
 GLU, SQUARE, ASKING, OTHER = "glu", "square", "asking", "other"
 ACTIVATIONS = {ACTIVATION, SIGMOID, RELU, UNKNOWN}
@@ -148,18 +148,20 @@ class Whole:
 
 @dataclass(frozen=True)
 class Block:
-    """``norm(residual + ...(mlp(x)))``, ``residual + ...(mlp(norm(x)))`` or the sum alone, of an MLP in one method.
+    """``last(residual + ...(mlp(first(x))) * factor)``, of which a sum must be there, of an MLP in one method.
 
-    ``behind`` is to the sum what ``between`` is to the last projection. The site's own input is what the norm is given,
-    where it comes first.
+    ``behind`` is to the sum what ``between`` is to the last projection, and may have a norm or a scale in it. The
+    site's own input is what the first norm is given.
     """
 
     site: Union[Site, Whole]
     behind: Tuple[ast.expr, ...]
+    factor: Optional[ast.expr]
     residual: ast.Name
     residual_first: bool
-    norm: Optional[ast.expr] = None
-    norm_first: bool = False
+    is_normed: bool
+    first: Optional[ast.expr] = None
+    last: Optional[ast.expr] = None
 
     @property
     def read(self) -> FrozenSet[ast.Name]:
@@ -168,8 +170,8 @@ class Block:
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
-        norm = () if self.norm is None else (self.norm,)
-        return (*self.site.parts, *self.behind, self.residual, *norm)
+        others = (part for part in (self.factor, self.first, self.last) if part is not None)
+        return (*self.site.parts, *self.behind, self.residual, *others)
 
 
 AnySite = Union[Site, Joint, Block]
@@ -211,7 +213,7 @@ def without_passing(holder: ast.AST, role: Role) -> Tuple[ast.AST, List[ast.expr
 
 
 def returned(function: ast.FunctionDef, role: Role) -> Tuple[Optional[ast.Call], Tuple[ast.expr, ...]]:
-    """The call whose result a function returns, and the modules that pass it on, if it does nothing else."""
+    """The call whose result a function returns, and what passes it on, modules and dropouts; if that is all it does."""
     found: Optional[ast.Call] = None
     name, behind = "", []
     *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
@@ -219,8 +221,8 @@ def returned(function: ast.FunctionDef, role: Role) -> Tuple[Optional[ast.Call],
         target, value = _assignment(statement)
         passing: List[ast.expr] = []
         value = value if isinstance(target, ast.Name) else getattr(statement, "value", None)
-        while value is not None and _is_call(value, role, PASSING):
-            passing.insert(0, value.func)
+        while value is not None and (part := _between(value, role)) is not None:
+            passing.insert(0, part)
             value = value.args[0]
         is_last = statement is last and isinstance(statement, ast.Return)
         is_next = found is None if isinstance(value, ast.Call) else value is not None and _is_name(value, name)
@@ -297,16 +299,17 @@ def _matches(value: _Value, role: Role) -> Iterator[AnySite]:
 
 
 def _blocks_of(value: _Value, role: Role) -> Iterator[Block]:
-    """``norm(residual + ...(whole))``, ``residual + ...(whole of norm(x))``, ``residual + ...(whole)``"""
-    norm, summed = None, value
+    """``last(residual + ...(whole of first(x)) * factor)``, with or without norms and a factor."""
+    last, summed = None, value
     if _is_call(value.node, role, NORM):
-        norm, summed = value.node.func, value.part(value.node.args[0])
+        last, summed = value.node.func, value.part(value.node.args[0])
     if summed.half is not None or not (isinstance(summed.node, ast.BinOp) and isinstance(summed.node.op, ast.Add)):
         return
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
-        inner, behind = _through(summed.part(other), role)
-        if inner.half is not None or not isinstance(residual, ast.Name):
+        scaled, factor = _factored(summed.part(other))
+        inner, behind, norm = _behind(scaled, role)
+        if inner.half is not None or not isinstance(residual, ast.Name) or None not in (norm, last):
             continue
         site, first = _whole(inner, role), inner
         if _is_call(inner.node, role, WHOLE):
@@ -316,11 +319,33 @@ def _blocks_of(value: _Value, role: Role) -> Iterator[Block]:
         else:  # the first projection
             hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
             _, first = _applied(hidden, role)
-        block, x = Block(site, behind, residual, residual is left, norm), first.part(first.node.args[0])
-        if norm is None and x.half is None and _is_call(x.node, role, NORM):
+        is_normed = last is not None or (norm is not None and role(norm) == NORM)
+        block = Block(site, behind, factor, residual, residual is left, is_normed, last=last)
+        x = first.part(first.node.args[0])
+        if x.half is None and _is_call(x.node, role, NORM):
             normed = dataclasses.replace(site, inputs=(x.node.args[0],), read=site.read | x.read)
-            yield dataclasses.replace(block, site=normed, norm=x.node.func, norm_first=True)
+            yield dataclasses.replace(block, site=normed, is_normed=True, first=x.node.func)
         yield block
+
+
+def _factored(value: _Value) -> Tuple[_Value, Optional[ast.expr]]:
+    """What is multiplied by an attribute, or by a number, before it is added; and that factor."""
+    if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
+        left, right = value.node.left, value.node.right
+        for factor, other, kinds in ((right, left, (ast.Constant, ast.Attribute)), (left, right, ast.Constant)):
+            if isinstance(factor, kinds):
+                return value.part(other), factor
+    return value, None
+
+
+def _behind(value: _Value, role: Role) -> Tuple[_Value, Tuple[ast.expr, ...], Optional[ast.expr]]:
+    """What goes into the modules and dropouts that a value comes out of, and these; which may be one norm or scale."""
+    value, outer = _through(value, role)
+    if value.half is not None or not _is_call(value.node, role, NORM, SCALE):
+        return value, outer, None
+    norm = value.node.func
+    value, inner = _through(value.part(value.node.args[0]), role)
+    return value, (*inner, norm, *outer), norm
 
 
 def _whole(value: _Value, role: Role) -> Optional[Site]:
@@ -340,7 +365,7 @@ def _through(value: _Value, role: Role, projection: Optional[ast.expr] = None) -
     """What goes into the modules, dropouts, and casts for a projection, that a value comes out of; and these."""
     between: List[ast.expr] = []
     while True:
-        part = _between(value, role)
+        part = None if value.half is not None else _between(value.node, role)
         cast = None if projection is None else casts.name_of(value.node, projection, _asking(role))
         if part is not None:
             value = value.part(value.node.args[0])
@@ -537,12 +562,11 @@ def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
     return node, 1.0
 
 
-def _between(value: _Value, role: Role) -> Optional[ast.expr]:
+def _between(node: ast.expr, role: Role) -> Optional[ast.expr]:
     """A module that the hidden values go through, or the probability of a dropout that is a function."""
-    node = value.node
-    if value.half is None and _is_call(node, role, PASSING):
+    if _is_call(node, role, PASSING):
         return node.func
-    if value.half is not None or not (isinstance(node, ast.Call) and node.args and role(node.func) == DROPOUT):
+    if not (isinstance(node, ast.Call) and node.args and role(node.func) == DROPOUT):
         return None
     given = [*zip(("input", "p", "training"), node.args), *((word.arg, word.value) for word in node.keywords)]
     named = dict(given)
@@ -643,10 +667,29 @@ def _reads(name: str, place: _Place) -> Optional[Set[ast.Name]]:
         if given is not None and name in bound(target) and not is_left:
             break  # what is read in the value comes first
     else:
-        if inner:  # read after the block, or before it in the next turn of a loop?
-            used = uses(place.function, name)
-            return used if used <= set().union(*(uses(statement, name) for statement in later)) else None
-    return set().union(*(uses(statement, name) for statement in later))
+        if inner and not _used(name, _after_block(place.function.body, place.block)) <= _used(name, later):
+            return None
+    return _used(name, later)
+
+
+def _used(name: str, statements: List[ast.stmt]) -> Set[ast.Name]:
+    return set().union(*(uses(statement, name) for statement in statements))
+
+
+def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[List[ast.stmt]]:
+    """What may run after a block that is in one of the statements; None if it is in none of them.
+
+    That is what is behind the statements that hold it, and a whole loop, for its next turn.
+    """
+    if statements is block:
+        return []
+    for index, statement in enumerate(statements):
+        for _, field in ast.iter_fields(statement):
+            after = _after_block(field, block) if isinstance(field, list) else None
+            if after is not None:
+                loop = [statement] if isinstance(statement, (ast.For, ast.AsyncFor, ast.While)) else []
+                return [*loop, *after, *statements[index + 1 :]]
+    return None
 
 
 def _assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.expr]]:
