@@ -5,29 +5,41 @@
 namespace fused_mlp {
 namespace {
 
-using Kernel = void (*)(NormRows);
-
-template <typename T, int Width, Residual Place>
-Kernel kernel_of(const Norm& norm) {
-  if (norm.centred()) return norm_kernel<T, Width, Statistic::kVariance, Place>;
-  if (norm.normed()) return norm_kernel<T, Width, Statistic::kMeanSquare, Place>;
-  return Place == Residual::kAdded ? norm_kernel<T, Width, Statistic::kNone, Residual::kAdded> : nullptr;
+// The least power of two of threads, of at least a warp, that has a part of so many items each; not above the most.
+unsigned threads_for(int64_t items, int64_t each, unsigned most) {
+  unsigned threads = 32;
+  while (threads < most && threads * each < items) threads *= 2;
+  return threads;
 }
 
 template <typename T, int Width>
-Kernel kernel_of(const Norm& norm) {
-  if (norm.residual == Residual::kNone) return kernel_of<T, Width, Residual::kNone>(norm);
-  return norm.residual == Residual::kNormed ? kernel_of<T, Width, Residual::kNormed>(norm)
-                                            : kernel_of<T, Width, Residual::kAdded>(norm);
+void launch_sum(const NormRows& rows, cudaStream_t stream) {
+  const unsigned threads = threads_for(rows.cols, Width, kSumThreads);
+  const dim3 block(threads, kSumThreads / threads);
+  const int64_t parts = ceil_div(rows.cols, threads * Width), blocks = ceil_div(rows.rows, block.y) * parts;
+  sum_kernel<T, Width><<<static_cast<unsigned>(blocks), block, 0, stream>>>(rows, static_cast<unsigned>(parts));
+}
+
+template <typename T, int Width, Residual Place>
+void launch_norm(const NormRows& rows, cudaStream_t stream) {
+  const unsigned threads = threads_for(rows.cols, kNormVectors * Width, kNormThreads);
+  const dim3 block(threads, threads == 32 ? 4 : 1);
+  const int64_t blocks = ceil_div(rows.rows, block.y);
+  const auto kernel = rows.norm.centred() ? norm_kernel<T, Width, true, Place> : norm_kernel<T, Width, false, Place>;
+  kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(rows);
 }
 
 template <typename T, int Width>
 cudaError_t launch(const NormRows& rows, cudaStream_t stream) {
-  unsigned threads = 32;  // with more than one vector each, up to the most that a block has
-  while (threads < kNormThreads && int64_t{threads} * kNormVectors * Width < rows.cols) threads *= 2;
-  const dim3 block(threads, threads == 32 ? 4 : 1);
-  const int64_t blocks = ceil_div(rows.rows, block.y);
-  kernel_of<T, Width>(rows.norm)<<<static_cast<unsigned>(blocks), block, 0, stream>>>(rows);
+  if (!rows.norm.normed()) {
+    launch_sum<T, Width>(rows, stream);
+  } else if (rows.norm.residual == Residual::kNone) {
+    launch_norm<T, Width, Residual::kNone>(rows, stream);
+  } else if (rows.norm.residual == Residual::kNormed) {
+    launch_norm<T, Width, Residual::kNormed>(rows, stream);
+  } else {
+    launch_norm<T, Width, Residual::kAdded>(rows, stream);
+  }
   return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
-// The kernel of a block's norms and of its residual (norm.h). Apart from its launch, so that a compiler of device code
-// alone takes this file.
+// The kernels of a block's norms and of its residual (norm.h). Apart from their launch, so that a compiler of device
+// code alone takes this file.
 #pragma once
 
 #include "norm.h"
@@ -7,6 +7,7 @@
 
 namespace fused_mlp {
 
+constexpr int kSumThreads = 256;
 constexpr int kNormThreads = 512;
 constexpr int kNormVectors = 2;  // that each thread keeps in registers; what is beyond them is read again
 
@@ -44,15 +45,40 @@ __device__ __forceinline__ float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-// What is taken of a row before it is normed: nothing where it is not normed.
-enum class Statistic { kNone, kMeanSquare, kVariance };
+template <typename T, int Width>
+__device__ __forceinline__ Packed<T, Width> read_pack(const void* data, int64_t col) {
+  return *reinterpret_cast<const Packed<T, Width>*>(static_cast<const T*>(data) + col);
+}
+
+// residual + factor * x, of which each thread computes a pack; with a weight, x times that. blockDim.y rows for a
+// block, whose blockDim.x packs are part of a row, one of `parts`.
+template <typename T, int Width>
+__global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ NormRows p, unsigned parts) {
+  const int64_t row = int64_t{blockIdx.x / parts} * blockDim.y + threadIdx.y;
+  const int64_t col = (int64_t{blockIdx.x % parts} * blockDim.x + threadIdx.x) * Width;
+  if (row >= p.rows || col >= p.cols) return;
+  const Norm& norm = p.norm;
+  const auto x = read_pack<T, Width>(p.x.data, row * p.x.row_stride + col);
+  const auto residual = read_pack<T, Width>(p.residual.data, row * p.residual.row_stride + col);
+  float sums[Width];
+#pragma unroll
+  for (int i = 0; i < Width; ++i) sums[i] = x.lane(i);
+  if (norm.weight != nullptr) {
+    const auto weight = read_pack<T, Width>(norm.weight, col);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) sums[i] *= weight.lane(i);
+  }
+#pragma unroll
+  for (int i = 0; i < Width; ++i) sums[i] = fmaf(sums[i], norm.factor, residual.lane(i));
+  store(static_cast<T*>(p.out.data) + row * p.out.row_stride + col, sums);
+}
 
 // blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under
 // way, those of the weights too, before it waits for the first, and two blocks of the most threads fit beside each
 // other, so that one reads while the other waits for its sums. Where the norm is centred, the mean is taken first, so
 // that the squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values
 // gives 0.
-template <typename T, int Width, Statistic Of, Residual Place>
+template <typename T, int Width, bool Centred, Residual Place>
 __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ NormRows p) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
@@ -68,15 +94,12 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   struct Values {
     float lane[Width];
   };
-  const auto read = [](const void* data, int64_t col) {
-    return *reinterpret_cast<const Packed<T, Width>*>(static_cast<const T*>(data) + col);
-  };
   const auto terms_at = [&](int64_t col) {
     Terms terms;
-    terms.x = read(x, col);
-    if (Place != Residual::kNone) terms.residual = read(residual, col);
-    if (norm.weight != nullptr) terms.weight = read(norm.weight, col);
-    if (norm.bias != nullptr) terms.bias = read(norm.bias, col);
+    terms.x = read_pack<T, Width>(x, col);
+    if (Place != Residual::kNone) terms.residual = read_pack<T, Width>(residual, col);
+    if (norm.weight != nullptr) terms.weight = read_pack<T, Width>(norm.weight, col);
+    if (norm.bias != nullptr) terms.bias = read_pack<T, Width>(norm.bias, col);
     return terms;
   };
   const auto add_residual = [&](Values& values, const Terms& terms) {
@@ -108,8 +131,8 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   };
 
   const float share = 1.0f / static_cast<float>(p.cols);
-  float mean = 0.0f, left = 0.0f, scale = 1.0f;
-  if constexpr (Of == Statistic::kVariance) {
+  float mean = 0.0f, left = 0.0f, variance;
+  if constexpr (Centred) {
     float sum[1] = {}, moments[2] = {};
     for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
@@ -126,22 +149,20 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     });
     add_over_row(moments);
     left = moments[0] * share;
-    scale = __frsqrt_rn(variance_of(moments[1] * share, left) + norm.eps);
-  } else if constexpr (Of == Statistic::kMeanSquare) {
+    variance = variance_of(moments[1] * share, left);
+  } else {
     float squares[1] = {};
     for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
       for (float value : values.lane) squares[0] = fmaf(value, value, squares[0]);
     });
     add_over_row(squares);
-    scale = __frsqrt_rn(squares[0] * share + norm.eps);
+    variance = squares[0] * share;
   }
-  const float weight_offset = norm.weight_offset();
+  const float scale = __frsqrt_rn(variance + norm.eps), weight_offset = norm.weight_offset();
   for_each([&](int64_t col, Values values, const Terms& terms) {
-    if (Of != Statistic::kNone) {
 #pragma unroll
-      for (float& value : values.lane) value = (Of == Statistic::kVariance ? value - mean - left : value) * scale;
-    }
+    for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
     if (norm.weight != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + weight_offset;
