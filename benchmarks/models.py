@@ -44,7 +44,7 @@ import measure
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-COPIES_ALIKE = 3e-2  # relative difference of a fused model's output that bfloat16 explains
+COPIES_ALIKE = 6e-2  # relative difference of a fused model's output that bfloat16 explains: DINOv2's own error is 6e-2
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # by torch.compile's name of the mode
 
 

@@ -126,7 +126,7 @@ def test_code_for_every_arch_is_there(variant, extension, cuobjdump):
 
 
 def test_extension_is_small(extension):
-    assert extension.stat().st_size <= 10 * MIB
+    assert extension.stat().st_size <= 10.5 * MIB
 
 
 def test_extension_needs_torch_and_the_system_alone(extension):
