@@ -47,8 +47,8 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
 
 // The block that an MLP is part of, of a residual in the shape of the result:
 //
-//   residual + factor * last(mlp(first(x), ...))    or, where `norms_sum`,    last(residual + factor * mlp(first(x),
-//   ...))
+//   residual + factor * last(mlp(first(x), ...))
+//   last(residual + factor * mlp(first(x), ...))    where `norms_sum`
 //
 // first_norm and last_norm say what these are, over the last dimension: 0 nothing, 1 LayerNorm, 2 RMSNorm, 3 RMSNorm
 // whose weight is stored less 1, and 4, which is of the MLP's result alone, a product with the weight. Without
