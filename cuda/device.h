@@ -26,11 +26,12 @@ inline void check(cudaError_t error) {
   STD_TORCH_CHECK(false, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
 }
 
-inline cudaStream_t current_stream(const Tensor& tensor) {
+inline cudaStream_t current_stream(int32_t device) {
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
+inline cudaStream_t current_stream(const Tensor& tensor) { return current_stream(tensor.get_device_index()); }
 
 inline bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

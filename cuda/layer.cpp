@@ -8,7 +8,7 @@
 #include "../torch-ext/plan.h"
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
-#include "gemm/architecture.h"
+#include "fused_gemm.h"
 #include "gemm/record.h"
 #include "pointwise.h"
 
@@ -27,67 +27,39 @@ bool torch_has_epilogue(const Layer& layer) {
          layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
 }
 
-// The operand of a layer: rows of k elements.
-struct Input {
-  Matrix matrix;
-  int64_t rows;
-  int64_t cols;
-  DType dtype;
-};
-
 Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_of(x.tensor, "x")}; }
 
-// One kernel for a whole layer, or the reason why there is none.
-struct FusedGemm {
-  const Architecture* architecture;
-  const Gpu& gpu;
-  cudaStream_t stream;
-  bool launched_behind;  // another GEMM of ours, by the CPU: what is chosen then may not be in a graph
-  GemmProblem problem{};
-  GemmPlan plan{};
+// A layer as the kernels see it, or the reason why they cannot read it.
+struct Described {
+  PlainLayer layer{};
   Refusal refusal;
 
-  FusedGemm(const Input& x, const Layer& layer, const Gpu& gpu, cudaStream_t stream, bool follows_gemm)
-      : architecture(architecture_of(gpu)),
-        gpu(gpu),
-        stream(stream),
-        launched_behind(follows_gemm && !is_captured(stream)),
-        refusal(choose(x, layer, follows_gemm)) {}
-
-  // That of a layer of this one's result, planned before either is launched: its operand has no data yet.
-  FusedGemm behind(const Layer& layer) const {
-    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, gpu, stream, fused()};
-  }
-
-  bool fused() const { return refusal == Refusal::kNone; }
-  void launch(const void* a, void* out) {
-    problem.a.data = const_cast<void*>(a);
-    problem.out.data = out;
-    check(plan.architecture->launch(problem, plan, gpu, stream));
+  explicit Described(const Layer& given) : refusal(describe(given)) {
+    layer.out = given.weight.size(0);
+    layer.activation = given.activation;
   }
 
  private:
-  Refusal choose(const Input& x, const Layer& layer, bool follows_gemm) {
-    problem.a = x.matrix;
-    problem.m = x.rows;
-    problem.n = layer.weight.size(0);
-    problem.k = x.cols;
-    problem.dtype = x.dtype;
-    problem.epilogue.activation = layer.activation;
-    problem.follows_gemm = follows_gemm;
-    if (architecture == nullptr) return Refusal::kGpu;
-    if (!describe_weight(layer.weight, &problem.weight)) return Refusal::kColumnMajorWeight;
-    if (layer.up_weight != nullptr && !describe_weight(*layer.up_weight, &problem.up_weight)) {
+  Refusal describe(const Layer& given) {
+    if (!describe_weight(given.weight, &layer.weight)) return Refusal::kColumnMajorWeight;
+    if (given.up_weight != nullptr && !describe_weight(*given.up_weight, &layer.up_weight)) {
       return Refusal::kColumnMajorWeight;
     }
-    if (!describe_bias(layer.bias, &problem.epilogue.bias) ||
-        !describe_bias(layer.up_bias, &problem.epilogue.up_bias)) {
-      return Refusal::kStridedBias;
-    }
-    problem.out = {nullptr, problem.n};
-    return choose_gemm(*architecture, problem, gpu, &plan, launched_behind);
+    const bool dense = describe_bias(given.bias, &layer.bias) && describe_bias(given.up_bias, &layer.up_bias);
+    return dense ? Refusal::kNone : Refusal::kStridedBias;
   }
 };
+
+FusedGemm fused_gemm(const TensorRows& x, const Layer& layer, bool follows_gemm) {
+  const Described described(layer);
+  const int32_t device = x.tensor.get_device_index();
+  return {input_of(x), described.layer, described.refusal, gpu(device), current_stream(device), follows_gemm};
+}
+
+FusedGemm behind(const FusedGemm& gemm, const Layer& layer) {
+  const Described described(layer);
+  return gemm.behind(described.layer, described.refusal);
+}
 
 // The layer by torch's GEMM with its epilogue, or by torch's GEMMs and a pointwise kernel that overwrites the first
 // one's result.
@@ -111,33 +83,17 @@ Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, c
   return out;
 }
 
-// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
-// the stream may use it still when it is given back, as with a tensor's.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
-  void* data() const { return data_; }
+// A bit for each GPU on which this thread has had torch make a cuBLAS handle.
+thread_local uint64_t made_cublas_handles = 0;
+uint64_t handle_bit(int32_t device) { return uint64_t{1} << device % 64; }
 
- private:
-  void* data_ = nullptr;
-};
-
-// Has torch make the cuBLAS handle that a thread's first product on a GPU needs, where a GEMM of ours may be torch's in
-// a graph: a handle cannot be made while a stream is captured, and all products before may have been ours.
 void make_cublas_handle(const FusedGemm& gemm, const Tensor& like) {
-  if (!gemm.fused() || !gemm.launched_behind) return;
-  static thread_local uint64_t made = 0;  // a bit for each GPU
-  const uint64_t gpu = uint64_t{1} << like.get_device_index() % 64;
-  if (made & gpu) return;
+  const int32_t device = like.get_device_index();
+  if (!lacks_cublas_handle(gemm, device)) return;
   const std::vector<int64_t> sizes{8, 8};
   const Tensor operand = new_dense(like, sizes), out = new_dense(like, sizes);
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), operand.get(), operand.get()));
-  made |= gpu;
+  made_cublas_handles |= handle_bit(device);
 }
 
 Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
@@ -162,6 +118,10 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
 
 }  // namespace
 
+bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device) {
+  return gemm.fused() && gemm.launched_behind && !(made_cublas_handles & handle_bit(device));
+}
+
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
                     const OptionalTensor& bias) {
   const int64_t n = weight.size(0);
@@ -173,22 +133,21 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
 
 Tensor apply_layer(const Tensor& x, const Layer& layer, bool follows_gemm) {
   const TensorRows rows(x);
-  FusedGemm gemm(input_of(rows), layer, gpu(x.get_device_index()), current_stream(x), follows_gemm);
+  FusedGemm gemm = fused_gemm(rows, layer, follows_gemm);
   make_cublas_handle(gemm, x);
   return run(&gemm, rows, x, layer);
 }
 
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second) {
   const TensorRows rows(x);
-  FusedGemm gemm(input_of(rows), first, gpu(x.get_device_index()), current_stream(x), false);
-  FusedGemm next = gemm.behind(second);
+  FusedGemm gemm = fused_gemm(rows, first, false);
+  FusedGemm next = behind(gemm, second);
   make_cublas_handle(next, x);
   if (!gemm.fused() || !next.fused()) {
     const Tensor hidden = run(&gemm, rows, x, first);
     return run(&next, TensorRows(hidden), hidden, second);
   }
-  constexpr int64_t kElementBytes = 2;  // float32 has no fused GEMM
-  const Scratch hidden(rows.rows * first.weight.size(0) * kElementBytes);
+  const Scratch hidden(rows.rows * first.weight.size(0) * element_bytes(gemm.problem.dtype));
   gemm.launch(rows.tensor.const_data_ptr(), hidden.data());
   const Tensor out = new_dense(x, with_last_size(x, second.weight.size(0)));
   next.launch(hidden.data(), out.mutable_data_ptr());
@@ -199,12 +158,12 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
                  const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
                  const OptionalTensor& second_bias, int64_t activation) {
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const FusedGemm gemm(input_of(TensorRows(x)), layer, gpu(x.get_device_index()), current_stream(x), false);
+  const FusedGemm gemm = fused_gemm(TensorRows(x), layer, false);
   PlanRecord plan;
   record(gemm, layer, &plan);
   if (second_weight) {
     const Layer second{*second_weight, nullptr, second_bias, kNoBias, kNoActivation};
-    record(gemm.behind(second), second, &plan);
+    record(behind(gemm, second), second, &plan);
   }
   return plan.text();
 }

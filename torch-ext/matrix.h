@@ -13,6 +13,8 @@ constexpr int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ?
 struct Matrix {
   void* data;
   int64_t row_stride;
+
+  bool operator==(const Matrix&) const = default;
 };
 inline constexpr Matrix kNoMatrix{nullptr, 0};
 

@@ -8,27 +8,11 @@
 #include <span>
 #include <utility>
 
+#include "direct_call.h"
+#include "owned.h"
+
 namespace fused_mlp {
 namespace {
-
-// A reference that is given back.
-class Owned {
- public:
-  explicit Owned(PyObject* object) : object_(object) {}
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-  PyObject* release() {
-    PyObject* object = object_;
-    object_ = nullptr;
-    return object;
-  }
-
- private:
-  PyObject* object_;
-};
 
 using Objects = std::span<PyObject* const>;
 
@@ -78,15 +62,18 @@ struct Settings {
   PyObject* quiet;           // functions that return something true where every call is disturbed
   PyObject* empty;           // dictionaries that hold something there
   PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
+  PyObject* exchange;        // the arguments of configure_direct_calls()
+  PyObject* is_negated;
+  PyObject* dispatched;
 };
 Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",  "parameter",    "linear",    "dropout",  "identity",  "gelu",       "function",
-    "builtin", "module",       "call",      "original", "known",     "transposed", "norms",
-    "ops",     "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
-    "blocks",  "is_inference", "quiet",     "empty",    "unchanged"};
+    "tensor",    "parameter", "linear",    "dropout",    "identity",       "gelu",   "function",     "builtin",
+    "module",    "call",      "original",  "known",      "transposed",     "norms",  "ops",          "dtypes",
+    "on_device", "refusal",   "every_gpu", "parts",      "least_recorded", "blocks", "is_inference", "quiet",
+    "empty",     "unchanged", "exchange",  "is_negated", "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -114,6 +101,8 @@ struct Names {
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* memory = PyUnicode_InternFromString("memory");
   PyObject* packed = PyUnicode_InternFromString("packed");
+  PyObject* gated = PyUnicode_InternFromString("gated");
+  PyObject* up_first = PyUnicode_InternFromString("up_first");
   PyObject* order = PyUnicode_InternFromString("__mro__");
   // What finds attributes, of all names and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
@@ -520,6 +509,14 @@ PyObject* faster_parts(PyObject* pattern, PyObject* dtype, PyObject* operands) {
   return elements / (of_weight / features) * features < PyLong_AsSsize_t(least) ? parts : nullptr;
 }
 
+// The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
+PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands) {
+  const Answer gated = attribute_is_true(pattern, names().gated);
+  const Answer up_first = packed ? attribute_is_true(pattern, names().up_first) : kNo;
+  if (gated == kError || up_first == kError) return nullptr;
+  return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
+}
+
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
 // whose gate and up are packed, and the operands.
@@ -543,8 +540,12 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
-  const Answer followed = recording && (packed == kNo || block != nullptr) ? needs_gradient(operands) : kNo;
+  const Answer followed = recording ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  if (followed == kNo) {
+    PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands);
+    if (result != nullptr || PyErr_Occurred()) return result;
+  }
   if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
   PyObject* const parts = packed == kNo && followed == kYes ? faster_parts(mlp.pattern, dtype, operands) : nullptr;
   if (parts != nullptr) return PyObject_CallObject(parts, operands);
@@ -713,6 +714,7 @@ PyObject* py_configure(PyObject*, PyObject* given) {
     if (*place == nullptr) return PyErr_Format(PyExc_KeyError, "settings lack %s", name);
     Py_INCREF(*place++);
   }
+  if (!configure_direct_calls(read.exchange, read.is_negated, read.dispatched)) return nullptr;
   settings = read;
   static const Names made;
   made_names = &made;

@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "matrix.h"
+#include "rows.h"
 
 namespace fused_mlp {
 
-// A tensor [..., cols] seen as a matrix: `rows` rows of `cols` adjacent elements, `row_stride` elements apart.
-// Holds the tensor whose memory it describes: the one given, or a contiguous copy where its strides admit no such view
-// (a chunk of a packed projection does; a transpose does not).
+// A tensor [..., cols] seen as a matrix (rows.h). Holds the tensor whose memory it describes: the one given, or a
+// contiguous copy where its rows are not those of a matrix.
 struct TensorRows {
   torch::stable::Tensor tensor;
   int64_t rows;
@@ -20,28 +20,11 @@ struct TensorRows {
   int64_t row_stride;
 
   explicit TensorRows(const torch::stable::Tensor& source) : tensor(source) {
-    const auto sizes = source.sizes();
-    const auto strides = source.strides();
-    const int64_t dims = source.dim();
-    cols = dims == 0 ? 1 : sizes[dims - 1];
-    rows = 1;
-    for (int64_t d = 0; d + 1 < dims; ++d) rows *= sizes[d];
-    row_stride = cols;
-    bool viewable = dims == 0 || cols <= 1 || strides[dims - 1] == 1;
-    int64_t next_stride = -1;  // what the next outer dimension must step by to continue the rows of the inner ones
-    for (int64_t d = dims - 2; viewable && d >= 0; --d) {
-      if (sizes[d] == 1) continue;
-      if (next_stride < 0) {
-        row_stride = strides[d];
-      } else {
-        viewable = strides[d] == next_stride;
-      }
-      next_stride = strides[d] * sizes[d];
-    }
-    if (!viewable) {
-      tensor = torch::stable::contiguous(source);
-      row_stride = cols;
-    }
+    const Rows found(source.sizes().data(), source.strides().data(), source.dim());
+    rows = found.rows;
+    cols = found.cols;
+    row_stride = found.adjacent ? found.row_stride : cols;
+    if (!found.adjacent) tensor = torch::stable::contiguous(source);
   }
 
   bool contiguous() const { return row_stride == cols || rows <= 1; }

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <type_traits>
 
 #include "architecture.h"
 
@@ -113,16 +115,7 @@ double composed_microseconds(const GemmProblem& p, const TorchComparison& torch)
   return floor_microseconds(p, torch) + kLaunch + 2.0 * matrices * p.m * p.n / torch.bytes_per_microsecond;
 }
 
-}  // namespace
-
-const Architecture* architecture_of(const Gpu& gpu) {
-  if (const Architecture* forced = forced_architecture) return forced->runs_on(gpu) ? forced : nullptr;
-  const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures),
-                                  [&](const auto& row) { return row.taken && row.architecture->runs_on(gpu); });
-  return found == std::end(kArchitectures) ? nullptr : found->architecture;
-}
-
-Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
+Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
                     bool launched_behind) {
   const Refusal refusal = architecture.refusal(p);
   if (refusal != Refusal::kNone) return refusal;
@@ -160,6 +153,67 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
   const bool faster = (!torch_rows || near_floor) && !torch_reads_faster(p);
   const bool hidden = launched_behind && plan->microseconds <= kLaunchedMicroseconds && rows_fill(p, kSector);
   return faster || hidden ? Refusal::kNone : Refusal::kTorchIsFaster;
+}
+
+// A choice, and all that it rests on.
+struct Choice {
+  const Architecture* architecture;
+  Gpu gpu;
+  bool launched_behind;
+  GemmProblem problem;
+  GemmPlan plan;
+  Refusal refusal;
+
+  size_t slot(size_t count) const {
+    const auto mixed = static_cast<uint64_t>(problem.n * 31 + problem.k) * 31 + problem.m * 7 + launched_behind;
+    return mixed * 0x9E3779B97F4A7C15u >> 32 & (count - 1);
+  }
+  bool answers(const Choice& asked) const {
+    return architecture == asked.architecture && launched_behind == asked.launched_behind && gpu == asked.gpu &&
+           problem == asked.problem;
+  }
+};
+
+// The problem with what a choice asks about where its operands lie: the place in a line at which they begin.
+GemmProblem placed(GemmProblem p) {
+  const auto place = [](auto*& data) {
+    using Data = std::remove_reference_t<decltype(data)>;
+    if (data != nullptr) data = reinterpret_cast<Data>(kLine + reinterpret_cast<uintptr_t>(data) % kLine);
+  };
+  TrainingMatrices& t = p.training;
+  for (Matrix* matrix : {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up,
+                         &t.gate_gradient, &t.up_gradient}) {
+    place(matrix->data);
+  }
+  place(p.epilogue.bias);
+  place(p.epilogue.up_bias);
+  return p;
+}
+
+}  // namespace
+
+const Architecture* architecture_of(const Gpu& gpu) {
+  if (const Architecture* forced = forced_architecture) return forced->runs_on(gpu) ? forced : nullptr;
+  const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures),
+                                  [&](const auto& row) { return row.taken && row.architecture->runs_on(gpu); });
+  return found == std::end(kArchitectures) ? nullptr : found->architecture;
+}
+
+Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
+                    bool launched_behind) {
+  if (forced_architecture != nullptr) return choose_anew(architecture, p, gpu, plan, launched_behind);
+  // A choice takes the CPU 3 us (H100 host), and a model asks for the same few again and again.
+  constexpr size_t kChoices = 64;
+  thread_local std::unique_ptr<Choice[]> made;
+  if (made == nullptr) made = std::make_unique<Choice[]>(kChoices);
+  Choice asked{&architecture, gpu, launched_behind, placed(p), {}, {}};
+  Choice& choice = made[asked.slot(kChoices)];
+  if (!choice.answers(asked)) {
+    asked.refusal = choose_anew(architecture, p, gpu, &asked.plan, launched_behind);
+    choice = asked;
+  }
+  *plan = choice.plan;
+  return choice.refusal;
 }
 
 bool guesses(const GemmPlan& plan, const Gpu& gpu) {

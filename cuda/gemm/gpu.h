@@ -12,6 +12,8 @@ struct Gpu {
   double bytes_per_microsecond;  // of its memory, nominally
   int64_t l2_bytes;
   bool geforce;  // its tensor cores add in float32 at half the rate of the other chips of their kind
+
+  bool operator==(const Gpu&) const = default;
 };
 
 }  // namespace fused_mlp

@@ -65,6 +65,8 @@ struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
   const void* up_bias;  // [n], added to a up_weight^T, or null
   int64_t activation;   // a code of activation.h
+
+  bool operator==(const EpilogueArgs&) const = default;
 };
 
 // What products of training have besides. All are [m, n] but the operands of a pair.
@@ -73,6 +75,8 @@ struct TrainingMatrices {
   Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
   // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
   Matrix gate_gradient, up_gradient;
+
+  bool operator==(const TrainingMatrices&) const = default;
 };
 
 // out = act(a weight^T + bias), or, where up_weight.data is not null,
@@ -94,6 +98,8 @@ struct GemmProblem {
   // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
   Product kind = Product::kPlain;
   TrainingMatrices training{};
+
+  bool operator==(const GemmProblem&) const = default;
 
   Product product() const {
     if (is_training(kind)) return kind;

@@ -11,6 +11,7 @@
 // Python is not linked against: the interpreter that imports the extension defines these. Being weak, they may stay
 // undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
 #pragma weak PyBool_FromLong
+#pragma weak PyCapsule_GetPointer
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
 #pragma weak PyDict_Type
@@ -19,6 +20,8 @@
 #pragma weak PyErr_Format
 #pragma weak PyErr_Occurred
 #pragma weak PyErr_SetString
+#pragma weak PyEval_RestoreThread
+#pragma weak PyEval_SaveThread
 #pragma weak PyExc_AttributeError
 #pragma weak PyExc_KeyError
 #pragma weak PyExc_RuntimeError

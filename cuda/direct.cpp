@@ -1,0 +1,67 @@
+// MLPs and their blocks where all kernels are ours, without tensors.
+#include "../torch-ext/direct.h"
+
+#include <optional>
+
+#include "fused_gemm.h"
+#include "norm.h"
+
+namespace fused_mlp {
+namespace {
+
+// The steps of an MLP, of which each is queued behind the one before.
+struct Steps {
+  PlainMlp mlp;
+  FusedGemm first;
+  std::optional<FusedGemm> second;
+
+  void operator()(void* out) {
+    std::optional<Scratch> normed, hidden;
+    const void* x = mlp.x.data;
+    if (norms_first()) {
+      x = normed.emplace(bytes(mlp.in)).data();
+      norm(mlp.x, kNoMatrix, {const_cast<void*>(x), mlp.in}, mlp.in, mlp.first);
+    }
+    if (second) {
+      first.launch(x, hidden.emplace(bytes(mlp.layers[0].out)).data());
+      second->launch(hidden->data(), out);
+    } else {
+      first.launch(x, out);
+    }
+    const int64_t features = mlp.layers[mlp.count - 1].out;
+    const Matrix result{out, features};
+    if (mlp.residual.data != nullptr) norm(result, mlp.residual, result, features, mlp.last);
+  }
+
+  bool norms_first() const { return mlp.first.kind != NormKind::kNone; }
+
+ private:
+  int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
+  void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
+    check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm}, first.stream));
+  }
+};
+
+}  // namespace
+
+std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
+  int current = -1;
+  if (cudaGetDevice(&current) != cudaSuccess || current != mlp.device) return {};
+  const Matrix x = mlp.first.kind != NormKind::kNone ? Matrix{nullptr, mlp.in} : mlp.x;
+  Steps steps{mlp,
+              {{x, mlp.rows, mlp.in, mlp.dtype},
+               mlp.layers[0],
+               Refusal::kNone,
+               gpu(mlp.device),
+               current_stream(mlp.device),
+               false},
+              std::nullopt};
+  if (!steps.first.fused()) return {};
+  if (mlp.count == 2) {
+    steps.second.emplace(steps.first.behind(mlp.layers[1], Refusal::kNone));
+    if (!steps.second->fused() || lacks_cublas_handle(*steps.second, mlp.device)) return {};
+  }
+  return steps;
+}
+
+}  // namespace fused_mlp

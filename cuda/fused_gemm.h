@@ -1,0 +1,86 @@
+// One kernel for a whole layer, or the reason why there is none.
+#pragma once
+
+#include "../torch-ext/direct.h"
+#include "device.h"
+#include "gemm/architecture.h"
+
+namespace fused_mlp {
+
+// The operand of a layer: rows of k elements. Its data may be null until the launch.
+struct Input {
+  Matrix matrix;
+  int64_t rows;
+  int64_t cols;
+  DType dtype;
+};
+
+struct FusedGemm {
+  const Architecture* architecture;
+  const Gpu& gpu;
+  cudaStream_t stream;
+  bool launched_behind;  // another GEMM of ours, by the CPU: what is chosen then may not be in a graph
+  GemmProblem problem{};
+  GemmPlan plan{};
+  Refusal refusal;
+
+  // `described`: why no kernel can read the layer's weights or biases, or kNone.
+  FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
+            bool follows_gemm)
+      : architecture(architecture_of(gpu)),
+        gpu(gpu),
+        stream(stream),
+        launched_behind(follows_gemm && !is_captured(stream)),
+        refusal(choose(x, layer, described, follows_gemm)) {}
+
+  // That of a layer of this one's result, planned before either is launched.
+  FusedGemm behind(const PlainLayer& layer, Refusal described) const {
+    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, fused()};
+  }
+
+  bool fused() const { return refusal == Refusal::kNone; }
+
+  void launch(const void* a, void* out) {
+    problem.a.data = const_cast<void*>(a);
+    problem.out.data = out;
+    check(plan.architecture->launch(problem, plan, gpu, stream));
+  }
+
+ private:
+  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, bool follows_gemm) {
+    problem.a = x.matrix;
+    problem.weight = layer.weight;
+    problem.up_weight = layer.up_weight;
+    problem.out = {nullptr, layer.out};
+    problem.m = x.rows;
+    problem.n = layer.out;
+    problem.k = x.cols;
+    problem.dtype = x.dtype;
+    problem.epilogue = {layer.bias, layer.up_bias, layer.activation};
+    problem.follows_gemm = follows_gemm;
+    if (architecture == nullptr) return Refusal::kGpu;
+    return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launched_behind) : described;
+  }
+};
+
+// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
+// the stream may use it still when it is given back, as with a tensor's.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// A thread's first product by torch on a GPU makes a cuBLAS handle, which cannot be made while a stream is captured. A
+// GEMM of ours may be torch's in a graph, and all products before may have been ours: torch is to make one before.
+bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device);
+
+}  // namespace fused_mlp

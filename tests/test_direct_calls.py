@@ -1,0 +1,232 @@
+"""Calls past torch's dispatcher, on a GPU: results are those of the op, which is called wherever it has more to do."""
+
+import copy
+import importlib
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import machine
+from modules import Gated, Intermediate, PackedGated, Plain
+
+pytestmark = pytest.mark.skipif(machine.device_type() != "cuda", reason="only ops of GPUs are called directly")
+
+SIZES = 64, 192, 64  # of which both layers are ours
+
+
+class Around(nn.Module):
+    """A block with a norm of its input, or of the sum."""
+
+    def __init__(self, mlp, first=None, last=None):
+        super().__init__()
+        self.first, self.mlp, self.last = first or nn.Identity(), mlp, last or nn.Identity()
+
+
+class Before(Around):
+    def forward(self, hidden_states):
+        return hidden_states + self.mlp(self.first(hidden_states))
+
+
+class Behind(Around):
+    def forward(self, hidden_states):
+        return self.last(self.mlp(hidden_states) + hidden_states)
+
+
+KINDS = {
+    "linear": lambda: Intermediate(sizes=SIZES[:2]),
+    "plain": lambda: Plain(sizes=SIZES),
+    "plain without biases": lambda: Plain(bias=False, sizes=SIZES),
+    "gated": lambda: Gated(sizes=SIZES),
+    "gated with biases": lambda: Gated(bias=True, sizes=SIZES),
+    "packed": lambda: PackedGated(bias=True, sizes=SIZES),
+    "narrowing": lambda: Plain(sizes=(64, 192, 32)),
+    "block": lambda: Before(Gated(sizes=SIZES), LlamaRMSNorm(64)),
+    "block, packed": lambda: Before(PackedGated(sizes=SIZES), nn.LayerNorm(64)),
+    "block without a norm": lambda: Before(Plain(sizes=SIZES)),
+    "block, norm of the sum": lambda: Behind(Plain(sizes=SIZES), last=nn.LayerNorm(64)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def ops(fused_mlp, monkeypatch):
+    """The names of the ops that are called."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    taken = []
+    for name, op in shortcut._ops.items():
+        monkeypatch.setitem(shortcut._ops, name, lambda *given, name=name, op=op: (taken.append(name), op(*given))[1])
+    return taken
+
+
+def fused_pair(fused_mlp, kind, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    module = KINDS[kind]().to("cuda", dtype).eval().requires_grad_(False)
+    for norm in module.modules():
+        if isinstance(norm, (nn.LayerNorm, LlamaRMSNorm)):
+            nn.init.normal_(norm.weight)
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused
+    for _ in range(2):  # the class of an activation is learnt at its first call, torch's handle for cuBLAS made then
+        fused(x_of(dtype=dtype))
+    return module, fused
+
+
+def x_of(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape or (2, 5, 64), device="cuda", dtype=dtype)
+
+
+def dispatched(call, *given):
+    """The result by torch's dispatcher, which profilers are told by."""
+    with torch.autograd.profiler.profile():
+        return call(*given)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_result_is_the_ops(fused_mlp, ops, kind, dtype, mode):
+    module, fused = fused_pair(fused_mlp, kind, dtype)
+    ops.clear()
+    for shape in ((64,), (1, 64), (3, 7, 64), (1, 1, 300, 64)):
+        x = x_of(*shape, dtype=dtype)
+        with mode():
+            got = fused(x)
+        assert ops == []
+        expected = dispatched(fused, x)
+        assert len(ops) == 1
+        ops.clear()
+        assert torch.equal(got, expected) and got.stride() == expected.stride()
+        assert got.is_inference() == (mode is torch.inference_mode) and not got.requires_grad
+        torch.testing.assert_close(got, module(x), rtol=0, atol=5e-2)
+
+
+@every_kind
+def test_rows_that_are_apart(fused_mlp, ops, kind):
+    """Rows of a wider matrix are read where they are; other layouts are copied by the op."""
+    _, fused = fused_pair(fused_mlp, kind)
+    ops.clear()
+    x = x_of(5, 128)[:, :64]
+    got = fused(x)
+    assert ops == [] and torch.equal(got, fused(x.contiguous()))
+    for turned in (x_of(2, 64, 5).transpose(1, 2), x_of(5, 128)[:, ::2]):
+        assert torch.equal(fused(turned), fused(turned.contiguous()))
+
+
+def negated(module):
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(torch._neg_view(layer.weight.detach()), requires_grad=False)
+
+
+@every_kind
+def test_negative_bits(fused_mlp, ops, kind):
+    """Views that stand for the negative of what is in memory, as inputs and as weights."""
+    module, fused = fused_pair(fused_mlp, kind)
+    ops.clear()
+    x = torch._neg_view(x_of())
+    torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
+    assert len(ops) == 1
+    negated(module), negated(fused)
+    x = x_of()
+    torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
+
+
+def test_a_negated_residual(fused_mlp, ops):
+    module, fused = fused_pair(fused_mlp, "block")
+    x = torch._neg_view(x_of())
+    torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
+
+
+@every_kind
+def test_transforms(fused_mlp, kind):
+    module, fused = fused_pair(fused_mlp, kind)
+    x = x_of(4, 3, 64)
+    torch.testing.assert_close(torch.func.vmap(fused)(x), module(x), rtol=0, atol=5e-2)
+    outs = [torch.func.jvp(each, (x,), (torch.ones_like(x),))[1] for each in (fused, module)]
+    torch.testing.assert_close(*outs, rtol=0, atol=2e-1)
+
+
+@every_kind
+def test_what_watches_sees_the_op(fused_mlp, kind):
+    _, fused = fused_pair(fused_mlp, kind)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused(x_of())
+    assert any("fused_mlp" in event.name for event in profile.events())
+
+
+@every_kind
+def test_wrong_operands(fused_mlp, kind):
+    """Errors are the original's."""
+    module, fused = fused_pair(fused_mlp, kind)
+    for wrong in (x_of(2, 63), x_of(2, 64, dtype=torch.float32), x_of(2, 64).cpu()):
+        for each in (module, fused):
+            with pytest.raises(RuntimeError):
+                each(wrong)
+    x = x_of()
+    assert torch.equal(fused(x), dispatched(fused, x))
+
+
+@every_kind
+def test_changed_weights(fused_mlp, kind):
+    """Other weights, other data in the same weights, and others in their place with another layout."""
+    module, fused = fused_pair(fused_mlp, kind)
+    x = x_of()
+    for change in (
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn_like(layer.weight) / 8)),
+        lambda layer: layer.weight.copy_(torch.randn_like(layer.weight) / 8),
+        lambda layer: setattr(layer.weight, "data", torch.randn_like(layer.weight) / 8),
+        lambda layer: setattr(layer.weight, "data", layer.weight.data.t().contiguous().t()),
+    ):
+        for each in (module, fused):
+            torch.manual_seed(3)
+            for layer in each.modules():
+                if isinstance(layer, nn.Linear):
+                    with torch.no_grad():
+                        change(layer)
+            each.requires_grad_(False)
+        torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
+
+
+@every_kind
+def test_graphs(fused_mlp, kind):
+    """Captured, and replayed with another input."""
+    _, fused = fused_pair(fused_mlp, kind)
+    x, graph = x_of(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused(x)
+    x.copy_(x_of())
+    graph.replay()
+    torch.testing.assert_close(out, fused(x), rtol=0, atol=5e-2)
+
+
+def test_streams_and_threads(fused_mlp):
+    """Each thread queues on its own stream, with weights and inputs of its own."""
+    pairs = [fused_pair(fused_mlp, kind) for kind in ("gated", "plain", "block", "packed")]
+    errors = []
+
+    def work(module, fused):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(50):
+                x = x_of(3, 64)
+                if not torch.allclose(fused(x), module(x), rtol=0, atol=5e-2):
+                    errors.append(x)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu(fused_mlp):
+    """The op makes the operands' device the current one."""
+    module, fused = (each.to("cuda:1") for each in fused_pair(fused_mlp, "block"))
+    x = x_of().to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "matrix.h"
+#include "norm.h"
+
+// An MLP, and what is around it in its block, as its kernels see it: without tensors, and checked.
+namespace fused_mlp {
+
+// act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one. Weights are [out, in], and their rows, as
+// the biases, have adjacent elements; a bias may be null.
+struct PlainLayer {
+  Matrix weight, up_weight;
+  const void *bias, *up_bias;
+  int64_t out;
+  int64_t activation;
+};
+
+struct PlainMlp {
+  DType dtype;
+  int32_t device;
+  Matrix x;
+  int64_t rows, in;
+  PlainLayer layers[2];
+  int count;  // of layers
+  // With a residual, the block of torch_binding.h. Its data is null where there is none.
+  Matrix residual;
+  Norm first, last;
+};
+
+// What computes an MLP into adjacent rows, queued on torch's current stream; empty where the op has to be called, as
+// its kernels are not all ours, or the MLP is on another device than the current one.
+std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
+
+}  // namespace fused_mlp

@@ -1,0 +1,232 @@
+#include "direct_call.h"
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "activation.h"
+#include "direct.h"
+#include "dlpack.h"
+#include "owned.h"
+#include "rows.h"
+
+namespace fused_mlp {
+namespace {
+
+const dlpack::ExchangeApi* exchange = nullptr;
+PyObject* is_negated = nullptr;
+PyObject* dispatched = nullptr;  // a tuple
+
+// Whether a call of this function, of one argument or of none, returns something true; or raises.
+bool is_said(PyObject* function, PyObject* argument = nullptr) {
+  const Owned said(PyObject_CallFunctionObjArgs(function, argument, nullptr));
+  return !said || PyObject_IsTrue(said.get()) != 0;
+}
+
+bool has_to_be_dispatched() {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(dispatched); i < count; ++i) {
+    if (is_said(PyTuple_GetItem(dispatched, i))) return true;
+  }
+  return false;
+}
+
+std::optional<DType> dtype_of(const dlpack::DataType& type) {
+  if (type == dlpack::kBFloat16) return DType::kBFloat16;
+  if (type == dlpack::kFloat16) return DType::kFloat16;
+  if (type == dlpack::kFloat32) return DType::kFloat32;
+  return std::nullopt;
+}
+
+bool is_dense(const dlpack::Tensor& vector) { return vector.sizes[0] == 1 || vector.strides[0] == 1; }
+
+// Reads an MLP off the operands of its op. What is false was no fit; an error of Python's may then be set.
+class Reader {
+ public:
+  Reader(const DirectForm& form, PyObject* operands) : form_(form), operands_(operands) {}
+
+  bool read(PlainMlp* mlp) { return read_x(mlp) && read_layers(mlp) && (!form_.block || read_block(mlp)); }
+
+  // The sizes of the result, which are those of x but for the last.
+  PyObject* sizes(const PlainMlp& mlp) const {
+    Owned sizes(PyTuple_New(x_.dims));
+    for (int d = 0; sizes && d < x_.dims; ++d) {
+      PyObject* const size = PyLong_FromSsize_t(d + 1 < x_.dims ? x_.sizes[d] : mlp.layers[mlp.count - 1].out);
+      if (size == nullptr || PyTuple_SetItem(sizes.get(), d, size) != 0) return nullptr;
+    }
+    return sizes.release();
+  }
+
+ private:
+  PyObject* at(Py_ssize_t place) const { return PyTuple_GetItem(operands_, place); }
+  int64_t integer(Py_ssize_t place) const { return PyLong_AsSsize_t(at(place)); }
+
+  // A tensor that is not empty, of so many dimensions, on the device of x and of its dtype.
+  bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
+    if (exchange->read(tensor, view) != 0) return false;
+    const bool alike = dims == 0 || (view->dims == dims && view->device == x_.device && view->dtype == x_.dtype);
+    return alike && view->data != nullptr && view->byte_offset == 0 && !is_said(is_negated, tensor);
+  }
+
+  bool read_x(PlainMlp* mlp) {
+    if (!read_tensor(at(0), 0, &x_) || x_.dims == 0) return false;
+    const auto dtype = dtype_of(x_.dtype);
+    const Rows rows(x_.sizes, x_.strides, x_.dims);
+    if (!dtype || !rows.adjacent || rows.rows == 0 || rows.cols == 0) return false;
+    mlp->dtype = *dtype;
+    mlp->device = x_.device.index;
+    mlp->x = {x_.data, rows.row_stride};
+    mlp->rows = rows.rows;
+    mlp->in = rows.cols;
+    return true;
+  }
+
+  // A weight of so many inputs.
+  bool read_weight(Py_ssize_t place, int64_t in, Matrix* matrix, int64_t* out) const {
+    dlpack::Tensor weight;
+    if (!read_tensor(at(place), 2, &weight) || weight.sizes[0] == 0 || weight.sizes[1] != in) return false;
+    if (weight.strides[1] != 1 && in != 1) return false;
+    *matrix = {weight.data, weight.strides[0]};
+    *out = weight.sizes[0];
+    return true;
+  }
+
+  // A vector, or null for None.
+  bool read_vector(Py_ssize_t place, int64_t size, const void** data) const {
+    *data = nullptr;
+    if (at(place) == Py_None) return true;
+    dlpack::Tensor vector;
+    if (!read_tensor(at(place), 1, &vector) || vector.sizes[0] != size || !is_dense(vector)) return false;
+    *data = vector.data;
+    return true;
+  }
+
+  bool read_layers(PlainMlp* mlp) const {
+    const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
+    PlainLayer& first = mlp->layers[0];
+    mlp->count = form_.weights > parts ? 2 : 1;
+    first.activation = integer(biases + form_.weights);
+    first.up_weight = kNoMatrix;
+    first.up_bias = nullptr;
+    if (!read_weight(1, mlp->in, &first.weight, &first.out) || !read_vector(biases, first.out, &first.bias)) {
+      return false;
+    }
+    if (form_.packed && !split(mlp->dtype, &first)) return false;
+    if (parts == 2) {
+      int64_t out;
+      if (!read_weight(2, mlp->in, &first.up_weight, &out) || out != first.out ||
+          !read_vector(biases + 1, out, &first.up_bias)) {
+        return false;
+      }
+    }
+    if (mlp->count == 1) return true;
+    PlainLayer& second = mlp->layers[1];
+    second.up_weight = kNoMatrix;
+    second.up_bias = nullptr;
+    second.activation = static_cast<int64_t>(Activation::kLinear);
+    return read_weight(1 + parts, first.out, &second.weight, &second.out) &&
+           read_vector(biases + parts, second.out, &second.bias);
+  }
+
+  // Takes a layer, which is that of gate and up, apart.
+  bool split(DType dtype, PlainLayer* layer) const {
+    if (layer->out % 2 != 0) return false;
+    layer->out /= 2;
+    const auto behind = [&](const void* data, int64_t elements) {
+      return static_cast<const char*>(data) + elements * element_bytes(dtype);
+    };
+    const int64_t stride = layer->weight.row_stride;
+    layer->up_weight = {const_cast<char*>(behind(layer->weight.data, layer->out * stride)), stride};
+    if (layer->bias != nullptr) layer->up_bias = behind(layer->bias, layer->out);
+    if (form_.up_first) {
+      std::swap(layer->weight, layer->up_weight);
+      std::swap(layer->bias, layer->up_bias);
+    }
+    return true;
+  }
+
+  bool read_norm(Py_ssize_t place, int64_t features, Norm* norm) const {
+    norm->kind = static_cast<NormKind>(integer(place + 3));
+    norm->eps = static_cast<float>(PyFloat_AsDouble(at(place + 2)));
+    norm->residual = Residual::kNone;
+    norm->factor = 1.0f;
+    return read_vector(place, features, &norm->weight) && read_vector(place + 1, features, &norm->bias);
+  }
+
+  bool read_block(PlainMlp* mlp) const {
+    const Py_ssize_t place = 2 * form_.weights + 2;
+    const int64_t out = mlp->layers[mlp->count - 1].out;
+    dlpack::Tensor residual;
+    if (!read_tensor(at(place), x_.dims, &residual) || residual.sizes[x_.dims - 1] != out ||
+        !std::equal(x_.sizes, x_.sizes + x_.dims - 1, residual.sizes)) {
+      return false;
+    }
+    const Rows rows(residual.sizes, residual.strides, residual.dims);
+    if (!rows.adjacent || !read_norm(place + 2, mlp->in, &mlp->first) || !read_norm(place + 6, out, &mlp->last)) {
+      return false;
+    }
+    const bool norms_sum = at(place + 10) == Py_True;
+    mlp->residual = {residual.data, rows.row_stride};
+    mlp->last.residual = norms_sum ? Residual::kNormed : Residual::kAdded;
+    mlp->last.factor = static_cast<float>(PyFloat_AsDouble(at(place + 1)));
+    const auto scales = [](const Norm& norm) { return norm.kind == NormKind::kScale; };
+    return !scales(mlp->first) && !(norms_sum && scales(mlp->last));
+  }
+
+  const DirectForm& form_;
+  PyObject* const operands_;
+  dlpack::Tensor x_;
+};
+
+// Without the interpreter's lock, as torch calls ops. False with an error set where it throws.
+bool run(const std::function<void(void*)>& compute, void* out) {
+  PyThreadState* const state = PyEval_SaveThread();
+  std::string error;
+  try {
+    compute(out);
+  } catch (const std::exception& thrown) {
+    error = thrown.what();
+  }
+  PyEval_RestoreThread(state);
+  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
+  return error.empty();
+}
+
+}  // namespace
+
+bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* functions) {
+  exchange = nullptr;
+  if (exchange_api == Py_None) return true;
+  const void* const found = PyCapsule_GetPointer(exchange_api, dlpack::kCapsuleName);
+  if (found == nullptr) return false;
+  const auto* const api = static_cast<const dlpack::ExchangeApi*>(found);
+  if (api->major_version != dlpack::kMajorVersion || api->read == nullptr) return true;
+  Py_INCREF(is_neg);
+  Py_INCREF(functions);
+  is_negated = is_neg;
+  dispatched = functions;
+  exchange = api;
+  return true;
+}
+
+PyObject* call_directly(const DirectForm& form, PyObject* operands) {
+  if (exchange == nullptr) return nullptr;
+  static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
+  PlainMlp mlp{};
+  Reader reader(form, operands);
+  if (!has_to_be_dispatched() && reader.read(&mlp)) {
+    if (const auto compute = plan_direct(mlp)) {
+      const Owned sizes(reader.sizes(mlp));
+      if (!sizes) return nullptr;
+      Owned out(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, 0), new_empty, sizes.get(), nullptr));
+      dlpack::Tensor view;
+      if (!out || exchange->read(out.get(), &view) != 0) return nullptr;
+      return run(compute, view.data) ? out.release() : nullptr;
+    }
+  }
+  PyErr_Clear();  // the op says what is wrong
+  return nullptr;
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+
+// The part of DLPack's C interface by which a tensor of Python's is read without a reference to it. Its layout is that
+// of version 1 of the standard (dmlc.github.io/dlpack), which changes with the first number of the version alone;
+// torch's copy of the header is closed to extensions that keep to its stable ABI.
+namespace fused_mlp::dlpack {
+
+constexpr uint32_t kMajorVersion = 1;
+constexpr const char* kCapsuleName = "dlpack_exchange_api";
+
+struct Device {
+  int32_t type, index;
+
+  bool operator==(const Device&) const = default;
+};
+
+struct DataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+
+  bool operator==(const DataType&) const = default;
+};
+constexpr DataType kFloat32{2, 32, 1}, kFloat16{2, 16, 1}, kBFloat16{4, 16, 1};
+
+// Strides count elements.
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t dims;
+  DataType dtype;
+  int64_t *sizes, *strides;
+  uint64_t byte_offset;
+};
+
+struct ExchangeApi {
+  uint32_t major_version, minor_version;
+  const ExchangeApi* previous;
+  void* unused[3];  // what makes tensors, and takes and gives references to them
+  // Returns 0; else an error of Python's is set. What is read holds as long as the tensor lives and is not resized.
+  int (*read)(void* tensor, Tensor* out);
+  void* current_stream;
+};
+
+}  // namespace fused_mlp::dlpack

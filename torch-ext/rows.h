@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+
+namespace fused_mlp {
+
+// The memory of a tensor [..., cols] as that of a matrix: `rows` rows of `cols` elements, `row_stride` elements apart.
+// Where `adjacent` is false, it is not such a matrix, and there is no row_stride: a chunk of a packed projection is
+// one, a transpose is not.
+struct Rows {
+  int64_t rows = 1, cols = 1, row_stride;
+  bool adjacent;
+
+  Rows(const int64_t* sizes, const int64_t* strides, int64_t dims) {
+    if (dims != 0) cols = sizes[dims - 1];
+    for (int64_t d = 0; d + 1 < dims; ++d) rows *= sizes[d];
+    row_stride = cols;
+    adjacent = dims == 0 || cols <= 1 || strides[dims - 1] == 1;
+    int64_t next_stride = -1;  // what the next outer dimension must step by to continue the rows of the inner ones
+    for (int64_t d = dims - 2; adjacent && d >= 0; --d) {
+      if (sizes[d] == 1) continue;
+      if (next_stride < 0) {
+        row_stride = strides[d];
+      } else {
+        adjacent = strides[d] == next_stride;
+      }
+      next_stride = strides[d] * sizes[d];
+    }
+  }
+};
+
+}  // namespace fused_mlp
