@@ -745,6 +745,15 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
   return answered(plain ? boolean(recording == kYes ? needs_gradient(operands) : recording) : nullptr);
 }
 
+PyObject* py_directly(PyObject*, PyObject* given) {
+  PyObject* of[2];
+  if (!unpack(given, "ot", of)) return nullptr;
+  const Py_ssize_t size = PyTuple_Size(of[1]);
+  if (size < 4 || size % 2 != 0) return PyErr_Format(PyExc_TypeError, "operands must be those of an op, got %R", of[1]);
+  const DirectForm form{size / 2 - 1, of[0] == Py_True, false, false, false};
+  return answered(call_directly(form, of[1]));
+}
+
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 // Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
@@ -809,6 +818,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"is_recorded", py_is_recorded, METH_O, nullptr},
+    {"directly", py_directly, METH_VARARGS, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
     {"block_of", py_block_of, METH_VARARGS, nullptr},

@@ -254,6 +254,11 @@ _COMPILED_OPS = {
 }
 _plain = native.plain_modules  # None where nothing is compiled
 
+# Those that may be called past torch's dispatcher, which only a GPU's are, and whether they are gated.
+_CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
+if native.DEVICE_TYPE != "cuda":
+    _CALLED_DIRECTLY.clear()
+
 
 def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: str = training.KEPT) -> Optional[Tensor]:
     """The result of the compiled op where a call plainly can be one, else None.
@@ -267,7 +272,8 @@ def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: s
         return None  # experts are left to others on some GPUs
     try:
         if not recorded:
-            return _COMPILED_OPS[op](*given, *rest)
+            found = _plain.directly(_CALLED_DIRECTLY[op], (*given, *rest)) if op in _CALLED_DIRECTLY else None
+            return _COMPILED_OPS[op](*given, *rest) if found is None else found
         if training.refusal(op, rest[0]) is not None:
             return None
         x = given[0]
