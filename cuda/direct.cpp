@@ -24,13 +24,17 @@ struct Steps {
     }
     if (second) {
       first.launch(x, hidden.emplace(bytes(mlp.layers[0].out)).data());
-      second->launch(hidden->data(), out);
-    } else {
-      first.launch(x, out);
+      x = hidden->data();
     }
+    FusedGemm& last = second ? *second : first;
+    if (mlp.residual.data == nullptr) return last.launch(x, out);
+    // What is more than a sum is a kernel of its own.
+    if (mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
+      return last.launch(x, out, mlp.residual, mlp.last.factor);
+    }
+    last.launch(x, out);
     const int64_t features = mlp.layers[mlp.count - 1].out;
-    const Matrix result{out, features};
-    if (mlp.residual.data != nullptr) norm(result, mlp.residual, result, features, mlp.last);
+    norm({out, features}, mlp.residual, {out, features}, features, mlp.last);
   }
 
   bool norms_first() const { return mlp.first.kind != NormKind::kNone; }

@@ -40,7 +40,16 @@ struct FusedGemm {
 
   bool fused() const { return refusal == Refusal::kNone; }
 
-  void launch(const void* a, void* out) {
+  // Whether the kernel adds its results to rows that lie like these.
+  bool adds_to(const Matrix& addend) const {
+    const bool pairs = reinterpret_cast<uintptr_t>(addend.data) % 4 == 0 && addend.row_stride % 2 == 0;
+    return pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;
+  }
+
+  // Computes the layer, and addend + factor * that where there is an addend.
+  void launch(const void* a, void* out, const Matrix& addend = kNoMatrix, float factor = 1.0f) {
+    problem.epilogue.addend = addend;
+    problem.epilogue.factor = factor;
     problem.a.data = const_cast<void*>(a);
     problem.out.data = out;
     check(plan.architecture->launch(problem, plan, gpu, stream));

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import gemm_kernels
 import machine
 from modules import Gated, Intermediate, PackedGated, Plain
 
@@ -123,6 +124,32 @@ def test_functions(fused_mlp, monkeypatch):
             assert torch.equal(got, dispatched(function, x, *given))
         assert taken == [name]
         taken.clear()
+
+
+@pytest.mark.parametrize("architecture", gemm_kernels.ARCHITECTURES)
+@pytest.mark.parametrize("features", [64, 72, 200])
+def test_every_kernel_that_adds_the_residual(fused_mlp, ops, architecture, features):
+    """Of few rows, in the place of a sum of its own, which the op has; with a factor, and rows that are apart."""
+    if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+        pytest.skip("not on this GPU")
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    torch.manual_seed(0)
+    layers = x_of(192, 64) / 8, x_of(features, 192) / 8, x_of(192), x_of(features), 4
+    nothing = None, None, 0.0, 0, None, None, 0.0, 0, False
+    streamed = [
+        number
+        for number, (loop, product, *_) in enumerate(gemm_kernels.entries(architecture))
+        if (loop, product) == ("streamed", "Plain")
+    ]
+    for rows in (1, 5, 7, 64):
+        residual = x_of(rows, 2 * features)[:, features:]
+        operands = (x_of(rows, 64), *layers, residual, 0.5, *nothing)
+        for kernel in streamed:
+            with gemm_kernels.forced(fused_mlp, architecture, kernel):
+                got = shortcut.plain.directly(False, operands)
+                expected = shortcut._ops["residual_mlp"](*operands)
+            assert torch.equal(got, expected), (rows, kernel)
+    assert len(streamed) > 5
 
 
 @every_kind

@@ -749,8 +749,12 @@ PyObject* py_directly(PyObject*, PyObject* given) {
   PyObject* of[2];
   if (!unpack(given, "ot", of)) return nullptr;
   const Py_ssize_t size = PyTuple_Size(of[1]);
-  if (size < 4 || size % 2 != 0) return PyErr_Format(PyExc_TypeError, "operands must be those of an op, got %R", of[1]);
-  const DirectForm form{size / 2 - 1, of[0] == Py_True, false, false, false};
+  const bool block = size % 2 != 0;
+  const Py_ssize_t weights = (size - (block ? kBlockOperands : 0)) / 2 - 1;
+  if (weights < 1 || weights > 3) {
+    return PyErr_Format(PyExc_TypeError, "operands must be those of an op, got %R", of[1]);
+  }
+  const DirectForm form{weights, of[0] == Py_True, false, false, block};
   return answered(call_directly(form, of[1]));
 }
 

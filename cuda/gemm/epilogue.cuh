@@ -75,6 +75,24 @@ struct GluEpilogue {
   }
 };
 
+// Two adjacent results of a row, the first in an even column, with what is to be added to them.
+template <typename Element, Product kProduct>
+__device__ __forceinline__ uint32_t with_addend(const EpilogueArgs& epilogue, uint32_t results, int64_t row,
+                                                int64_t column) {
+  if constexpr (kProduct == Product::kPlain) {
+    if (epilogue.addend.data != nullptr) {
+      using Pair = typename ElementTraits<Element>::Pair;
+      const Element* const place =
+          static_cast<const Element*>(epilogue.addend.data) + row * epilogue.addend.row_stride + column;
+      const float2 addend = to_float2(*reinterpret_cast<const Pair*>(place));
+      const float2 result = to_float2(*reinterpret_cast<const Pair*>(&results));
+      results =
+          round_pair<Element>(fmaf(result.x, epilogue.factor, addend.x), fmaf(result.y, epilogue.factor, addend.y));
+    }
+  }
+  return results;
+}
+
 // From the gradient of act(gate) * up: those of gate and up, and the value itself. Memory is what bounds these
 // products: the finer fit of the activation costs nothing.
 template <Activation A>

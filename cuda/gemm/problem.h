@@ -65,6 +65,10 @@ struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
   const void* up_bias;  // [n], added to a up_weight^T, or null
   int64_t activation;   // a code of activation.h
+  // [m, n], or none: results are rounded, times `factor`, added to it and rounded again. For streamed kernels of
+  // kPlain.
+  Matrix addend = kNoMatrix;
+  float factor = 1.0f;
 
   bool operator==(const EpilogueArgs&) const = default;
 };

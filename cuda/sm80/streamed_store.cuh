@@ -79,9 +79,11 @@ __device__ __forceinline__ void store_tokens(uint32_t shared, const typename Gem
     float value[kPiece];
     GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
     Element* out = static_cast<Element*>(args.out.data) + (first_token + token) * args.out.row_stride + column;
-    *reinterpret_cast<uint4*>(out) =
-        make_uint4(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]),
-                   round_pair<Element>(value[4], value[5]), round_pair<Element>(value[6], value[7]));
+    const auto pair = [&](int i) {
+      return with_addend<Element, Gemm::kProduct>(args.epilogue, round_pair<Element>(value[i], value[i + 1]),
+                                                  first_token + token, column + i);
+    };
+    *reinterpret_cast<uint4*>(out) = make_uint4(pair(0), pair(2), pair(4), pair(6));
   }
 }
 
@@ -143,7 +145,7 @@ __device__ __forceinline__ void store_sums(const typename Gemm::Args& args,
         const int place = column + half * 8 + lane % 4 * 2;
         if (token < args.m && place < args.n) {
           *reinterpret_cast<uint32_t*>(static_cast<Element*>(args.out.data) + token * args.out.row_stride + place) =
-              bits;
+              with_addend<Element, Gemm::kProduct>(args.epilogue, bits, token, place);
         }
       }
     }

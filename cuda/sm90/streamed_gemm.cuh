@@ -312,8 +312,13 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
     };
     float value[4];
     GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);
-    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + tile.out_row(token) * args.out_stride + column) =
-        make_uint2(round_pair<Element>(value[0], value[1]), round_pair<Element>(value[2], value[3]));
+    const int64_t out_row = tile.out_row(token);
+    const auto pair = [&](int i) {
+      return with_addend<Element, Gemm::kProduct>(args.epilogue, round_pair<Element>(value[i], value[i + 1]), out_row,
+                                                  column + i);
+    };
+    *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + out_row * args.out_stride + column) =
+        make_uint2(pair(0), pair(2));
   }
 }
 
@@ -350,8 +355,10 @@ __device__ __forceinline__ void store_alone(const StreamedGemmArgs& args, const 
         const uint32_t pair = transposed_matrix(round_pair<Element>(value[i], value[i + 1]));
         const int token = i * 4 + lane / 4;
         if (inside && token < tile.tokens()) {
-          Element* out = static_cast<Element*>(args.out) + tile.out_row(token) * args.out_stride + tile.column + column;
-          *reinterpret_cast<uint32_t*>(out) = pair;
+          const int64_t out_row = tile.out_row(token);
+          Element* out = static_cast<Element*>(args.out) + out_row * args.out_stride + tile.column + column;
+          *reinterpret_cast<uint32_t*>(out) =
+              with_addend<Element, Gemm::kProduct>(args.epilogue, pair, out_row, tile.column + column);
         }
       }
     }
