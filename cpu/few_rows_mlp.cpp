@@ -2,14 +2,12 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
+#include <memory>
+#include <new>
 
-#include "../torch-ext/operands.h"
 #include "isa.h"
 
 namespace fused_mlp::few_rows {
-
-using torch::stable::Tensor;
 
 namespace {
 
@@ -66,20 +64,32 @@ const Kernels* kernels() {
   return nullptr;
 }
 
-bool pays(DType dtype, int64_t rows, int64_t weight_bytes) {
-  if (kernels() == nullptr) return false;
+bool may_pay(DType dtype, int64_t rows) {
+  if (kernels() == nullptr || dtype == DType::kFloat16) return false;
   const Bounds bounds = bounds_of(dtype);
-  if (rows == 1 && bounds.streams_one) return weight_bytes <= kCachedBytes * torch::stable::get_num_threads();
-  return rows >= bounds.least && rows <= bounds.most;
+  return (rows == 1 && bounds.streams_one) || (rows >= bounds.least && rows <= bounds.most);
 }
 
-void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const Tensor& out, Kept kept) {
+bool take(int64_t rows, const Layer& hidden, const Layer* down) {
+  if (!may_pay(hidden.dtype, rows)) return false;
+  const int64_t block = kernels()->block;
+  const auto holds = [&](const Layer& layer) { return layer.in_features >= block && layer.out_features >= block; };
+  if (!holds(hidden) || (down != nullptr && !holds(*down))) return false;
+  if (rows > 1 || !bounds_of(hidden.dtype).streams_one) return true;
+  const int64_t elements = hidden.in_features * hidden.out_features * (hidden.gated ? 2 : 1) +
+                           (down == nullptr ? 0 : down->in_features * down->out_features);
+  return elements * element_bytes(hidden.dtype) <= kCachedBytes * torch::stable::get_num_threads();
+}
+
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept) {
   const int64_t in_stride = padded(hidden.in_features), next_stride = down == nullptr ? 0 : padded(down->in_features);
-  const int64_t bytes = rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float));
-  const Tensor workspace = new_dense(out, {bytes / element_bytes(hidden.dtype)});
-  float* const data = static_cast<float*>(workspace.mutable_data_ptr());
+  constexpr std::align_val_t kLine{64};
+  const auto free = [](float* data) { operator delete(data, kLine); };
+  const std::unique_ptr<float, decltype(free)> workspace(
+      static_cast<float*>(operator new(rows*(in_stride + next_stride) * sizeof(float), kLine)), free);
+  float* const data = workspace.get();
   const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
-  const Matrix to{out.mutable_data_ptr(), out.size(1)};
+  const Matrix to{out, (down == nullptr ? hidden : *down).out_features};
   kernels()->prepare(hidden.dtype, x, hidden.in_features, prepared);
   run_layer(hidden, prepared, down == nullptr ? to : kNoMatrix, next, kept);
   if (down != nullptr) run_layer(*down, next, to, {}, {kNoMatrix, kNoMatrix});

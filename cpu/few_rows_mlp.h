@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include "few_rows.h"
 
 namespace fused_mlp::few_rows {
@@ -9,11 +7,13 @@ namespace fused_mlp::few_rows {
 // The kernels of the best instruction set that this CPU has, or null.
 const Kernels* kernels();
 
-// Whether they are faster than the other ways, by measurement, for so many rows and bytes of weights.
-bool pays(DType dtype, int64_t rows, int64_t weight_bytes);
+// Whether they may be faster than the other ways, by measurement, for so many rows.
+bool may_pay(DType dtype, int64_t rows);
+
+// Whether they are for these layers, of which the second is null where there is one.
+bool take(int64_t rows, const Layer& hidden, const Layer* down);
 
 // Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.
-void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, const torch::stable::Tensor& out,
-         Kept kept = {kNoMatrix, kNoMatrix});
+void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept = {kNoMatrix, kNoMatrix});
 
 }  // namespace fused_mlp::few_rows

@@ -221,14 +221,18 @@ Refusal layout_refusal(const Tensor& weight, const OptionalTensor& bias) {
   return bias && bias->size(0) > 1 && bias->stride(0) != 1 ? Refusal::kStridedBias : Refusal::kNone;
 }
 
-// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
-Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
-  if (dtype_of(x, "x") != DType::kBFloat16) return Refusal::kFloat32;
-  if (isa() != Isa::kAmx) return Refusal::kInstructionSet;
+// Why no kernel of ours reads the weights and biases as they lie.
+Refusal layers_refusal(const HiddenLayer& hidden, const OutputLayer* output) {
   Refusal refusal = layout_refusal(hidden.weight, hidden.bias);
   if (refusal == Refusal::kNone && hidden.gated()) refusal = layout_refusal(*hidden.up_weight, *hidden.up_bias);
   if (refusal == Refusal::kNone && output != nullptr) refusal = layout_refusal(output->weight, output->bias);
   return refusal;
+}
+
+// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
+Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output) {
+  if (dtype_of(x, "x") != DType::kBFloat16) return Refusal::kFloat32;
+  return isa() == Isa::kAmx ? layers_refusal(hidden, output) : Refusal::kInstructionSet;
 }
 
 // Gate and up of what is kept, as matrices.
@@ -290,49 +294,54 @@ void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer*
   run_blocks(gemm_rows(x), hidden, output, out, kept);
 }
 
-// Whether the kernels of few rows take these layers.
-bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output) {
-  const DType dtype = dtype_of(x, "x");
-  const int64_t of_output = output ? output->weight.numel() : 0;
-  const int64_t elements = hidden.weight.numel() * (hidden.gated() ? 2 : 1) + of_output;
-  if (!few_rows::pays(dtype, rows, elements * element_bytes(dtype))) return false;
-  const int64_t block = few_rows::kernels()->block;
-  const auto takes = [&](const Tensor& weight, const OptionalTensor& bias) {
-    return layout_refusal(weight, bias) == Refusal::kNone && weight.size(0) >= block && weight.size(1) >= block;
-  };
-  return takes(hidden.weight, hidden.bias) && (!hidden.gated() || takes(*hidden.up_weight, *hidden.up_bias)) &&
-         (output == nullptr || takes(output->weight, output->bias));
-}
+// Layers as the kernels of few rows see them.
+struct FewRowsLayers {
+  few_rows::Layer first, second{};
+  bool has_second;
 
-few_rows::Projection few_rows_projection(const Tensor& weight, const OptionalTensor& bias) {
-  return {weight.const_data_ptr(), weight.stride(0), bias ? bias->const_data_ptr() : nullptr};
-}
-
-// Computes what run_blocks() does for few rows.
-void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
-                  const Kept* kept = nullptr) {
-  const DType dtype = dtype_of(x, "x");
-  few_rows::Layer first{dtype,
-                        few_rows_projection(hidden.weight, hidden.bias),
-                        {},
-                        hidden.gated(),
-                        x.size(1),
-                        hidden.features(),
-                        hidden.activation};
-  if (hidden.gated()) first.up = few_rows_projection(*hidden.up_weight, *hidden.up_bias);
-  few_rows::Layer second{};
-  if (output) {
+  FewRowsLayers(DType dtype, const HiddenLayer& hidden, const OutputLayer* output) : has_second(output != nullptr) {
+    first = {dtype,
+             projection(hidden.weight, hidden.bias),
+             {},
+             hidden.gated(),
+             hidden.weight.size(1),
+             hidden.features(),
+             hidden.activation};
+    if (hidden.gated()) first.up = projection(*hidden.up_weight, *hidden.up_bias);
+    if (!has_second) return;
     second = {dtype,
-              few_rows_projection(output->weight, output->bias),
+              projection(output->weight, output->bias),
               {},
               false,
               hidden.features(),
               output->features(),
               static_cast<int64_t>(Activation::kLinear)};
   }
+
+  const few_rows::Layer* output() const { return has_second ? &second : nullptr; }
+
+ private:
+  static few_rows::Projection projection(const Tensor& weight, const OptionalTensor& bias) {
+    return {weight.const_data_ptr(), weight.stride(0), bias ? bias->const_data_ptr() : nullptr};
+  }
+};
+
+// Whether the kernels of few rows take these layers.
+bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output) {
+  const DType dtype = dtype_of(x, "x");
+  if (!few_rows::may_pay(dtype, rows) || layers_refusal(hidden, output) != Refusal::kNone) return false;
+  const FewRowsLayers layers(dtype, hidden, output);
+  return few_rows::take(rows, layers.first, layers.output());
+}
+
+// Computes what run_blocks() does for few rows.
+void run_few_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+                  const Kept* kept = nullptr) {
+  const DType dtype = dtype_of(x, "x");
+  const FewRowsLayers layers(dtype, hidden, output);
   const TensorRows rows(x);
-  few_rows::run({const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}, rows.rows, first,
-                output ? &second : nullptr, out,
+  few_rows::run({const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride}, rows.rows, layers.first,
+                layers.output(), out.mutable_data_ptr(),
                 kept ? rows_of(*kept, hidden.features(), dtype) : few_rows::Kept{kNoMatrix, kNoMatrix});
 }
 

@@ -5,8 +5,7 @@
 
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
-#include "parallel.h"
-#include "pointwise.h"
+#include "norms.h"
 
 namespace fused_mlp {
 namespace {
@@ -14,14 +13,7 @@ namespace {
 // What residual.h asks of a backend.
 struct Cpu {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
-    if (x.rows == 0 || x.cols == 0) return;
-    const DType dtype = dtype_of(x.tensor, "x");
-    const Matrix from = matrix(x), to{out.mutable_data_ptr(), x.cols};
-    torch::stable::parallel_for(0, x.rows, ceil_div(kGrain, x.cols), [&](int64_t begin, int64_t end) {
-      pointwise().norm({dtype, end - begin, x.cols}, norm, from_row(from, begin, dtype),
-                       residual.data == nullptr ? residual : from_row(residual, begin, dtype),
-                       from_row(to, begin, dtype));
-    });
+    norm_rows({dtype_of(x.tensor, "x"), x.rows, x.cols}, norm, matrix(x), residual, {out.mutable_data_ptr(), x.cols});
   }
 };
 

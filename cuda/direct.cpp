@@ -48,6 +48,8 @@ struct Steps {
 
 }  // namespace
 
+bool may_be_direct(DType dtype, int64_t) { return dtype != DType::kFloat32; }
+
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != mlp.device) return {};

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import random
 import sys
@@ -70,6 +71,27 @@ def fused_mlp():
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
         yield kernel
+
+
+@pytest.fixture
+def tell_ops(fused_mlp, monkeypatch):
+    """Given tell(name, operands), has every op that the short way calls tell these first."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+
+    def spy(tell):
+        for name, op in shortcut._ops.items():
+            monkeypatch.setitem(
+                shortcut._ops, name, lambda *given, name=name, op=op: (tell(name, given), op(*given))[1]
+            )
+
+    return spy
+
+
+@pytest.fixture
+def dispatched():
+    """A profiler, for whom ops are called by torch's dispatcher."""
+    with torch.autograd.profiler.profile():
+        yield
 
 
 @pytest.fixture(scope="session")

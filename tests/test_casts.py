@@ -1,7 +1,6 @@
 """MLPs whose code casts hidden values to the dtype of the last projection's weight: one op where nothing is cast."""
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -83,15 +82,11 @@ KINDS = {
 
 
 @pytest.fixture
-def calls(fused_mlp, monkeypatch):
-    """The names of the ops that the short way calls. Under a profiler it calls them by torch's dispatcher."""
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+def calls(tell_ops, dispatched):
+    """The names of the ops that the short way calls."""
     taken = []
-    for name, op in shortcut._ops.items():
-        spy = lambda *given, name=name, op=op: (taken.append(name), op(*given))[1]  # noqa: E731
-        monkeypatch.setitem(shortcut._ops, name, spy)
-    with torch.autograd.profiler.profile():
-        yield taken
+    tell_ops(lambda name, _: taken.append(name))
+    return taken
 
 
 def fused_pair(fused_mlp, device, kind, dtype=torch.bfloat16):

@@ -30,8 +30,11 @@ struct PlainMlp {
   Norm first, last;
 };
 
-// What computes an MLP into adjacent rows, queued on torch's current stream; empty where the op has to be called, as
-// its kernels are not all ours, or the MLP is on another device than the current one.
+// Whether there may be a plan for so many rows, whatever the layers are.
+bool may_be_direct(DType dtype, int64_t rows);
+
+// What computes an MLP into adjacent rows, on a GPU queued on torch's current stream; empty where the op has to be
+// called, as its kernels are not all ours, or the MLP is on another device than the current one.
 std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
 
 }  // namespace fused_mlp

@@ -46,7 +46,21 @@ class Reader {
  public:
   Reader(const DirectForm& form, PyObject* operands) : form_(form), operands_(operands) {}
 
-  bool read(PlainMlp* mlp) { return read_x(mlp) && read_layers(mlp) && (!form_.block || read_block(mlp)); }
+  // Of x alone, which may be enough to know that the op has to be called.
+  bool read_x(PlainMlp* mlp) {
+    if (!read_tensor(at(0), 0, &x_) || x_.dims == 0) return false;
+    const auto dtype = dtype_of(x_.dtype);
+    const Rows rows(x_.sizes, x_.strides, x_.dims);
+    if (!dtype || !rows.adjacent || rows.rows == 0 || rows.cols == 0) return false;
+    mlp->dtype = *dtype;
+    mlp->device = x_.device.index;
+    mlp->x = {x_.data, rows.row_stride};
+    mlp->rows = rows.rows;
+    mlp->in = rows.cols;
+    return may_be_direct(mlp->dtype, mlp->rows);
+  }
+
+  bool read_others(PlainMlp* mlp) const { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
 
   // The sizes of the result, which are those of x but for the last.
   PyObject* sizes(const PlainMlp& mlp) const {
@@ -67,19 +81,6 @@ class Reader {
     if (exchange->read(tensor, view) != 0) return false;
     const bool alike = dims == 0 || (view->dims == dims && view->device == x_.device && view->dtype == x_.dtype);
     return alike && view->data != nullptr && view->byte_offset == 0 && !is_said(is_negated, tensor);
-  }
-
-  bool read_x(PlainMlp* mlp) {
-    if (!read_tensor(at(0), 0, &x_) || x_.dims == 0) return false;
-    const auto dtype = dtype_of(x_.dtype);
-    const Rows rows(x_.sizes, x_.strides, x_.dims);
-    if (!dtype || !rows.adjacent || rows.rows == 0 || rows.cols == 0) return false;
-    mlp->dtype = *dtype;
-    mlp->device = x_.device.index;
-    mlp->x = {x_.data, rows.row_stride};
-    mlp->rows = rows.rows;
-    mlp->in = rows.cols;
-    return true;
   }
 
   // A weight of so many inputs.
@@ -215,7 +216,7 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
   PlainMlp mlp{};
   Reader reader(form, operands);
-  if (!has_to_be_dispatched() && reader.read(&mlp)) {
+  if (reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp)) {
     if (const auto compute = plan_direct(mlp)) {
       const Owned sizes(reader.sizes(mlp));
       if (!sizes) return nullptr;

@@ -254,10 +254,8 @@ _COMPILED_OPS = {
 }
 _plain = native.plain_modules  # None where nothing is compiled
 
-# Those that may be called past torch's dispatcher, which only a GPU's are, and whether they are gated.
+# Those that may be called past torch's dispatcher, and whether they are gated.
 _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
-if native.DEVICE_TYPE != "cuda":
-    _CALLED_DIRECTLY.clear()
 
 
 def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: str = training.KEPT) -> Optional[Tensor]:

@@ -102,7 +102,7 @@ if plain is not None:
                 (F, "dropout", _DROPOUT),
                 (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
             ),
-            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None) if native.DEVICE_TYPE == "cuda" else None,
+            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
             "is_negated": Tensor.is_neg,
             "dispatched": (torch.autograd._profiler_enabled, torch._C._functorch.maybe_current_level),
         }

@@ -1,0 +1,19 @@
+#pragma once
+
+#include "parallel.h"
+
+namespace fused_mlp {
+
+// What norm.h says of rows of x and of the residual, in parallel; out may be x.
+inline void norm_rows(const PointwiseShape& shape, const Norm& norm, const Matrix& x, const Matrix& residual,
+                      const Matrix& out) {
+  if (shape.rows == 0 || shape.cols == 0) return;
+  torch::stable::parallel_for(0, shape.rows, ceil_div(kGrain, shape.cols), [&](int64_t begin, int64_t end) {
+    const auto from = [&](const Matrix& rows) {
+      return rows.data == nullptr ? rows : from_row(rows, begin, shape.dtype);
+    };
+    pointwise().norm({shape.dtype, end - begin, shape.cols}, norm, from(x), from(residual), from(out));
+  });
+}
+
+}  // namespace fused_mlp
