@@ -33,7 +33,7 @@ struct FusedGemm {
         launched_behind(follows_gemm && !is_captured(stream)),
         refusal(choose(x, layer, described, follows_gemm)) {}
 
-  // That of a layer of this one's result, planned before either is launched.
+  // Plans a layer of this one's result, before either is launched.
   FusedGemm behind(const PlainLayer& layer, Refusal described) const {
     return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, fused()};
   }

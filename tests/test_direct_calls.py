@@ -22,7 +22,7 @@ ISA = os.environ.get("FUSED_MLP_CPU_ISA", torch.backends.cpu.get_cpu_capability(
 pytestmark = pytest.mark.skipif(not ON_GPU and ISA in ("scalar", "DEFAULT"), reason="this CPU runs torch's products")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
-# Those of which all layers are ours, on every GPU and CPU.
+# All layers of these sizes are ours, on every GPU and CPU.
 SIZES = 64, 192, 64
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.bfloat16, torch.float32)
 SHAPES = ((64,), (1, 64), (2, 2, 64), (1, 1, 300, 64)) if ON_GPU else ((64,), (4, 64), (2, 1, 2, 64))
@@ -138,7 +138,7 @@ def test_functions(fused_mlp, monkeypatch):
 @pytest.mark.parametrize("architecture", gemm_kernels.ARCHITECTURES)
 @pytest.mark.parametrize("features", [64, 72, 200])
 def test_every_kernel_that_adds_the_residual(fused_mlp, ops, architecture, features):
-    """Of few rows, in the place of a sum of its own, which the op has; with a factor, and rows that are apart."""
+    """The op has a kernel for the sum instead. There is a factor, and the rows of the residual are apart."""
     if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
         pytest.skip("not on this GPU")
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")

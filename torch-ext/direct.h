@@ -25,7 +25,7 @@ struct PlainMlp {
   int64_t rows, in;
   PlainLayer layers[2];
   int count;  // of layers
-  // With a residual, the block of torch_binding.h. Its data is null where there is none.
+  // A residual makes it the block of torch_binding.h; its data is null where there is none.
   Matrix residual;
   Norm first, last;
 };
@@ -33,8 +33,8 @@ struct PlainMlp {
 // Whether there may be a plan for so many rows, whatever the layers are.
 bool may_be_direct(DType dtype, int64_t rows);
 
-// What computes an MLP into adjacent rows, on a GPU queued on torch's current stream; empty where the op has to be
-// called, as its kernels are not all ours, or the MLP is on another device than the current one.
+// Returns what computes an MLP into adjacent rows, on a GPU by torch's current stream. It is empty where the op has to
+// be called: its kernels are not all ours, or the MLP is on another device than the current one.
 std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
 
 }  // namespace fused_mlp

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "activation.h"
@@ -41,12 +40,12 @@ std::optional<DType> dtype_of(const dlpack::DataType& type) {
 
 bool is_dense(const dlpack::Tensor& vector) { return vector.sizes[0] == 1 || vector.strides[0] == 1; }
 
-// Reads an MLP off the operands of its op. What is false was no fit; an error of Python's may then be set.
+// Reads an MLP off the operands of its op. False says that they do not fit; an error of Python's may then be set.
 class Reader {
  public:
   Reader(const DirectForm& form, PyObject* operands) : form_(form), operands_(operands) {}
 
-  // Of x alone, which may be enough to know that the op has to be called.
+  // Reads x. False where that is enough to know that the op has to be called.
   bool read_x(PlainMlp* mlp) {
     if (!read_tensor(at(0), 0, &x_) || x_.dims == 0) return false;
     const auto dtype = dtype_of(x_.dtype);
@@ -76,14 +75,15 @@ class Reader {
   PyObject* at(Py_ssize_t place) const { return PyTuple_GetItem(operands_, place); }
   int64_t integer(Py_ssize_t place) const { return PyLong_AsSsize_t(at(place)); }
 
-  // A tensor that is not empty, of so many dimensions, on the device of x and of its dtype.
+  // Reads a tensor that is not empty; where it is not x (`dims` is 0), one with so many dimensions that has the device
+  // and the dtype of x.
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
     if (exchange->read(tensor, view) != 0) return false;
     const bool alike = dims == 0 || (view->dims == dims && view->device == x_.device && view->dtype == x_.dtype);
     return alike && view->data != nullptr && view->byte_offset == 0 && !is_said(is_negated, tensor);
   }
 
-  // A weight of so many inputs.
+  // Reads a weight that has so many inputs.
   bool read_weight(Py_ssize_t place, int64_t in, Matrix* matrix, int64_t* out) const {
     dlpack::Tensor weight;
     if (!read_tensor(at(place), 2, &weight) || weight.sizes[0] == 0 || weight.sizes[1] != in) return false;
@@ -93,7 +93,7 @@ class Reader {
     return true;
   }
 
-  // A vector, or null for None.
+  // Reads a vector. None gives null.
   bool read_vector(Py_ssize_t place, int64_t size, const void** data) const {
     *data = nullptr;
     if (at(place) == Py_None) return true;
@@ -130,7 +130,7 @@ class Reader {
            read_vector(biases + parts, second.out, &second.bias);
   }
 
-  // Takes a layer, which is that of gate and up, apart.
+  // Makes a layer of gate and up, which are packed in one, gated.
   bool split(DType dtype, PlainLayer* layer) const {
     if (layer->out % 2 != 0) return false;
     layer->out /= 2;
@@ -180,19 +180,29 @@ class Reader {
   dlpack::Tensor x_;
 };
 
-// Without the interpreter's lock, as torch calls ops. False with an error set where it throws.
-bool run(const std::function<void(void*)>& compute, void* out) {
-  PyThreadState* const state = PyEval_SaveThread();
-  std::string error;
+// Runs a function of C++; where it throws, sets an error of Python's and returns false.
+template <typename Function>
+bool returns(const Function& function) {
   try {
-    compute(out);
+    function();
+    return true;
   } catch (const std::exception& thrown) {
-    error = thrown.what();
+    PyErr_SetString(PyExc_RuntimeError, thrown.what());
+    return false;
   }
-  PyEval_RestoreThread(state);
-  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
-  return error.empty();
 }
+
+// Gives up the interpreter's lock, as torch does for its ops.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
 
 }  // namespace
 
@@ -216,18 +226,23 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
   PlainMlp mlp{};
   Reader reader(form, operands);
-  if (reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp)) {
-    if (const auto compute = plan_direct(mlp)) {
-      const Owned sizes(reader.sizes(mlp));
-      if (!sizes) return nullptr;
-      Owned out(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, 0), new_empty, sizes.get(), nullptr));
-      dlpack::Tensor view;
-      if (!out || exchange->read(out.get(), &view) != 0) return nullptr;
-      return run(compute, view.data) ? out.release() : nullptr;
-    }
+  std::function<void(void*)> compute;
+  const bool fits = reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp) &&
+                    returns([&] { compute = plan_direct(mlp); });
+  if (!fits || !compute) {
+    PyErr_Clear();  // the op says what is wrong
+    return nullptr;
   }
-  PyErr_Clear();  // the op says what is wrong
-  return nullptr;
+  const Owned sizes(reader.sizes(mlp));
+  if (!sizes) return nullptr;
+  Owned out(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, 0), new_empty, sizes.get(), nullptr));
+  dlpack::Tensor view;
+  if (!out || exchange->read(out.get(), &view) != 0) return nullptr;
+  const bool computed = returns([&] {
+    const Unlocked unlocked;
+    compute(view.data);
+  });
+  return computed ? out.release() : nullptr;
 }
 
 }  // namespace fused_mlp

@@ -16,12 +16,12 @@ struct DirectForm {
 // binding, dispatcher and boxed call. What they would do beside calling our kernel is asked for here, and where there
 // is any of it, or the operands do not fit, the op has to be called. Tensors are read by DLPack's exchange API for C.
 
-// Given torch.Tensor.__dlpack_c_exchange_api__, or None for no direct calls; torch.Tensor.is_neg; and functions that
-// return something true where a call has to go by the dispatcher. References to the latter two are kept.
+// Takes torch.Tensor.__dlpack_c_exchange_api__, or None for no direct calls; torch.Tensor.is_neg; and functions that
+// return something true where a call has to go by the dispatcher. Keeps references to the latter two.
 bool configure_direct_calls(PyObject* exchange, PyObject* is_negated, PyObject* dispatched);
 
-// The result; nullptr without an error where the op has to be called. The operands' classes are torch's own, and
-// autograd does not follow them.
+// Returns the result; nullptr without an error where the op has to be called. The operands' classes are torch's own,
+// and autograd does not follow them.
 PyObject* call_directly(const DirectForm& form, PyObject* operands);
 
 }  // namespace fused_mlp
