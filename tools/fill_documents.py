@@ -79,7 +79,8 @@ def main() -> None:
 
 def parts() -> dict[str, str]:
     tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
-        "models": models_table(),
+        "models": models_table("h100-models", "h200-models-compiled"),
+        "models-h200": models_table("h200-models"),
         "generate": generate_table("h100-generate"),
         "generate-h200": generate_table("h200-generate"),
         "generate-mixture": generate_table("h200-generate-mixture"),
@@ -94,7 +95,8 @@ def parts() -> dict[str, str]:
     }
     sentences = {
         "machine": machine(),
-        "models-machine": models_machine(),
+        "models-machine": models_machine("h100-models"),
+        "models-machine-h200": models_machine("h200-models"),
         "training-machine": training_machine(),
         "sweep": sweep_sentence(),
         "between": between_sentence(),
@@ -155,11 +157,13 @@ SETUPS = {
 COMPILED = {"compiled": "fused, compiled", "graphs": "fused, in CUDA graphs"}  # by the benchmark's names of the modes
 
 
-def models_table() -> str:
-    """Times of the forward of whole models, fused against not."""
-    compiled = {(each["model"], each["size"]): each["variants"] for each in run("h200-models-compiled")["results"]}
+def models_table(name: str, compiled_name: str = "") -> str:
+    """Times of the forward of whole models, fused against not; those of compiled models are another run's."""
+    found = run(compiled_name)["results"] if compiled_name else []
+    compiled = {(each["model"], each["size"]): each["variants"] for each in found}
+    modes = COMPILED if compiled_name else {}
     rows = []
-    for result in run("h200-models")["results"]:
+    for result in run(name)["results"]:
         times, others = result["variants"], compiled.get((result["model"], result["size"]), {})
         place = result.get("in_place_us")
         rows.append(
@@ -168,10 +172,10 @@ def models_table() -> str:
                 f"{times['eager']['ms']:.2f} ± {models_spread_of(times):.0f}%",
                 f"{times['eager fused']['ms'] / times['eager']['ms']:.2f}",
                 f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
-                *(compiled_ratio(others, mode) for mode in COMPILED),
+                *(compiled_ratio(others, mode) for mode in modes),
             )
         )
-    heads = ("model, input", "eager, ms", "fused", "CPU time behind attention, us", *COMPILED.values())
+    heads = ("model, input", "eager, ms", "fused", "CPU time behind attention, us", *modes.values())
     return documents.table(heads, rows, left=1)
 
 
@@ -188,18 +192,18 @@ def models_spread_of(times: dict) -> float:
     return max(50 * (each["high"] - each["low"]) / each["ms"] for each in times.values())
 
 
-def models_spread() -> str:
+def models_spread(name: str) -> str:
     """How far the copies of one variant lie apart."""
-    variants = [times for result in run("h200-models")["results"] for times in result["variants"].values()]
+    variants = [times for result in run(name)["results"] for times in result["variants"].values()]
     spreads = sorted((times["high"] - times["low"]) / times["ms"] for times in variants)
     return f"{100 * spreads[len(spreads) // 2]:.0f}% at the median and {100 * spreads[-1]:.0f}% at most"
 
 
-def models_machine() -> str:
-    facts = run("h200-models")["machine"]
+def models_machine(name: str) -> str:
+    facts = run(name)["machine"]
     return (
         f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, bfloat16, random "
-        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread()} apart. "
+        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread(name)} apart. "
         "Ratios below 1 are faster; a ratio is to the same mode without fusing."
     )
 
