@@ -186,7 +186,8 @@ def classes(root: nn.Module) -> list[type]:
 # Comparison.
 
 
-def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, autocast: bool) -> None:
+def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: torch.dtype) -> None:
+    """``dtype`` is that of what is computed: a result may be wider."""
     if "error" in plain or "error" in fused:
         assert "error" in plain, f"raises {fused['error']!r}, the original does not"
         if "error" not in fused:  # autograd's complaints of values that a fused call does not make, or does not keep
@@ -203,11 +204,11 @@ def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, autocas
             if not isinstance(like, torch.Tensor):
                 assert got == like, f"{what}: {got!r}, expected {like!r} (all: {fused[what]!r}, expected {expected!r})"
             else:
-                compare_tensors(what, got, like, reference, bitwise, autocast)
+                compare_tensors(what, got, like, reference, bitwise, dtype)
 
 
 def compare_tensors(
-    what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, autocast: bool
+    what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, dtype: torch.dtype
 ) -> None:
     for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.stride(), lambda t: t.requires_grad):
         assert property_(got) == property_(like), f"{what}: {property_(got)}, expected {property_(like)}"
@@ -219,8 +220,7 @@ def compare_tensors(
     if not like.numel() or not bool(like.isfinite().all()):
         return
     # An activation that computes in float32 may be fused in float64 as well.
-    coarsest = torch.finfo({torch.float64: torch.float32}.get(like.dtype, like.dtype)).eps
-    coarsest = torch.finfo(torch.bfloat16).eps if autocast else coarsest
+    coarsest = max(torch.finfo(torch.float32 if each == torch.float64 else each).eps for each in (like.dtype, dtype))
     limit = 3 * (like.double() - exact.double()).abs().max() + 16 * coarsest * exact.double().abs().max() + 1e-30
     error = (got.double() - exact.double()).abs().max()
     assert error <= limit, f"{what} {list(like.shape)}: error {error:.1e}, more than {limit:.1e}"
@@ -263,6 +263,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     assert text and (not bitwise or classes(fused.root) == kinds)
 
     outcomes = []
+    dtype = torch.bfloat16 if source.ambient == "autocast" else getattr(torch, source.dtype)
     copies = [made for made in (fused, plain, exact) if made is not None]
     for phase in ("fused", "changed", "watched", "restored"):
         for made in copies:
@@ -279,7 +280,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
             exact = None
         outcomes += ["raised"] if "error" in seen[1] and phase == "fused" else []
         try:
-            compare(*seen[:2], seen[2] if exact is not None else None, bitwise, source.ambient == "autocast")
+            compare(*seen[:2], seen[2] if exact is not None else None, bitwise, dtype)
         except AssertionError as error:
             raise AssertionError(f"{phase}: {error}\n{report}") from error
     entries = [(entry.pattern, entry.extent, *(reason.code for reason in entry.reasons)) for entry in report.modules]

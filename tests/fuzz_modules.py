@@ -5,7 +5,8 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-WIDTHS = ((8, 8, 8), (8, 8, 8), (6, 10, 4))  # in, hidden, out; mostly alike, so that a wrong tensor fits too
+# In, hidden, out: mostly alike, so that a wrong tensor fits too; 32 are as many as the kernels of few rows take.
+WIDTHS = ((8, 8, 8), (32, 32, 32), (6, 10, 4))
 
 HEAD = """\
 import contextlib
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Quick, Scaled, Wide, cubed, record, tanh_gelu, wrapped
+from fuzz_parts import Quick, RootMeanSquare, Scaled, Scales, Wide, cubed, record, tanh_gelu, wrapped
 from modules import WRAPPERS
 """
 
@@ -66,6 +67,10 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 {h}.clamp(-1, 1) | self.norm({h}) | {h}.contiguous() | self.drop(self.same({h})) | -{h}
 """.replace("\n", "|").split("|")
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
+
+# Between an MLP and the sum of its block, beside these.
+BEHIND = ["self.after({h})", "self.root({h})", "self.root({h})", "self.scales({h})", "self.scales({h})"]
+FACTORS = ["{h} * 0.5", "0.5 * {h}", "{h} * self.factor", "self.factor * {h}", "{h} * self.mean"]
 
 # When hidden values are cast to the dtype of the last weight.
 CASTS = [
@@ -193,6 +198,7 @@ ARGUMENTS = [arguments.strip() for arguments in ARGUMENTS if arguments.strip()]
 # What is done with a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
 # of its projections.
 PART_CHANGES = [
+    "m.{p}.weight.data = torch._neg_view(m.{p}.weight.data)",
     *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("LoRA", "int8", "subclass", "parametrized", "weight norm")),
     *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("forward pre-hook", "own forward", "tensor subclass")),
     "m.{p} = WRAPPERS['forward hook'](m.{p})",
@@ -232,6 +238,17 @@ MODULE_CHANGES = [
     "m.after = nn.Identity()",
     "m.after.float()",
     "m.before.normalized_shape = (1,)",
+    "m.root.eps = 0.5",
+    "m.root.weight.data.mul_(2)",
+    "m.root.register_forward_hook(lambda m, args, out: out + 1)",
+    "m.first.forward = m.before.forward",
+    "m.first = nn.Identity()",
+    "m.scales.gamma = nn.Parameter(2 * m.scales.gamma.detach())",
+    "m.scales.gamma.data = torch._neg_view(m.scales.gamma.data)",
+    "m.scales.float()",
+    "m.factor = 3",
+    "m.factor = 3.0",
+    "m.factor = torch.tensor(3.0)",
     "m.drop.train(not m.drop.training)",
     "m.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))",
     "m.register_forward_hook(lambda m, args, out: record.append('m'))",
@@ -360,7 +377,9 @@ class Writer:
             steps.append(Step(("out",), f"{{{value}}} + 0" if self.likely(0.3) else f"{{{value}}}", (value,)))
             del sizes[down]
         if self.likely(0.2):
-            steps.insert(0, Step(("x1",), self.draw.choice(["{x} * 2", "self.before({x})", "{x}"]), ("x",)))
+            steps.insert(
+                0, Step(("x1",), self.draw.choice(["{x} * 2", "self.before({x})", "self.first({x})", "{x}"]), ("x",))
+            )
             for k, step in enumerate(steps[1:], 1):
                 if "x" in step.read and self.likely(0.9):
                     read = tuple("x1" if name == "x" else name for name in step.read)
@@ -368,13 +387,16 @@ class Writer:
         return kind, sizes, steps
 
     def block(self, last: Step) -> list[Step]:
-        """The last step of an MLP, and what is around the MLP: a residual, and a norm behind or none."""
+        """The last step of an MLP, and what is around the MLP: a residual, and perhaps norms, a scale and a factor."""
         steps = [Step(("o",), last.template, last.read)]
         value = "o"
         if self.likely(0.4):
-            behind = self.draw.choice(BETWEEN).replace("self.norm", "self.after")
+            behind = self.draw.choice(BETWEEN if self.likely(0.5) else BEHIND).replace("self.norm", "self.after")
             steps.append(Step(("p",), behind.replace("{h}", f"{{{value}}}"), (value,)))
             value = "p"
+        if self.likely(0.2):
+            steps.append(Step(("q",), self.draw.choice(FACTORS).replace("{h}", f"{{{value}}}"), (value,)))
+            value = "q"
         residual = "x"
         if self.likely(0.5):
             steps.append(Step(("r",), self.draw.choice(["{x}", "{x}", "{x} * 2", "self.before({x})"]), ("x",)))
@@ -496,7 +518,9 @@ class Writer:
         parts += [f"self.act = {act}"]
         parts += [f"self.drop, self.same, self.norm = nn.Dropout(0.4), nn.Identity(), nn.LayerNorm({self.hidden})"]
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
-        parts += [f"self.after = nn.LayerNorm({self.n_out}, eps=0.1)"]
+        parts += [f"self.after, self.scales = nn.LayerNorm({self.n_out}, eps=0.1), Scales({self.n_out})"]
+        parts += [f"self.first, self.root = RootMeanSquare({self.n_in}), RootMeanSquare({self.n_out})"]
+        parts += ["self.factor = 0.25"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
         parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
         self.draw.shuffle(parts)

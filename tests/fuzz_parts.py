@@ -42,3 +42,23 @@ class Scaled(nn.Module):
 
     def forward(self, h):
         return F.gelu(h) * self.scale
+
+
+class RootMeanSquare(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 1.5, width)), 0.1
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class Scales(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x):
+        return x * self.gamma

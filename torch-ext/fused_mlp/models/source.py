@@ -99,7 +99,8 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
         if isinstance(owner, nn.Module):  # not its properties, which may do anything
             method = getattr(type(owner), node.attr, None)
             method = MethodType(method, owner) if isinstance(method, FunctionType) else None
-            return owner._modules.get(node.attr, vars(owner).get(node.attr, method))
+            parts = owner._modules  # which TorchScript has too, without `get`
+            return parts[node.attr] if node.attr in parts else vars(owner).get(node.attr, method)
         return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
     if not isinstance(node, ast.Name):
         return None
