@@ -84,9 +84,10 @@ bool take(int64_t rows, const Layer& hidden, const Layer* down) {
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept) {
   const int64_t in_stride = padded(hidden.in_features), next_stride = down == nullptr ? 0 : padded(down->in_features);
   constexpr std::align_val_t kLine{64};
-  const auto free = [](float* data) { operator delete(data, kLine); };
-  const std::unique_ptr<float, decltype(free)> workspace(
-      static_cast<float*>(operator new(rows*(in_stride + next_stride) * sizeof(float), kLine)), free);
+  const size_t bytes = rows * (in_stride + next_stride) * sizeof(float);
+  const auto give_back = [](float* data) { operator delete(data, kLine); };
+  const std::unique_ptr<float, decltype(give_back)> workspace(static_cast<float*>(operator new(bytes, kLine)),
+                                                              give_back);
   float* const data = workspace.get();
   const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
   const Matrix to{out, (down == nullptr ? hidden : *down).out_features};

@@ -10,7 +10,7 @@ const Kernels* kernels();
 // Whether they may be faster than the other ways, by measurement, for so many rows.
 bool may_pay(DType dtype, int64_t rows);
 
-// Whether they are for these layers, of which the second is null where there is one.
+// Whether they are for these layers; `down` is null where there is one layer.
 bool take(int64_t rows, const Layer& hidden, const Layer* down);
 
 // Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.

@@ -22,8 +22,8 @@ namespace fused_mlp {
 //     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
 //     op cannot take them, or something has to see its parts.
 //   directly(gated, operands) -> Tensor | None
-//     What the op of a layer or of an MLP computes, past torch's dispatcher (direct_call.h); None where the op has to
-//     be called. The operands are those of an op that `is_recorded` took, and that autograd does not record.
+//     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct_call.h); None where
+//     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.
 //   fused(pattern, x, projections, act, between, owner, names) -> Tensor | tuple | None
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,

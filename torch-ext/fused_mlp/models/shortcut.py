@@ -54,6 +54,13 @@ _parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
     _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
+# Functions that return something true where torch's dispatcher has more to do than to call an op. Without one of them,
+# in a torch to come, it is not known: then all ops are called.
+try:
+    _DISPATCHED = torch.autograd._profiler_enabled, torch._C._functorch.maybe_current_level
+except AttributeError:
+    _DISPATCHED = ()
+
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
     plain.configure(
@@ -102,9 +109,9 @@ if plain is not None:
                 (F, "dropout", _DROPOUT),
                 (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
             ),
-            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
+            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None) if _DISPATCHED else None,
             "is_negated": Tensor.is_neg,
-            "dispatched": (torch.autograd._profiler_enabled, torch._C._functorch.maybe_current_level),
+            "dispatched": _DISPATCHED,
         }
     )
 
