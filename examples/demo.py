@@ -9,6 +9,7 @@ the original's.
 import copy
 import logging
 import os
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+COPIES = 3  # of each variant: their times differ by several percent
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -105,6 +108,11 @@ def wide_reference(model, inputs, answer):
     return answer(wide(**inputs)).double()
 
 
+def median_of(figures):
+    """Each figure's median over copies of a model."""
+    return {what: statistics.median(copied[what] for copied in figures) for what in figures[0]}
+
+
 @torch.inference_mode()
 def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp, check):
     """Runs the model in all ways, prints the table, and returns the faults that `check` and the errors show."""
@@ -112,20 +120,22 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
     fused = copy.deepcopy(model)
     report = fused_mlp.fuse_mlps(fused)
     print(f"\n{title}\n{report}")
-    variants = {
-        "original": model,
-        f"kernelize ({layer_name})": kernelized(model, layer_name, replaced_class),
-        "fuse_mlps": fused,
-        "torch.compile": torch.compile(copy.deepcopy(model)),
-        "fuse_mlps, torch.compile": torch.compile(copy.deepcopy(fused)),
+    ways = {
+        "original": lambda: copy.deepcopy(model),
+        f"kernelize ({layer_name})": lambda: kernelized(model, layer_name, replaced_class),
+        "fuse_mlps": lambda: copy.deepcopy(fused),
+        "torch.compile": lambda: torch.compile(copy.deepcopy(model)),
+        "fuse_mlps, torch.compile": lambda: torch.compile(copy.deepcopy(fused)),
     }
+    made = {(name, number): way() for number in range(COPIES) for name, way in ways.items()}
     reference = wide_reference(model, inputs, answer)
     answers = {}
-    for name, variant in tqdm(variants.items(), desc="warming up", leave=False, disable=None):
+    for (name, _), variant in tqdm(made.items(), desc="warming up", leave=False, disable=None):
         variant(**inputs)
         answers[name] = answer(variant(**inputs)).double()
-    calls = {name: partial(variant, **inputs) for name, variant in variants.items()}
-    figures = measure.compare(calls, budget_us=50_000)  # single short calls differ by more than what fusing gains
+    calls = {key: partial(variant, **inputs) for key, variant in made.items()}
+    found = measure.compare(calls, budget_us=50_000)  # single short calls differ by more than what fusing gains
+    figures = {name: median_of([found[name, number] for number in range(COPIES)]) for name in ways}
 
     table = Table(title=f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", ""))
     columns = ["", "time", "speed-up", "largest error", *(["GPU launches"] if device.type == "cuda" else [])]
@@ -133,7 +143,7 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         table.add_column(column, justify="left" if column == "" else "right")
     faults = []
     original_error = (answers["original"] - reference).norm()
-    for name in variants:
+    for name in ways:
         error = answers[name] - reference
         row = [
             name,
