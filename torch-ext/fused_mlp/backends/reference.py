@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +64,11 @@ def packed_gated(
     second_bias: Optional[Tensor],
     activation: int,
     up_first: bool,
+    product: Callable[[Tensor, Tensor, int], Tensor] = act_and_mul,
 ) -> Tensor:
+    """As one product, which is faster than two, and whose gradient is not put together from those of its halves."""
     first, second = F.linear(x, weight, bias).chunk(2, dim=-1)
-    hidden = act_and_mul(*((second, first) if up_first else (first, second)), activation)
+    hidden = product(*((second, first) if up_first else (first, second)), activation)
     return hidden if second_weight is None else F.linear(hidden, second_weight, second_bias)
 
 
