@@ -114,7 +114,7 @@ def test_the_result_is_the_ops(fused_mlp, ops, kind, dtype, mode):
 
 
 def test_functions(fused_mlp, monkeypatch):
-    """Those of the package, called by themselves."""
+    """The functions of the package, called by themselves."""
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     names, taken = ("linear", "gated_linear", "mlp", "gated_mlp"), []
     for name in names:
