@@ -145,7 +145,7 @@ GPU_WORKLOADS = [
     Workload("llama-1b", "2048 tokens", llama, ids(1, 2048), "self_attn"),
     Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "self_attn"),
     Workload("gemma-2-2b", "1 token", gemma2, ids(1, 1), "self_attn"),
-    # DINOv2's error in bfloat16 is itself 6% of the result of its float32 weights.
+    # In bfloat16 the original DINOv2 itself is 6% off what it computes in float32.
     Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention", alike=7e-2),
 ]
 CPU_WORKLOADS = [

@@ -4,7 +4,7 @@
 
 namespace fused_mlp {
 
-// What norm.h says of rows of x and of the residual, in parallel; out may be x.
+// Applies a norm, as norm.h defines it, to rows of x and of the residual, in parallel. `out` may be x.
 inline void norm_rows(const PointwiseShape& shape, const Norm& norm, const Matrix& x, const Matrix& residual,
                       const Matrix& out) {
   if (shape.rows == 0 || shape.cols == 0) return;

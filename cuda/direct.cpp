@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// The steps of an MLP, of which each is queued behind the one before.
+// Queues the kernels of an MLP, one behind the other.
 struct Steps {
   PlainMlp mlp;
   FusedGemm first;
@@ -28,7 +28,7 @@ struct Steps {
     }
     FusedGemm& last = second ? *second : first;
     if (mlp.residual.data == nullptr) return last.launch(x, out);
-    // What is more than a sum is a kernel of its own.
+    // A norm or a scale behind the MLP takes a kernel of its own, which then adds the residual too.
     if (mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
       return last.launch(x, out, mlp.residual, mlp.last.factor);
     }

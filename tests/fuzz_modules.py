@@ -5,7 +5,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-# In, hidden, out: mostly alike, so that a wrong tensor fits too; 32 are as many as the kernels of few rows take.
+# In, hidden, out: mostly alike, so that a wrong tensor fits too. Widths of 32 are enough for the kernels of few rows.
 WIDTHS = ((8, 8, 8), (32, 32, 32), (6, 10, 4))
 
 HEAD = """\
@@ -68,7 +68,7 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 """.replace("\n", "|").split("|")
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
 
-# Between an MLP and the sum of its block, beside these.
+# What else may stand between an MLP and the sum of its block.
 BEHIND = ["self.after({h})", "self.root({h})", "self.root({h})", "self.scales({h})", "self.scales({h})"]
 FACTORS = ["{h} * 0.5", "0.5 * {h}", "{h} * self.factor", "self.factor * {h}", "{h} * self.mean"]
 

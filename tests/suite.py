@@ -75,21 +75,19 @@ def fused_mlp():
 
 @pytest.fixture
 def tell_ops(fused_mlp, monkeypatch):
-    """Given tell(name, operands), has every op that the short way calls tell these first."""
+    """A function that makes every op call tell(name, operands) first: those of the short way, or of another table."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
 
-    def spy(tell):
-        for name, op in shortcut._ops.items():
-            monkeypatch.setitem(
-                shortcut._ops, name, lambda *given, name=name, op=op: (tell(name, given), op(*given))[1]
-            )
+    def spy(tell, ops=shortcut._ops):
+        for name, op in ops.items():
+            monkeypatch.setitem(ops, name, lambda *given, name=name, op=op: (tell(name, given), op(*given))[1])
 
     return spy
 
 
 @pytest.fixture
 def dispatched():
-    """A profiler, for whom ops are called by torch's dispatcher."""
+    """Runs a profiler, under which the short way calls ops through torch's dispatcher."""
     with torch.autograd.profiler.profile():
         yield
 

@@ -113,15 +113,11 @@ def test_the_result_is_the_ops(fused_mlp, ops, kind, dtype, mode):
         torch.testing.assert_close(got, module(x), rtol=0, atol=5e-2)
 
 
-def test_functions(fused_mlp, monkeypatch):
+def test_functions(fused_mlp, tell_ops):
     """The functions of the package, called by themselves."""
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     names, taken = ("linear", "gated_linear", "mlp", "gated_mlp"), []
-    for name in names:
-        op = calls._COMPILED_OPS[name]
-        monkeypatch.setitem(
-            calls._COMPILED_OPS, name, lambda *given, name=name, op=op: (taken.append(name), op(*given))[1]
-        )
+    tell_ops(lambda name, _: taken.append(name), calls._COMPILED_OPS)
     x, gate, up, down = x_of(), *(x_of(192, 64) / 8 for _ in range(2)), x_of(64, 192) / 8
     weights = (gate,), (gate, up), (gate, down), (gate, up, down)
     for name, given in zip(names, weights, strict=True):
@@ -192,10 +188,17 @@ def test_negative_bits(fused_mlp, ops, kind):
     torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
 
 
-def test_a_negated_residual(fused_mlp, ops):
-    module, fused = fused_pair(fused_mlp, "block")
-    x = torch._neg_view(x_of())
-    torch.testing.assert_close(fused(x), module(x), rtol=0, atol=5e-2)
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 6, 8, 9, 12, 13])
+def test_each_tensor_is_asked_for_its_negative_bit(fused_mlp, place):
+    """Input, weights, biases, residual, and weight and bias of both norms."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    vectors = [x_of(64) for _ in range(5)]
+    layers = x_of(192, 64), x_of(64, 192), x_of(192), vectors[0], 4
+    norms = *vectors[1:3], 1e-5, 1, *vectors[3:], 1e-5, 1, True
+    operands = [x_of(2, 64), *layers, x_of(2, 64), 1.0, *norms]
+    assert shortcut.plain.directly(False, tuple(operands)) is not None
+    operands[place] = torch._neg_view(operands[place])
+    assert shortcut.plain.directly(False, tuple(operands)) is None
 
 
 @every_kind

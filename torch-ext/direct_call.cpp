@@ -18,15 +18,15 @@ const dlpack::ExchangeApi* exchange = nullptr;
 PyObject* is_negated = nullptr;
 PyObject* dispatched = nullptr;  // a tuple
 
-// Whether a call of this function, of one argument or of none, returns something true; or raises.
-bool is_said(PyObject* function, PyObject* argument = nullptr) {
+// Whether a function, called with one argument or none, returns something true, or raises.
+bool true_or_raises(PyObject* function, PyObject* argument = nullptr) {
   const Owned said(PyObject_CallFunctionObjArgs(function, argument, nullptr));
   return !said || PyObject_IsTrue(said.get()) != 0;
 }
 
 bool has_to_be_dispatched() {
   for (Py_ssize_t i = 0, count = PyTuple_Size(dispatched); i < count; ++i) {
-    if (is_said(PyTuple_GetItem(dispatched, i))) return true;
+    if (true_or_raises(PyTuple_GetItem(dispatched, i))) return true;
   }
   return false;
 }
@@ -80,7 +80,7 @@ class Reader {
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
     if (exchange->read(tensor, view) != 0) return false;
     const bool alike = dims == 0 || (view->dims == dims && view->device == x_.device && view->dtype == x_.dtype);
-    return alike && view->data != nullptr && view->byte_offset == 0 && !is_said(is_negated, tensor);
+    return alike && view->data != nullptr && view->byte_offset == 0 && !true_or_raises(is_negated, tensor);
   }
 
   // Reads a weight that has so many inputs.
@@ -182,7 +182,7 @@ class Reader {
 
 // Runs a function of C++; where it throws, sets an error of Python's and returns false.
 template <typename Function>
-bool returns(const Function& function) {
+bool succeeds(const Function& function) {
   try {
     function();
     return true;
@@ -228,7 +228,7 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   Reader reader(form, operands);
   std::function<void(void*)> compute;
   const bool fits = reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp) &&
-                    returns([&] { compute = plan_direct(mlp); });
+                    succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
     PyErr_Clear();  // the op says what is wrong
     return nullptr;
@@ -238,7 +238,7 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   Owned out(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, 0), new_empty, sizes.get(), nullptr));
   dlpack::Tensor view;
   if (!out || exchange->read(out.get(), &view) != 0) return nullptr;
-  const bool computed = returns([&] {
+  const bool computed = succeeds([&] {
     const Unlocked unlocked;
     compute(view.data);
   });

@@ -37,7 +37,7 @@ struct Tensor {
 struct ExchangeApi {
   uint32_t major_version, minor_version;
   const ExchangeApi* previous;
-  void* unused[3];  // what makes tensors, and takes and gives references to them
+  void* unused[3];  // functions that make tensors, or hand over references to them
   // Returns 0; else an error of Python's is set. What is read holds as long as the tensor lives and is not resized.
   int (*read)(void* tensor, Tensor* out);
   void* current_stream;

@@ -28,14 +28,17 @@ namespace fused_mlp {
 //     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
 //     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
 //     and the parts take less time than the op, the result of torch's functions. Where it follows else, or gate and up
-//     are packed, the op's operands but x: weights, then biases (None where there is none), and the activation's code.
+//     are packed and the op cannot be called directly, its operands but x: weights, then biases (None where there is
+//     none), and the activation's code.
 //     None where it cannot be known, or what was called raised RuntimeError. Parts that are strings stand for children
 //     of the owner; `names` are all of these, here and below.
-//   block(pattern, x, projections, act, between, behind, residual, norm, norm_first, owner, names) -> Tensor | None
-//     The same for a whole MLP and what is around it, where autograd does not follow: parts behind it that pass values
-//     on, the sum with a residual, and a norm of the sum, or of x where it comes first, or None. Where gate and up are
-//     packed, (pattern, the op's operands).
-//   block_of(wholes, module, x, behind, residual, norm, norm_first, owner, names) -> Tensor | tuple | None
+//   block(pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names)
+//       -> Tensor | tuple | None
+//     The same for a whole MLP and what is around it, where autograd does not follow: the norm of x; parts behind the
+//     MLP that pass values on, and among them a norm or a scale; a factor, the sum with a residual, and the norm of
+//     that. A norm that is None does nothing. Where gate and up are packed, and the op cannot be called directly,
+//     (pattern, the op's operands).
+//   block_of(wholes, module, x, behind, factor, residual, first, last, owner, names) -> Tensor | tuple | None
 //     The same of a module that is an MLP and no more. The dictionary holds halves as `joined` has them, with (pattern,
 //     (name of the activation, of the projections, of what is between), number of projections).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None

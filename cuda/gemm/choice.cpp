@@ -155,7 +155,7 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
   return faster || hidden ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
 
-// A choice, and all that it rests on.
+// A choice that was made, with all that it rests on.
 struct Choice {
   const Architecture* architecture;
   Gpu gpu;
@@ -174,7 +174,7 @@ struct Choice {
   }
 };
 
-// The problem with what a choice asks about where its operands lie: the place in a line at which they begin.
+// Reduces the addresses of a problem to what a choice depends on: where in a line of memory each operand begins.
 GemmProblem placed(GemmProblem p) {
   const auto place = [](auto*& data) {
     using Data = std::remove_reference_t<decltype(data)>;

@@ -75,7 +75,7 @@ struct GluEpilogue {
   }
 };
 
-// Two adjacent results of a row, the first in an even column, with what is to be added to them.
+// Returns two adjacent results of a row, the first in an even column, with the addend added where there is one.
 template <typename Element, Product kProduct>
 __device__ __forceinline__ uint32_t with_addend(const EpilogueArgs& epilogue, uint32_t results, int64_t row,
                                                 int64_t column) {

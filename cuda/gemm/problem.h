@@ -65,8 +65,8 @@ struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
   const void* up_bias;  // [n], added to a up_weight^T, or null
   int64_t activation;   // a code of activation.h
-  // [m, n], or none: results are rounded, times `factor`, added to it and rounded again. For streamed kernels of
-  // kPlain.
+  // Rows [m, n], or none where the data is null. The rounded results, times `factor`, are added to them and rounded
+  // again. Only streamed kernels of kPlain do so.
   Matrix addend = kNoMatrix;
   float factor = 1.0f;
 

@@ -54,8 +54,8 @@ _parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
     _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
-# Functions that return something true where torch's dispatcher has more to do than to call an op. Without one of them,
-# in a torch to come, it is not known: then all ops are called.
+# Functions that return something true where torch's dispatcher has more to do than to call an op. A future torch may
+# lack one of them: all ops are called then.
 try:
     _DISPATCHED = torch.autograd._profiler_enabled, torch._C._functorch.maybe_current_level
 except AttributeError:
