@@ -10,6 +10,7 @@ WIDTHS = ((8, 8, 8), (32, 32, 32), (6, 10, 4))
 
 HEAD = """\
 import contextlib
+import copy
 import functools
 import math
 import torch
@@ -216,6 +217,8 @@ PART_CHANGES = [
     "m.{p} = nn.LazyLinear(m.{p}.out_features).to(m.{p}.weight.dtype)",
     "m.{p} = None",
     "m.{p}.double()",
+    "m.{p}.forward = m.{p}.forward",
+    "m.{p}.forward = m.{q}.forward",
     "m.{p} = F.silu",
     "m.{p} = nn.Identity()",
     "m.{p}, m.{q} = m.{q}, m.{p}",
@@ -256,6 +259,9 @@ MODULE_CHANGES = [
     "m.forward = functools.partial(type(m).forward, m)",
     "own = m.forward; m.forward = lambda *args, **kwargs: own(*args, **kwargs)",
     "m.forward = m.forward",
+    "m.forward = copy.deepcopy(m).forward; m.double()",
+    "isinstance(m.act, nn.Module) and setattr(m.act, 'forward', m.act.forward)",
+    "isinstance(m.act, nn.Module) and setattr(m.act, 'forward', nn.ReLU().forward)",
     "m.forward = wrapped(m.forward)",
     "m.__class__ = type('Other', (type(m),), {'other': 1})",
     "kind = type(m); m.__class__ = type('Other', (kind,), {'forward': lambda m, *a, **kw: kind.forward(m, *a, **kw)})",

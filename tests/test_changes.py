@@ -34,6 +34,16 @@ def doubled(self, *args):
     return 2 * type(self).forward(self, *args)
 
 
+def with_forward_of_another(part):
+    """The same class, whose forward computes with other weights or options."""
+    other = copy.deepcopy(part)
+    for parameter in other.parameters():
+        parameter.data.mul_(2)
+    if isinstance(other, nn.GELU):
+        other.approximate = "tanh" if other.approximate == "none" else "none"
+    part.forward = other.forward
+
+
 def hook(register, result):
     return lambda part: getattr(part, register)(result)
 
@@ -95,6 +105,8 @@ OF_PROJECTIONS = {
     "backward pre-hook": hook("register_full_backward_pre_hook", lambda module, out: (3 * out[0],)),
     "other dictionary of hooks": replaced_hooks,
     "forward of its own": lambda part: setattr(part, "forward", MethodType(doubled, part)),
+    "forward of its class": lambda part: setattr(part, "forward", part.forward),
+    "forward of another": with_forward_of_another,
     "other class": of_other_class,
     "new data": new_data,
     "other strides": other_strides,
@@ -137,6 +149,9 @@ OF_MODULES = {
     ),
     "activation with a forward of its own": lambda module, last, act: setattr(
         module.get_submodule(act), "forward", MethodType(doubled, module.get_submodule(act))
+    ),
+    "activation with the forward of another": lambda module, last, act: with_forward_of_another(
+        module.get_submodule(act)
     ),
     "activation of other class": lambda module, last, act: setattr(module.get_submodule(act), "__class__", Sine),
     "hook": lambda module, last, act: module.register_forward_hook(lambda part, args, output: 2 * output),
@@ -217,6 +232,7 @@ OF_HALVES = {
     "backward hook": hook("register_full_backward_hook", lambda module, into, out: (3 * into[0], *into[1:])),
     "other dictionary of hooks": replaced_hooks,
     "forward of its own": lambda part: setattr(part, "forward", MethodType(doubled, part)),
+    "forward of another": with_forward_of_another,
     "other class": lambda part: setattr(part, "__class__", type(part.__class__.__name__, (Doubled, type(part)), {})),
     "training": lambda part: part.train(),
     "frozen": lambda part: part.requires_grad_(False),

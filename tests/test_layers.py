@@ -1,6 +1,7 @@
 """The layers through kernels.kernelize, on classes as models have them: equal results, and nothing bypassed."""
 
 import copy
+import importlib
 import inspect
 from types import SimpleNamespace
 
@@ -82,8 +83,11 @@ CASES = {
 cases = pytest.mark.parametrize(("layer", "make", "width"), CASES.values(), ids=CASES)
 
 
-def kernelized(module, layer, mode=Mode.INFERENCE, repository=None):
-    """A copy of the module, of a subclass of its own that kernelize knows under the layer's name."""
+def kernelized(module, layer, mode=Mode.INFERENCE, repository=None, use_fallback=False):
+    """A copy of the module, of a subclass of its own that kernelize knows under the layer's name.
+
+    With ``use_fallback`` it may have parts of other classes that kernelize knows.
+    """
     module = copy.deepcopy(module)
     kind = type(module)
     own = type(kind.__name__, (kind,), {"__module__": kind.__module__})
@@ -94,7 +98,7 @@ def kernelized(module, layer, mode=Mode.INFERENCE, repository=None):
     repository = repository or LayerRepository(project.repo_id(), layer_name=layer, revision=f"v{project.version()}")
     try:
         with use_kernel_mapping({f"Test{layer}": {machine.device_type(): repository}}, inherit_mapping=False):
-            return kernelize(module, mode=mode, device=machine.device_type(), use_fallback=False)
+            return kernelize(module, mode=mode, device=machine.device_type(), use_fallback=use_fallback)
     finally:
         if own is nn.Linear:
             del nn.Linear.kernel_layer_name, nn.Linear.kernel_condition
@@ -122,6 +126,53 @@ def test_kernelize(fused_mlp, device, layer, make, width, mode):
     fused = kernelized(module, layer, mode)
     assert fused.forward.__func__ is getattr(fused_mlp.layers, layer).forward
     assert_equal(module, fused, torch.randn(3, 7, width, device=device))
+
+
+@pytest.fixture
+def no_long_way(fused_mlp, monkeypatch):
+    """Calls have to go by the short way from here on."""
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.forwards")
+    return lambda: monkeypatch.setattr(forwards, "fused", None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "make", "bound"),
+    [
+        ("GatedMLP", lambda: Gated(activations.SiLUActivation), ["act_fn"]),
+        ("SwiGLUMLP", lambda: NoActivationGated(nn.SiLU()), []),
+    ],
+    ids=["activation kernelized", "no activation"],
+)
+def test_the_short_way_of_a_layer(fused_mlp, device, no_long_way, layer, make, bound):
+    """kernelize may know the class of the activation too, and find no kernel for it."""
+    module = make().to(device)
+    fused = kernelized(module, layer, use_fallback=True)
+    assert [name for name, part in fused.named_children() if "forward" in vars(part)] == bound
+    x = torch.randn(3, 32, device=device)
+    with torch.no_grad():
+        expected = module(x)
+        fused(x)  # the class of an activation is learnt at its first call
+        no_long_way()
+        torch.testing.assert_close(fused(x), expected)
+
+
+def test_the_short_way_with_a_kernel_for_the_activation(fused_mlp, device, no_long_way):
+    """As transformers gives models with ``use_kernels``. A forward that is no kernel's is called."""
+    module = Gated(activations.SiLUActivation).to(device)
+    fused = copy.deepcopy(module)
+    fused.act_fn = kernelized(fused.act_fn, "SiLU")
+    assert fused_mlp.fuse_mlps(fused).fused
+    x = torch.randn(3, 32, device=device)
+    with torch.no_grad():
+        expected = module(x)
+        fused(x)
+        kernel, fused.act_fn.forward = fused.act_fn.forward, lambda x: 2 * kernel(x)
+        torch.testing.assert_close(
+            fused(x), module.down_proj(2 * module.act_fn(module.gate_proj(x)) * module.up_proj(x))
+        )
+        fused.act_fn.forward = kernel
+        no_long_way()
+        torch.testing.assert_close(fused(x), expected)
 
 
 @cases

@@ -232,6 +232,16 @@ def test_a_forward_of_its_own(fused_mlp, device):
     torch.testing.assert_close(module(x), 2 * original(x))
 
 
+def test_the_forward_of_another_module(fused_mlp, device):
+    """It is of the same class, and computes with weights of its own."""
+    module, other = Gated().to(device), Gated().to(device)
+    module.forward = other.forward
+    report = fused_mlp.fuse_mlps(module)
+    assert [(reason.code, reason.part) for reason in report.left[0].reasons] == [("own method", "forward")]
+    x = torch.randn(2, 32, device=device)
+    assert torch.equal(module(x), other(x))
+
+
 # Modules that change after they were fused.
 
 

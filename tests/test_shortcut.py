@@ -49,6 +49,19 @@ def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode):
     assert long_way == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_taken_after_kernelize(fused_mlp, device, long_way, kind):
+    """Which binds the forward of the class to every module for which it finds no kernel."""
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    for part in fused.children():
+        part.forward = part.forward
+    long_way.clear()
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert long_way == []
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_option_of_gelu_is_read_at_each_call(fused_mlp, device, approximate):
     parts = nn.Linear(32, 88), nn.GELU(approximate=approximate), nn.Linear(88, 32)

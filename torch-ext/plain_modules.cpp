@@ -43,11 +43,13 @@ struct Settings {
   PyObject* gelu;
   PyObject* function;
   PyObject* builtin;
+  PyObject* method;          // that of bound methods
   PyObject* module;          // nn.Module
   PyObject* call;            // nn.Module.__call__ as torch wrote it
   PyObject* original;        // the attribute by which a fused module has the class that it was made from
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
                              // unchanged)
+  PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* transposed;      // by class of linear layers whose weights are [in, out]: unchanged
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
@@ -70,10 +72,10 @@ Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",    "parameter", "linear",    "dropout",    "identity",       "gelu",   "function",     "builtin",
-    "module",    "call",      "original",  "known",      "transposed",     "norms",  "ops",          "dtypes",
-    "on_device", "refusal",   "every_gpu", "parts",      "least_recorded", "blocks", "is_inference", "quiet",
-    "empty",     "unchanged", "exchange",  "is_negated", "dispatched"};
+    "tensor",       "parameter", "linear",    "dropout",   "identity",  "gelu",       "function",       "builtin",
+    "method",       "module",    "call",      "original",  "known",     "kernels",    "transposed",     "norms",
+    "ops",          "dtypes",    "on_device", "refusal",   "every_gpu", "parts",      "least_recorded", "blocks",
+    "is_inference", "quiet",     "empty",     "unchanged", "exchange",  "is_negated", "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -81,6 +83,8 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* bound_to = PyUnicode_InternFromString("__self__");
+  PyObject* bound_function = PyUnicode_InternFromString("__func__");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
   PyObject* modules = PyUnicode_InternFromString("_modules");
   PyObject* weight = PyUnicode_InternFromString("weight");
@@ -159,16 +163,35 @@ Answer are_items(PyObject* dictionary, PyObject* pairs) {
   return kYes;
 }
 
-// Whether calling a module with this __dict__ runs the forward of its class and nothing else. Where autograd does not
-// record, torch calls hooks of a backward for nothing: they are not asked for.
-Answer is_bare(PyObject* state, bool recording) {
+// Whether the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
+// in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
+Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
+  if (class_of(own) != settings.method) return kNo;
+  const Answer to_module = has_attribute(own, names().bound_to, module);
+  if (to_module != kYes) return to_module;
+  PyObject* const kind = class_of(module);
+  const Owned forward(PyObject_GetAttr(kind, names().forward));
+  const Owned held(forward ? PyObject_GetAttr(own, names().bound_function) : nullptr);
+  if (!held) return kError;
+  if (held.get() == forward.get() || !kernels) return answer(held.get() == forward.get());
+  const Owned key(PyTuple_Pack(2, kind, held.get()));
+  if (!key) return kError;
+  const bool known = item(settings.kernels, key.get()) != nullptr;
+  return PyErr_Occurred() ? kError : answer(known);
+}
+
+// Whether calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
+// in its place, and nothing else. Where autograd does not record, torch calls hooks of a backward for nothing: they are
+// not asked for.
+Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false) {
   for (PyObject* name : Objects(names().hooks).first(recording ? 4 : 2)) {
     PyObject* hooks = item(state, name);
     if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
     const Py_ssize_t count = PyObject_Size(hooks);
     if (count != 0) return count < 0 ? kError : kNo;
   }
-  if (item(state, names().forward) != nullptr) return kNo;
+  PyObject* const own = item(state, names().forward);
+  if (own != nullptr) return is_own_forward(own, module, kernels);
   return PyErr_Occurred() ? kError : kYes;
 }
 
@@ -190,9 +213,9 @@ Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
 }
 
 // Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple.
-Answer read_parameters(PyObject* state, bool recording, PyObject* weight_name, bool biased, PyObject* operands,
-                       Py_ssize_t weight_place, Py_ssize_t bias_place) {
-  const Answer bare = is_bare(state, recording);
+Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObject* weight_name, bool biased,
+                       PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+  const Answer bare = is_bare(module, state, recording);
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
@@ -212,7 +235,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   if (unchanged == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
   PyObject* state = state_of(layer);
   if (state == nullptr) return kError;
-  Answer read = read_parameters(state, recording, names().weight, true, operands, weight_place, bias_place);
+  Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
   if (unchanged == nullptr || read != kYes) return read;
   read = are_unchanged(unchanged);
   if (read != kYes) return read;
@@ -232,13 +255,13 @@ Answer passes(PyObject* part, bool recording) {
   if (!identity && class_of(part) != settings.dropout) return kNo;
   PyObject* state = state_of(part);
   if (state == nullptr) return kError;
-  if (identity) return is_bare(state, recording);
+  if (identity) return is_bare(part, state, recording);
   PyObject* training = item(state, names().training);
   PyObject* p = training == Py_False ? nullptr : item(state, names().probability);
   if (training != Py_False && (p == nullptr || !PyFloat_Check(p) || PyFloat_AsDouble(p) != 0.0)) {
     return PyErr_Occurred() ? kError : kNo;
   }
-  return is_bare(state, recording);
+  return is_bare(part, state, recording);
 }
 
 Answer pass(Objects parts, bool recording) {
@@ -330,9 +353,10 @@ PyObject* known_activation(PyObject* act, bool recording) {
     known = approximate == nullptr ? nullptr : item(settings.known, approximate);
     if (known == nullptr) return nullptr;
   }
-  const bool plain =
-      is_bare(state, recording) == kYes && has_attribute(kind, names().forward, PyTuple_GetItem(known, 0)) == kYes &&
-      has_attribute(kind, names().call, settings.call) == kYes && are_unchanged(PyTuple_GetItem(known, 2)) == kYes;
+  const bool plain = is_bare(act, state, recording, true) == kYes &&
+                     has_attribute(kind, names().forward, PyTuple_GetItem(known, 0)) == kYes &&
+                     has_attribute(kind, names().call, settings.call) == kYes &&
+                     are_unchanged(PyTuple_GetItem(known, 2)) == kYes;
   return plain ? known : nullptr;
 }
 
@@ -436,7 +460,7 @@ Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* oper
   PyObject* state = known == nullptr ? nullptr : state_of(norm);
   if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
-  Answer said = read_parameters(state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1);
+  Answer said = read_parameters(norm, state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1);
   if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
   if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
   PyObject* weight = PyTuple_GetItem(operands, place);
@@ -606,7 +630,8 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   const Owned forward(PyObject_GetAttr(kind, names().forward));
   PyObject* half = forward ? item(halves, forward.get()) : nullptr;
   if (half == nullptr || PyTuple_GetItem(half, 1) == Py_None) return nullptr;
-  if (has_attribute(kind, names().call, settings.call) != kYes || is_bare(state, recording) != kYes) return nullptr;
+  if (has_attribute(kind, names().call, settings.call) != kYes || is_bare(module, state, recording) != kYes)
+    return nullptr;
   PyObject* written = PyTuple_GetItem(half, 0);
   if (forward.get() == written) return half;
   // Fused: is the forward of its class still the one that it was made from? The module has the attribute where it is
@@ -723,7 +748,7 @@ PyObject* py_configure(PyObject*, PyObject* given) {
 
 PyObject* py_is_bare(PyObject*, PyObject* module) {
   PyObject* state = state_of(module);
-  return state == nullptr ? nullptr : boolean(is_bare(state, true));
+  return state == nullptr ? nullptr : boolean(is_bare(module, state, true));
 }
 
 PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }

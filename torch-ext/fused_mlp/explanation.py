@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
-from .models import outcome, patching, report
+from .models import obstacles, outcome, patching, report
 from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -191,8 +191,8 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     for path, module in model.named_modules():
         if module in taken_in:
             continue
-        own = module.__dict__.get("forward")
-        kernel = inspect.getattr_static(type(module), "forward") if own is None else getattr(own, "__func__", None)
+        own = obstacles.own_method(module, "forward")
+        kernel = inspect.getattr_static(type(module), "forward") if own is None else own
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(module.experts)

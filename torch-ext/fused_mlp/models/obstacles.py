@@ -7,8 +7,8 @@ purpose: what is not known to be plain is called. The answers are noun phrases, 
 from __future__ import annotations
 
 import inspect
-from types import FunctionType
-from typing import Any, Callable, Optional, Tuple, Union
+from types import FunctionType, MethodType
+from typing import Any, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -98,13 +98,26 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "hooks"
-    own = module.__dict__.get("forward")
-    if own is not None:
-        function = getattr(own, "__func__", None)
-        known = function in (type(module).forward, linear_forward)
+    function = own_method(module, "forward")
+    if function is not None:
+        known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     return None
+
+
+_NO_METHOD = object()
+
+
+def own_method(module: nn.Module, name: str) -> Any:
+    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
+
+    What else it may hold, like a method of another module, is told as an object that is no function.
+    """
+    own = module.__dict__.get(name)
+    if own is None:
+        return None
+    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
@@ -162,9 +175,9 @@ def of_input(x: Tensor) -> Optional[str]:
     return "a nested input" if x.is_nested else of_surroundings()
 
 
-def _is_of_a_layer(function: Optional[Callable[..., Tensor]]) -> bool:
-    """Whether a function is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
-    if function is None or hasattr(function, "__wrapped__"):
+def _is_of_a_layer(function: Any) -> bool:
+    """Whether it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import training
-from . import mixtures, outcome, rewriting, routers, switching, verification
+from . import mixtures, obstacles, outcome, rewriting, routers, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -135,8 +135,7 @@ def _plan_of(
     if isinstance(module, torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
-        own = vars(module).get(name)
-        own = getattr(own, "__func__", own)
+        own = obstacles.own_method(module, name)
         if own not in (None, getattr(type(module), name)) and not _is_made(own):
             return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
         if check is None or routers.is_fused(method):

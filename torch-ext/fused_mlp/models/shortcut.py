@@ -9,7 +9,7 @@ seen as they are at the call.
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -44,6 +44,8 @@ class _Known(NamedTuple):
 
 
 _known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+# Classes of activations, and forwards of kernels that kernelize has put into their modules.
+_kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 _transposed: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}  # Conv1D, and its forward as it was written
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
@@ -73,10 +75,12 @@ if plain is not None:
             "gelu": nn.GELU,
             "function": FunctionType,
             "builtin": BuiltinFunctionType,
+            "method": MethodType,
             "module": nn.Module,
             "call": _CALL,
             "original": FUSED,
             "known": _known,
+            "kernels": _kernels,
             "transposed": _transposed,
             "norms": norms.known,
             "ops": _ops,
@@ -261,22 +265,31 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
 def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
     """Takes the class of linear layers whose weights are [in, out] among those known."""
     for kind in map(type, projections):
-        if obstacles.is_conv1d(kind) and obstacles.is_as_written(kind):
+        if kind not in _transposed and obstacles.is_conv1d(kind) and obstacles.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]
             _transposed[kind] = ((kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm)
 
 
 def _learn(act: Act) -> None:
     """Takes an activation that is a function, or the class of one, among those known, if the table names it and nobody
-    has altered it."""
-    kind = type(act)
+    has altered it; and the kernel that kernelize has put into it."""
+    kind, own = type(act), None
     if kind in (FunctionType, BuiltinFunctionType):
         key, forward, row = act, act, recognition.named_function(act)
-    else:
-        key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
-        row = recognition.activation_of(act) if isinstance(act, nn.Module) and key not in _known else None
+    elif isinstance(act, nn.Module):
+        key, forward = kind if kind is not nn.GELU else act.approximate, kind.forward
+        own = obstacles.own_method(act, "forward")
+        if key in _known and (own in (None, forward) or (kind, own) in _kernels):
+            return
+        row = recognition.activation_of(act)
         if kind is not nn.GELU and kind not in recognition._classes:  # or read: it may call anything
             return
-    if row is not None:
+    else:
+        return
+    if row is None:
+        return
+    if own not in (None, forward):
+        _kernels[kind, own] = True
+    if key not in _known:  # another thread may be reading what is there
         functions = ((owner, name, _originals[owner, name]) for owner, name in recognition.FUNCTIONS_OF[row.name])
         _known[key] = _Known(forward, row.code, tuple(functions))
