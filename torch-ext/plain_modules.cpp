@@ -62,6 +62,8 @@ struct Settings {
   PyObject* blocks;          // a list of one element while no backend is forced
   PyObject* is_inference;    // the function of torch
   PyObject* quiet;           // functions that return something true where every call is disturbed
+  PyObject* modes;           // (number of modes that see functions of torch, the mode of an index, class of those that
+                             // change nothing here, class of a context in which none sees anything)
   PyObject* empty;           // dictionaries that hold something there
   PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
   PyObject* exchange;        // the arguments of configure_direct_calls()
@@ -72,10 +74,10 @@ Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",       "parameter", "linear",    "dropout",   "identity",  "gelu",       "function",       "builtin",
-    "method",       "module",    "call",      "original",  "known",     "kernels",    "transposed",     "norms",
-    "ops",          "dtypes",    "on_device", "refusal",   "every_gpu", "parts",      "least_recorded", "blocks",
-    "is_inference", "quiet",     "empty",     "unchanged", "exchange",  "is_negated", "dispatched"};
+    "tensor",       "parameter", "linear",    "dropout",  "identity",  "gelu",     "function",       "builtin",
+    "method",       "module",    "call",      "original", "known",     "kernels",  "transposed",     "norms",
+    "ops",          "dtypes",    "on_device", "refusal",  "every_gpu", "parts",    "least_recorded", "blocks",
+    "is_inference", "quiet",     "modes",     "empty",    "unchanged", "exchange", "is_negated",     "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -83,6 +85,8 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* enter = PyUnicode_InternFromString("__enter__");
+  PyObject* exit = PyUnicode_InternFromString("__exit__");
   PyObject* bound_to = PyUnicode_InternFromString("__self__");
   PyObject* bound_function = PyUnicode_InternFromString("__func__");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
@@ -284,6 +288,48 @@ Answer is_undisturbed() {
   }
   return are_unchanged(settings.unchanged);
 }
+
+// torch.set_default_device, and a `with torch.device(...)`, add a mode that sees every call of a function of torch and
+// every attribute of a tensor that is asked for, in Python, and changes nothing that is done here. As long as this
+// lives, such modes see nothing.
+class PastModes {
+ public:
+  PastModes() : said_(pass()) {}
+  PastModes(const PastModes&) = delete;
+  PastModes& operator=(const PastModes&) = delete;
+  ~PastModes() {
+    if (context_ == nullptr) return;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const Owned left(PyObject_CallMethodObjArgs(context_, names().exit, Py_None, Py_None, Py_None, nullptr));
+    PyErr_Restore(type, value, trace);
+    Py_DECREF(context_);
+  }
+  // kNo where there are other modes.
+  Answer said() const { return said_; }
+
+ private:
+  Answer pass() {
+    PyObject* const modes = settings.modes;
+    const Owned said(PyObject_CallObject(PyTuple_GetItem(modes, 0), nullptr));
+    const Py_ssize_t count = said ? PyLong_AsSsize_t(said.get()) : -1;
+    if (count <= 0) return count < 0 ? kError : kYes;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const Owned index(PyLong_FromSsize_t(i));
+      const Owned mode(index ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(modes, 1), index.get(), nullptr) : nullptr);
+      if (!mode) return kError;
+      if (class_of(mode.get()) != PyTuple_GetItem(modes, 2)) return kNo;
+    }
+    Owned context(PyObject_CallObject(PyTuple_GetItem(modes, 3), nullptr));
+    const Owned entered(context ? PyObject_CallMethodObjArgs(context.get(), names().enter, nullptr) : nullptr);
+    if (!entered) return kError;
+    context_ = context.release();
+    return kYes;
+  }
+
+  PyObject* context_ = nullptr;
+  const Answer said_;
+};
 
 Answer truth(PyObject* object) {
   const int value = object == nullptr ? -1 : PyObject_IsTrue(object);
@@ -751,7 +797,10 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
   return state == nullptr ? nullptr : boolean(is_bare(module, state, true));
 }
 
-PyObject* py_is_undisturbed(PyObject*, PyObject*) { return boolean(is_undisturbed()); }
+PyObject* py_is_undisturbed(PyObject*, PyObject*) {
+  const PastModes modes;
+  return boolean(modes.said() == kYes ? is_undisturbed() : modes.said());
+}
 
 PyObject* py_are_items(PyObject*, PyObject* given) {
   PyObject* of[2];
@@ -761,6 +810,8 @@ PyObject* py_are_items(PyObject*, PyObject* given) {
 PyObject* py_is_recorded(PyObject*, PyObject* operands) {
   const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
   if (count < 1) return PyErr_Format(PyExc_TypeError, "operands must be a tuple with an input, got %R", operands);
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
   bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
   for (Py_ssize_t i = 1; plain && i < count; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
@@ -779,6 +830,8 @@ PyObject* py_directly(PyObject*, PyObject* given) {
   if (weights < 1 || weights > 3) {
     return PyErr_Format(PyExc_TypeError, "operands must be those of an op, got %R", of[1]);
   }
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
   const DirectForm form{weights, of[0] == Py_True, false, false, block};
   return answered(call_directly(form, of[1]));
 }
@@ -795,6 +848,8 @@ Answer open(Owner* owner, PyObject* module, PyObject* names) {
 PyObject* py_fused(PyObject*, PyObject* given) {
   PyObject* of[7];
   if (!unpack(given, "oototot", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few projections, between;
   const Answer recording = is_recording();
@@ -808,6 +863,8 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 PyObject* py_block(PyObject*, PyObject* given) {
   PyObject* of[12];
   if (!unpack(given, "ootottooooot", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
@@ -823,6 +880,8 @@ PyObject* py_block(PyObject*, PyObject* given) {
 PyObject* py_block_of(PyObject*, PyObject* given) {
   PyObject* of[10];
   if (!unpack(given, "dootooooot", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
@@ -835,7 +894,9 @@ PyObject* py_block_of(PyObject*, PyObject* given) {
 
 PyObject* py_joined(PyObject*, PyObject* given) {
   PyObject* of[6];
-  return unpack(given, "ddotot", of) ? answered(joined(of[0], of[1], of[2], of[3], of[4], of[5])) : nullptr;
+  if (!unpack(given, "ddotot", of)) return nullptr;
+  const PastModes modes;
+  return answered(modes.said() == kYes ? joined(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr);
 }
 
 }  // namespace

@@ -17,8 +17,10 @@
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches
+#pragma weak PyErr_Fetch
 #pragma weak PyErr_Format
 #pragma weak PyErr_Occurred
+#pragma weak PyErr_Restore
 #pragma weak PyErr_SetString
 #pragma weak PyEval_RestoreThread
 #pragma weak PyEval_SaveThread

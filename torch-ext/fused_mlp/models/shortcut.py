@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
+from torch.utils._device import DeviceContext
 
 from .. import dispatch, training
 from ..backends import native, reference
@@ -95,8 +96,13 @@ if plain is not None:
             "quiet": (
                 torch._C._is_any_autocast_enabled,
                 torch._C._len_torch_dispatch_stack,
-                torch._C._len_torch_function_stack,
                 torch._C._get_tracing_state,
+            ),
+            "modes": (
+                torch._C._len_torch_function_stack,
+                torch._C._get_function_stack_at,
+                DeviceContext,
+                torch._C.DisableTorchFunction,
             ),
             "empty": (
                 _torch_module._global_forward_hooks,
