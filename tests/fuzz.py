@@ -131,14 +131,20 @@ def seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for GPUs that are not there
 
 
+@contextlib.contextmanager
 def ambient(source: Source, record: list):
-    if source.ambient == "autocast":
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-    if source.ambient == "function mode":
-        return Recorder(record)
-    return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[
-        source.ambient
-    ]()
+    made = {
+        "grad": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "function mode": lambda: Recorder(record),
+        "default device": lambda: torch.device("cpu"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name in source.ambient.split(", "):
+            stack.enter_context(made[name]())
+        yield
 
 
 def laid_out(source: Source) -> torch.Tensor:
@@ -244,7 +250,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     """Raises AssertionError where fusing changes what a module does; else says what became of it."""
     fused, plain = (Made(source, folder) for _ in range(2))
     lazy = any(map(nn.parameter.is_lazy, plain.root.parameters()))
-    exact = None if lazy or source.ambient == "autocast" else Made(source, folder, torch.float64)
+    exact = None if lazy or "autocast" in source.ambient else Made(source, folder, torch.float64)
     fused.names["record"].clear()
     before, kinds = identity(fused.root), classes(fused.root)
     fused_mlp.fuse_mlps(fused.root).restore()
@@ -263,7 +269,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     assert text and (not bitwise or classes(fused.root) == kinds)
 
     outcomes = []
-    casts = source.ambient == "autocast" or "autocast" in source.text
+    casts = "autocast" in source.ambient or "autocast" in source.text
     dtype = torch.bfloat16 if casts else getattr(torch, source.dtype)
     copies = [made for made in (fused, plain, exact) if made is not None]
     for phase in ("fused", "changed", "watched", "restored"):

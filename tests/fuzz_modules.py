@@ -283,6 +283,10 @@ MODULE_CHANGES = [
 ]
 
 
+# What the calls of a case are surrounded by.
+AMBIENTS = ["grad", "no_grad", "inference_mode", "autocast", "autocast, no_grad", "function mode", "default device"]
+
+
 @dataclass
 class Step:
     """A value that the method computes: ``names`` (two where a tensor is unpacked) of an expression of other values."""
@@ -507,9 +511,7 @@ class Writer:
             place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
             dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 1, 1])[0],
             training=self.likely(0.5),
-            ambient=draw.choices(["grad", "no_grad", "inference_mode", "autocast", "function mode"], [6, 4, 1, 1, 1])[
-                0
-            ],
+            ambient=draw.choices(AMBIENTS, [6, 4, 1, 1, 1, 1, 1])[0],
             shape=(*shape, width),
             layout=draw.choice(["contiguous", "contiguous", "transposed", "sliced", "expanded", "misaligned"]),
             x_grad=self.likely(0.5),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from modules import Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
@@ -47,6 +48,51 @@ def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode):
     with mode():
         assert_close(fused(x), module(x))
     assert long_way == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_taken_with_a_default_device(fused_mlp, device, long_way, kind):
+    """A mode sees every function of torch then, and changes those alone that make tensors from nothing."""
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    long_way.clear()
+    x = x_of(device)
+    with torch.no_grad(), torch.device("meta"), torch.device(device):
+        assert_close(fused(x), module(x))
+        assert torch._C._len_torch_function_stack() == 2 and torch._C._is_torch_function_mode_enabled()
+    assert long_way == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_taken_under_autocast(fused_mlp, device, long_way, kind, dtype):
+    """Operands that autocast leaves as they are go into the op; others are cast as its products cast them."""
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    module, fused = module.to(dtype), fused.to(dtype)
+    long_way.clear()
+    x = x_of(device).to(dtype)
+    with torch.no_grad():
+        for enabled in (True, False):
+            with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+                got, expected = fused(x), module(x)
+            assert [each.dtype for each in tree_leaves(got)] == [each.dtype for each in tree_leaves(expected)]
+            assert_close(got, expected, tolerance=3e-2)
+    assert long_way == []
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_autocast_of_halves_of_unequal_sizes(fused_mlp, device, rows):
+    """One value of up is for all of gate; of more the product raises what it raises in the original."""
+    module, fused = fused_pair(fused_mlp, Gated(), device)
+    module.up_proj = nn.Linear(32, rows).to(device)
+    fused.up_proj = copy.deepcopy(module.up_proj)
+    x = x_of(device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        if rows == 1:
+            assert_close(fused(x), module(x), tolerance=3e-2)
+        else:
+            for each in (fused, module):
+                with pytest.raises(RuntimeError, match="must match the size of tensor"):
+                    each(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)

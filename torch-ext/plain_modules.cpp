@@ -62,6 +62,8 @@ struct Settings {
   PyObject* blocks;          // a list of one element while no backend is forced
   PyObject* is_inference;    // the function of torch
   PyObject* quiet;           // functions that return something true where every call is disturbed
+  PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* composed;        // a function of a pattern and operands: computes these part by part; None where it cannot
   PyObject* modes;           // (number of modes that see functions of torch, the mode of an index, class of those that
                              // change nothing here, class of a context in which none sees anything)
   PyObject* empty;           // dictionaries that hold something there
@@ -74,10 +76,11 @@ Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",       "parameter", "linear",    "dropout",  "identity",  "gelu",     "function",       "builtin",
-    "method",       "module",    "call",      "original", "known",     "kernels",  "transposed",     "norms",
-    "ops",          "dtypes",    "on_device", "refusal",  "every_gpu", "parts",    "least_recorded", "blocks",
-    "is_inference", "quiet",     "modes",     "empty",    "unchanged", "exchange", "is_negated",     "dispatched"};
+    "tensor",     "parameter",      "linear",    "dropout",      "identity",   "gelu",      "function",
+    "builtin",    "method",         "module",    "call",         "original",   "known",     "kernels",
+    "transposed", "norms",          "ops",       "dtypes",       "on_device",  "refusal",   "every_gpu",
+    "parts",      "least_recorded", "blocks",    "is_inference", "quiet",      "autocast",  "composed",
+    "modes",      "empty",          "unchanged", "exchange",     "is_negated", "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -97,6 +100,7 @@ struct Names {
   PyObject* probability = PyUnicode_InternFromString("p");
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
+  PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(0);  // its code
@@ -370,13 +374,39 @@ Answer is_recording() {
   return inference == kError ? kError : answer(inference == kNo);
 }
 
-// Whether one of these operands, among which are tensors, numbers and None, needs a gradient.
+// Whether autocast is on for some device.
+Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
+
+// The dtype to which autocast casts operands on the ops' device; nullptr, which is no error in itself, where it is off.
+PyObject* autocast_dtype() {
+  PyObject* const autocast = settings.autocast;
+  if (is_autocasting() != kYes) return nullptr;
+  PyObject* const device = PyTuple_GetItem(autocast, 3);
+  const Owned enabled(PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 1), device, nullptr));
+  if (truth(enabled.get()) != kYes) return nullptr;
+  return PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 2), device, nullptr);
+}
+
+bool is_tensor(PyObject* operand) {
+  return class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
+}
+
+// Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
+Answer are_of(PyObject* operands, PyObject* dtype) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    const Answer same = is_tensor(operand) ? has_attribute(operand, names().dtype, dtype) : kYes;
+    if (same != kYes) return same;
+  }
+  return kYes;
+}
+
+// Whether one of these operands needs a gradient.
 Answer needs_gradient(PyObject* operands) {
   Answer needs = kNo;
   for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
-    const bool tensor = class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
-    if (tensor) needs = attribute_is_true(operand, names().requires_grad);
+    if (is_tensor(operand)) needs = attribute_is_true(operand, names().requires_grad);
   }
   return needs;
 }
@@ -563,20 +593,25 @@ int64_t number_of_elements(PyObject* tensor) {
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
 }
 
-// The function that computes what autograd follows by its parts, where these take less time than the op and what
-// records it: borrowed; nullptr without an error where they do not.
-PyObject* faster_parts(PyObject* pattern, PyObject* dtype, PyObject* operands) {
-  const Owned memory(PyObject_GetAttr(pattern, names().memory)), op(PyObject_GetAttr(pattern, names().op));
-  PyObject* const of_memory = memory && op ? item(settings.parts, memory.get()) : nullptr;
-  PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op.get());
-  PyObject* const of_dtype = parts == nullptr ? nullptr : item(settings.least_recorded, dtype);
-  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op.get());
-  if (least == nullptr) return parts;
-  PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
-  const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
-  const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
-  if (features <= 0) return nullptr;
-  return elements / (of_weight / features) * features < PyLong_AsSsize_t(least) ? parts : nullptr;
+// Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
+// without an error where they do not.
+PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(pattern, names().memory)), named(PyObject_GetAttr(pattern, names().op));
+  if (!memory || !named) return nullptr;
+  PyObject* const op = packed ? names().gated_mlp : named.get();  // which records both
+  PyObject* const of_memory = item(settings.parts, memory.get());
+  PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op);
+  if (parts == nullptr) return nullptr;
+  PyObject* const of_dtype = item(settings.least_recorded, dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op);
+  if (least != nullptr) {
+    PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
+    const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
+    const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+    if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
+  }
+  if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
+  return PyObject_CallObject(parts, operands);
 }
 
 // The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
@@ -593,6 +628,8 @@ PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, boo
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  const Owned cast_to(autocast_dtype());
+  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
   PyObject* known = known_activation(mlp.act, recording);
   if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
@@ -605,21 +642,26 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
     if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
   }
   for (PyObject* part : mlp.between) {
-    if (is_cast(part) && has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+    if (!is_cast(part)) continue;
+    if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   const Answer followed = recording ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
+  if (alike != kYes) {
+    const bool alone = alike == kNo && followed == kNo;  // where autograd follows, it is told of the casts
+    return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
+  }
   if (followed == kNo) {
     PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands);
     if (result != nullptr || PyErr_Occurred()) return result;
   }
   if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
-  PyObject* const parts = packed == kNo && followed == kYes ? faster_parts(mlp.pattern, dtype, operands) : nullptr;
-  if (parts != nullptr) return PyObject_CallObject(parts, operands);
-  if (PyErr_Occurred()) return nullptr;
+  PyObject* const parts = followed == kYes ? faster_parts(mlp.pattern, packed == kYes, dtype, operands) : nullptr;
+  if (parts != nullptr || PyErr_Occurred()) return parts;
   if (packed == kYes || followed == kYes) {
     Py_INCREF(operands);
     return operands;
@@ -799,7 +841,9 @@ PyObject* py_is_bare(PyObject*, PyObject* module) {
 
 PyObject* py_is_undisturbed(PyObject*, PyObject*) {
   const PastModes modes;
-  return boolean(modes.said() == kYes ? is_undisturbed() : modes.said());
+  if (modes.said() != kYes) return boolean(modes.said());
+  const Answer casts = is_autocasting();
+  return boolean(casts == kNo ? is_undisturbed() : casts == kYes ? kNo : kError);
 }
 
 PyObject* py_are_items(PyObject*, PyObject* given) {
@@ -815,8 +859,10 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
   bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
   for (Py_ssize_t i = 1; plain && i < count; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
-    plain = operand == Py_None || class_of(operand) == settings.parameter || class_of(operand) == settings.tensor;
+    plain = operand == Py_None || is_tensor(operand);
   }
+  const Owned cast_to(plain ? autocast_dtype() : nullptr);
+  plain = plain && !PyErr_Occurred() && (!cast_to || are_of(operands, cast_to.get()) == kYes);
   const Answer recording = plain ? is_recording() : kNo;
   return answered(plain ? boolean(recording == kYes ? needs_gradient(operands) : recording) : nullptr);
 }
@@ -868,7 +914,8 @@ PyObject* py_block(PyObject*, PyObject* given) {
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || open(&owner, of[10], of[11]) != kYes) return answered(nullptr);
+  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[10], of[11]) != kYes)
+    return answered(nullptr);
   PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
   const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
@@ -885,7 +932,8 @@ PyObject* py_block_of(PyObject*, PyObject* given) {
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || open(&owner, of[8], of[9]) != kYes) return answered(nullptr);
+  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[8], of[9]) != kYes)
+    return answered(nullptr);
   PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
   const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
   const Block block{first, behind.all(), of[4], of[5], last};

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
-from .. import dispatch, training
+from .. import calls, dispatch, training
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -57,6 +57,29 @@ _parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
     _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
+
+def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """An MLP part by part, given the operands of its op; None where its parts do not fit."""
+    x, *given, code = operands
+    weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
+    try:
+        if not pattern.gated:
+            hidden = reference.linear(x, weights[0], biases[0], code)
+        else:
+            if pattern.packed:
+                first, second = F.linear(x, weights[0], biases[0]).chunk(2, dim=-1)
+                gate, up = (second, first) if pattern.up_first else (first, second)
+            else:
+                gate, up = (F.linear(x, weight, bias) for weight, bias in zip(weights[:2], biases))
+            if gate.size(-1) != up.size(-1):
+                return None
+            by_torch = gate.requires_grad or dispatch.is_small_product(gate)
+            hidden = (reference.act_and_mul if by_torch else calls._act_and_mul)(gate, up, code)
+        return F.linear(hidden, weights[-1], biases[-1]) if pattern.whole else hidden
+    except RuntimeError:  # the long way says what is wrong with the operands
+        return None
+
+
 # Functions that return something true where torch's dispatcher has more to do than to call an op. A future torch may
 # lack one of them: all ops are called then.
 try:
@@ -93,8 +116,14 @@ if plain is not None:
             "least_recorded": dispatch.LEAST_RECORDED,
             "blocks": dispatch._open_blocks,
             "is_inference": torch.is_inference_mode_enabled,
-            "quiet": (
+            "autocast": (
                 torch._C._is_any_autocast_enabled,
+                torch.is_autocast_enabled,
+                torch.get_autocast_dtype,
+                native.DEVICE_TYPE,
+            ),
+            "composed": _composed,
+            "quiet": (
                 torch._C._len_torch_dispatch_stack,
                 torch._C._get_tracing_state,
             ),
@@ -253,9 +282,6 @@ def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Te
             return _ops[name](x, *weights, *biases, code)
         if training.refusal(name, code) is not None:
             return reference.linear(x, *weights, *biases, code) if name == "linear" else None
-        elements = training.recorded_elements(name, (x, *weights), pattern.memory) if pattern.packed else None
-        if dispatch.is_too_small(name, x, elements):  # what is not packed was asked before
-            return reference.packed_gated(x, *weights[::2], *biases[::2], code, pattern.up_first)
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
