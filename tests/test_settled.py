@@ -165,12 +165,20 @@ def test_training_behind_inference(fused_mlp, device):
         assert_near(mine, expected)
 
 
-def test_it_is_decided_once(fused_mlp, device, monkeypatch):
-    """The second call asks nothing of what the first one did; and nobody keeps a module for it."""
+@pytest.mark.parametrize("kernelized", [False, True])
+def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
+    """The second call asks nothing of what the first one did; and nobody keeps a module for it.
+
+    kernelize binds the forward of its class to an activation that it has no kernel for.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: others have no kernels of experts")
     model = built(device)
     fused_mlp.fuse_mlps(model)
+    if kernelized:
+        act = group(model).act_fn
+        act.forward = act.forward
+        del act
     settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.{name}"] for name in ("settled", "experts"))
     gc.collect()  # what other tests have left
     before = len(settled._known)

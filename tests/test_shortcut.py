@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from modules import Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
+import machine
+from modules import Decoder, Gated, Halves, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
 from safety import assert_close, x_of
 
 KINDS = [Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain]
@@ -152,6 +153,28 @@ def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
         outcomes.append([output.detach(), *(parameter.grad for parameter in candidate.parameters())])
     assert_close(*outcomes)
     assert long_way == []
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="on a CPU size alone decides")
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves])
+def test_a_small_one_in_eval_mode_under_autograd_runs_its_parts(fused_mlp, device, kind):
+    """There a forward is likely all: torch.no_grad was forgotten."""
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    x = x_of(device).requires_grad_()
+    output, expected = fused(x), module(x)
+    assert_close(output.detach(), expected.detach())
+    assert type(output.grad_fn) is type(expected.grad_fn)
+    assert type(fused.train()(x).grad_fn) is not type(expected.grad_fn)
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="on a CPU size alone decides")
+@pytest.mark.parametrize("kind", [Gated, PackedGated])
+def test_a_large_one_in_eval_mode_under_autograd_is_one_op(fused_mlp, device, kind):
+    module, fused = fused_pair(fused_mlp, kind(sizes=(1024, 2048, 1024)).bfloat16(), device)
+    x = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
+    output, expected = fused(x), module(x)
+    assert_close(output.detach(), expected.detach(), tolerance=3e-2)
+    assert type(output.grad_fn) is not type(expected.grad_fn)
 
 
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])

@@ -59,16 +59,17 @@ struct Settings {
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
   PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
-  PyObject* blocks;          // a list of one element while no backend is forced
-  PyObject* is_inference;    // the function of torch
-  PyObject* quiet;           // functions that return something true where every call is disturbed
-  PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;        // a function of a pattern and operands: computes these part by part; None where it cannot
-  PyObject* modes;           // (number of modes that see functions of torch, the mode of an index, class of those that
-                             // change nothing here, class of a context in which none sees anything)
-  PyObject* empty;           // dictionaries that hold something there
-  PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
-  PyObject* exchange;        // the arguments of configure_direct_calls()
+  PyObject* least_evaluated;  // from how many multiplications of the first layer on it pays in eval mode
+  PyObject* blocks;           // a list of one element while no backend is forced
+  PyObject* is_inference;     // the function of torch
+  PyObject* quiet;            // functions that return something true where every call is disturbed
+  PyObject* autocast;         // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* composed;         // a function of a pattern and operands: computes these part by part; None where it cannot
+  PyObject* modes;            // (number of modes that see functions of torch, the mode of an index, class of those that
+                              // change nothing here, class of a context in which none sees anything)
+  PyObject* empty;            // dictionaries that hold something there
+  PyObject* unchanged;        // triples (owner, name, value): attributes that are another object there
+  PyObject* exchange;         // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* dispatched;
 };
@@ -76,11 +77,11 @@ Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",     "parameter",      "linear",    "dropout",      "identity",   "gelu",      "function",
-    "builtin",    "method",         "module",    "call",         "original",   "known",     "kernels",
-    "transposed", "norms",          "ops",       "dtypes",       "on_device",  "refusal",   "every_gpu",
-    "parts",      "least_recorded", "blocks",    "is_inference", "quiet",      "autocast",  "composed",
-    "modes",      "empty",          "unchanged", "exchange",     "is_negated", "dispatched"};
+    "tensor",   "parameter",    "linear",    "dropout",  "identity",  "gelu",    "function",       "builtin",
+    "method",   "module",       "call",      "original", "known",     "kernels", "transposed",     "norms",
+    "ops",      "dtypes",       "on_device", "refusal",  "every_gpu", "parts",   "least_recorded", "least_evaluated",
+    "blocks",   "is_inference", "quiet",     "autocast", "composed",  "modes",   "empty",          "unchanged",
+    "exchange", "is_negated",   "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -505,6 +506,7 @@ struct Mlp {
   Objects projections;
   PyObject* act;
   Objects between;
+  bool in_eval = false;  // the module is known to be in eval mode
 };
 
 // What is around an MLP in its block: the norm of its input; behind its last projection what may pass values on, and
@@ -593,6 +595,17 @@ int64_t number_of_elements(PyObject* tensor) {
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
 }
 
+// Whether the first layer is too little work for an op that autograd follows in eval mode, when no backward will make
+// up for the time that the CPU takes to record it.
+Answer is_little(PyObject* pattern, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(pattern, names().memory));
+  if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const int64_t elements = number_of_elements(PyTuple_GetItem(operands, 0));
+  const int64_t features = PyObject_Size(PyTuple_GetItem(operands, 1));
+  if (elements < 0 || features < 0) return kError;
+  return answer(elements * features < PyLong_AsSsize_t(settings.least_evaluated));
+}
+
 // Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
 // without an error where they do not.
 PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
@@ -650,6 +663,11 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   const Answer followed = recording ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  if (followed == kYes && mlp.in_eval) {
+    const Answer little = is_little(mlp.pattern, operands);
+    if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
+    if (little == kError) return nullptr;
+  }
   const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
   if (alike != kYes) {
     const bool alone = alike == kNo && followed == kNo;  // where autograd follows, it is told of the casts
@@ -691,6 +709,7 @@ class Owner {
     const bool is_child = child != nullptr && child != Py_None && item(state_, given) == nullptr;
     return is_child && PyErr_Occurred() == nullptr ? child : nullptr;
   }
+  bool is_in_eval() const { return state_ != nullptr && item(state_, fused_mlp::names().training) == Py_False; }
   // False where one stands for something else, or there are more than any MLP has.
   bool add_all(PyObject* given, Few* found) const {
     for (Py_ssize_t i = 0, count = PyTuple_Size(given); i < count; ++i) {
@@ -902,7 +921,7 @@ PyObject* py_fused(PyObject*, PyObject* given) {
   if (recording == kError || open(&owner, of[5], of[6]) != kYes) return answered(nullptr);
   PyObject* const act = owner.part(of[3]);
   const bool known = act != nullptr && owner.add_all(of[2], &projections) && owner.add_all(of[4], &between);
-  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
+  const Mlp mlp{of[0], of[1], projections.all(), act, between.all(), owner.is_in_eval()};
   return answered(known ? fused(mlp, recording == kYes) : nullptr);
 }
 

@@ -36,6 +36,10 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     if native.DEVICE_TYPE == "cpu"
 }
 
+# On a GPU, the host's time for an op under autograd, which its backward makes up for, is what a forward in eval mode
+# would wait for: below so many multiplications in the first layer, some 40 us of a Hopper GPU, its parts run there.
+LEAST_EVALUATED = 1 << 33 if native.DEVICE_TYPE == "cuda" else 0
+
 # On a CPU, one kernel for an activation and its product with up pays in a fused model from so many elements on.
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: (1 << 15 if dtype == torch.bfloat16 else 1 << 16) if native.DEVICE_TYPE == "cpu" else 0
@@ -147,10 +151,12 @@ def is_small_product(gate: Tensor) -> bool:
     return gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0) and _open_blocks[-1].name == "auto"
 
 
-def is_trained_by_parts(x: Tensor) -> bool:
+def is_left_to_parts(x: Tensor, training: bool) -> bool:
     """Whether a plain MLP of x, as wide as most are, would be too small to be an op that autograd records."""
-    if not (x.is_cpu and x.requires_grad) or _open_blocks[-1].name != "auto":
+    if not x.requires_grad or _open_blocks[-1].name != "auto":
         return False
+    if not x.is_cpu:
+        return not training and x.dim() > 0 and 4 * x.numel() * x.size(-1) < LEAST_EVALUATED
     return 4 * x.numel() < LEAST_RECORDED.get(x.dtype, {}).get("mlp", 0)
 
 

@@ -106,7 +106,8 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
             result, half, tail = found
             return half.rest(tail, result, *rest, **named)
     tail, head = (getattr(owner, name) for name in names)
-    if type(x) is Tensor and memory == KEPT and dispatch.is_trained_by_parts(x):  # then nothing is gained by the pair
+    # By parts nothing is gained by the pair.
+    if type(x) is Tensor and memory == KEPT and dispatch.is_left_to_parts(x, owner.training):
         return tail(head(x), *rest, **named)
     return joined(memory, tail, head, x, *rest, **named)
 

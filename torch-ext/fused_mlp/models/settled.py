@@ -115,7 +115,7 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
     if any(type(state.get(name)) not in _VALUES for name in names if name != "config"):
         return
     activations = tuple(parts.values())
-    if any(act is None or activation_of(act) is None or "forward" in act.__dict__ for act in activations):
+    if any(act is None or activation_of(act) is None or not _plain.is_bare(act) for act in activations):
         return
     items = [(act.__dict__, (("approximate", act.approximate),)) for act in activations if type(act) is nn.GELU]
     if interface.decorates(method):

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
-from .. import calls, dispatch, training
+from .. import dispatch, training
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -51,6 +51,7 @@ _transposed: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}  # Conv1D, and it
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
+_act_and_mul = getattr(native.act_and_mul, "_op", None)
 
 # By name of an op that may take more time than its parts where autograd follows: the function that computes these.
 _parts = {"linear": reference.linear}
@@ -74,7 +75,7 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
             if gate.size(-1) != up.size(-1):
                 return None
             by_torch = gate.requires_grad or dispatch.is_small_product(gate)
-            hidden = (reference.act_and_mul if by_torch else calls._act_and_mul)(gate, up, code)
+            hidden = (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
         return F.linear(hidden, weights[-1], biases[-1]) if pattern.whole else hidden
     except RuntimeError:  # the long way says what is wrong with the operands
         return None
@@ -114,6 +115,7 @@ if plain is not None:
             "every_gpu": native.takes_every_gpu,
             "parts": {training.KEPT: _parts},
             "least_recorded": dispatch.LEAST_RECORDED,
+            "least_evaluated": dispatch.LEAST_EVALUATED,
             "blocks": dispatch._open_blocks,
             "is_inference": torch.is_inference_mode_enabled,
             "autocast": (
