@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-import machine
 from modules import Decoder, Gated, Halves, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
 from safety import assert_close, x_of
 
@@ -155,26 +155,63 @@ def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
     assert long_way == []
 
 
-@pytest.mark.skipif(machine.device_type() != "cuda", reason="on a CPU size alone decides")
-@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves])
-def test_a_small_one_in_eval_mode_under_autograd_runs_its_parts(fused_mlp, device, kind):
-    """There a forward is likely all: torch.no_grad was forgotten."""
+@pytest.fixture
+def pays_from(fused_mlp, device, monkeypatch):
+    """A function that says how large a trained MLP has to be to be an op, by a number that says it of this device."""
+    dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
+
+    def set_least(least, gated, in_eval):
+        if device.type == "cuda":
+            monkeypatch.setitem(dispatch.LEAST_WORK, (gated, in_eval), least)
+        else:
+            monkeypatch.setitem(dispatch.LEAST_RECORDED[torch.float32], "gated_mlp" if gated else "mlp", least)
+
+    return set_least
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, lambda: nn.Sequential(*Plain().children())])
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, pays_from, kind, in_eval):
+    gated = kind in (Gated, PackedGated)
     module, fused = fused_pair(fused_mlp, kind(), device)
+    module, fused = module.train(not in_eval), fused.train(not in_eval)
     x = x_of(device).requires_grad_()
-    output, expected = fused(x), module(x)
-    assert_close(output.detach(), expected.detach())
+    op = fused(x)
+    for other in {(False, False), (False, True), (True, False), (True, True)} - {(gated, in_eval)}:
+        if device.type == "cuda" or other[0] != gated:
+            pays_from(1 << 40, *other)
+    assert type(fused(x).grad_fn) is type(op.grad_fn)  # the bounds of other kinds and modes do not concern it
+    pays_from(1 << 40, gated, in_eval)
+    outputs = []
+    for each in (fused, module):
+        torch.manual_seed(0)  # of dropout
+        outputs.append(each(x))
+    output, expected = outputs
+    assert torch.equal(output, expected)
     assert type(output.grad_fn) is type(expected.grad_fn)
-    assert type(fused.train()(x).grad_fn) is not type(expected.grad_fn)
+    if kind is not Halves:  # which end with a norm
+        assert type(op.grad_fn) is not type(expected.grad_fn)
 
 
-@pytest.mark.skipif(machine.device_type() != "cuda", reason="on a CPU size alone decides")
-@pytest.mark.parametrize("kind", [Gated, PackedGated])
-def test_a_large_one_in_eval_mode_under_autograd_is_one_op(fused_mlp, device, kind):
-    module, fused = fused_pair(fused_mlp, kind(sizes=(1024, 2048, 1024)).bfloat16(), device)
-    x = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
-    output, expected = fused(x), module(x)
-    assert_close(output.detach(), expected.detach(), tolerance=3e-2)
-    assert type(output.grad_fn) is not type(expected.grad_fn)
+@pytest.mark.parametrize("gated", [False, True])
+def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
+    """Of 88 hidden values for each of 21 rows, on a GPU times 32 inputs."""
+    module, fused = fused_pair(fused_mlp, Gated() if gated else Plain(), device)
+    work = 21 * 88 * (32 if device.type == "cuda" else 1)
+    x = x_of(device).requires_grad_()
+    written = type(module(x).grad_fn)
+    for least, expected in ((work, False), (work + 1, True)):
+        pays_from(least, gated, True)
+        assert (type(fused(x).grad_fn) is written) == expected
+
+
+def test_an_activation_of_many_operations_is_not_left(fused_mlp, device, pays_from):
+    pays_from(1 << 40, False, True)
+    for act, written in ((NewGELUActivation, False), (nn.GELU, True)):
+        module, fused = fused_pair(fused_mlp, Plain(act), device)
+        x = x_of(device).requires_grad_()
+        assert torch.equal(fused(x), module(x)) == written
+        assert_close(fused(x).detach(), module(x).detach())
 
 
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])

@@ -50,6 +50,7 @@ struct Settings {
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
                              // unchanged)
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
+  PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
   PyObject* transposed;      // by class of linear layers whose weights are [in, out]: unchanged
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
@@ -59,17 +60,17 @@ struct Settings {
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
   PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
-  PyObject* least_evaluated;  // from how many multiplications of the first layer on it pays in eval mode
-  PyObject* blocks;           // a list of one element while no backend is forced
-  PyObject* is_inference;     // the function of torch
-  PyObject* quiet;            // functions that return something true where every call is disturbed
-  PyObject* autocast;         // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;         // a function of a pattern and operands: computes these part by part; None where it cannot
-  PyObject* modes;            // (number of modes that see functions of torch, the mode of an index, class of those that
-                              // change nothing here, class of a context in which none sees anything)
-  PyObject* empty;            // dictionaries that hold something there
-  PyObject* unchanged;        // triples (owner, name, value): attributes that are another object there
-  PyObject* exchange;         // the arguments of configure_direct_calls()
+  PyObject* least_work;    // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
+  PyObject* blocks;        // a list of one element while no backend is forced
+  PyObject* is_inference;  // the function of torch
+  PyObject* quiet;         // functions that return something true where every call is disturbed
+  PyObject* autocast;      // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* composed;      // a function of a pattern and operands: computes these part by part; None where it cannot
+  PyObject* modes;         // (number of modes that see functions of torch, the mode of an index, class of those that
+                           // change nothing here, class of a context in which none sees anything)
+  PyObject* empty;         // dictionaries that hold something there
+  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
+  PyObject* exchange;      // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* dispatched;
 };
@@ -77,11 +78,11 @@ Settings settings{};
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",   "parameter",    "linear",    "dropout",  "identity",  "gelu",    "function",       "builtin",
-    "method",   "module",       "call",      "original", "known",     "kernels", "transposed",     "norms",
-    "ops",      "dtypes",       "on_device", "refusal",  "every_gpu", "parts",   "least_recorded", "least_evaluated",
-    "blocks",   "is_inference", "quiet",     "autocast", "composed",  "modes",   "empty",          "unchanged",
-    "exchange", "is_negated",   "dispatched"};
+    "tensor",     "parameter", "linear",       "dropout",   "identity", "gelu",      "function",   "builtin",
+    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "transposed",
+    "norms",      "ops",       "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
+    "least_work", "blocks",    "is_inference", "quiet",     "autocast", "composed",  "modes",      "empty",
+    "unchanged",  "exchange",  "is_negated",   "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 // The names that are asked for, made by configure().
@@ -91,6 +92,7 @@ struct Names {
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* enter = PyUnicode_InternFromString("__enter__");
   PyObject* exit = PyUnicode_InternFromString("__exit__");
+  PyObject* class_name = PyUnicode_InternFromString("__name__");
   PyObject* bound_to = PyUnicode_InternFromString("__self__");
   PyObject* bound_function = PyUnicode_InternFromString("__func__");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
@@ -101,6 +103,7 @@ struct Names {
   PyObject* probability = PyUnicode_InternFromString("p");
   PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
+  PyObject* mlp = PyUnicode_InternFromString("mlp");
   PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
@@ -108,6 +111,8 @@ struct Names {
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* numel = PyUnicode_InternFromString("numel");
+  PyObject* size = PyUnicode_InternFromString("size");
+  PyObject* last = PyLong_FromSsize_t(-1);  // dimension
   PyObject* transpose = PyUnicode_InternFromString("t");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
@@ -595,15 +600,22 @@ int64_t number_of_elements(PyObject* tensor) {
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
 }
 
-// Whether the first layer is too little work for an op that autograd follows in eval mode, when no backward will make
-// up for the time that the CPU takes to record it.
-Answer is_little(PyObject* pattern, PyObject* operands) {
-  const Owned memory(PyObject_GetAttr(pattern, names().memory));
+// Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
+Answer is_little(bool gated, bool in_eval, int64_t work) {
+  const Owned key(PyTuple_Pack(2, gated ? Py_True : Py_False, in_eval ? Py_True : Py_False));
+  PyObject* const least = key ? item(settings.least_work, key.get()) : nullptr;
+  return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
+}
+
+// The same of an MLP, as far as the time for it, and not the memory that it keeps, is what counts.
+Answer is_little(const Mlp& mlp, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Answer gated = attribute_is_true(mlp.pattern, names().gated);
   const int64_t elements = number_of_elements(PyTuple_GetItem(operands, 0));
-  const int64_t features = PyObject_Size(PyTuple_GetItem(operands, 1));
-  if (elements < 0 || features < 0) return kError;
-  return answer(elements * features < PyLong_AsSsize_t(settings.least_evaluated));
+  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, 1));
+  if (gated == kError || elements < 0 || features < 0) return kError;
+  return is_little(gated == kYes, mlp.in_eval, elements * features);
 }
 
 // Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
@@ -663,8 +675,8 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr) {
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   const Answer followed = recording ? needs_gradient(operands) : kNo;
   if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
-  if (followed == kYes && mlp.in_eval) {
-    const Answer little = is_little(mlp.pattern, operands);
+  if (followed == kYes) {
+    const Answer little = is_little(mlp, operands);
     if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
     if (little == kError) return nullptr;
   }
@@ -901,6 +913,51 @@ PyObject* py_directly(PyObject*, PyObject* given) {
   return answered(call_directly(form, of[1]));
 }
 
+// Whether a module has an activation that is several operations of torch: its parts take long then.
+Answer has_composite(PyObject* state) {
+  PyObject *const modules = item(state, names().modules), *name, *child;
+  if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
+  for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);) {
+    const Owned kind(PyObject_GetAttr(class_of(child), names().class_name));
+    const bool found = kind && item(settings.composites, kind.get()) != nullptr;
+    if (found || PyErr_Occurred()) return found ? kYes : kError;
+  }
+  return kNo;
+}
+
+// As wide as most are: with four times as many hidden features as inputs.
+Answer is_left(PyObject* x, PyObject* module, bool gated) {
+  constexpr int64_t kWider = 4;
+  const Answer recording = is_recording(), casting = is_autocasting();
+  if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
+  const PastModes modes;
+  if (modes.said() != kYes || dtype_taken(x) == nullptr) return kNo;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype)), cast_to(autocast_dtype());
+  const bool cast = cast_to && cast_to.get() != dtype.get();
+  const Answer followed = is_followed(x, recording);
+  if (PyErr_Occurred()) return kError;
+  if (!cast && followed != kYes) return kNo;
+  PyObject* const state = state_of(module);
+  const Answer composite = state == nullptr ? kError : has_composite(state);
+  if (composite != kNo) return composite == kYes ? kNo : kError;
+  if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
+  const int64_t hidden = kWider * number_of_elements(x);
+  PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype.get());
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
+  if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
+  const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
+  if (!width) return kError;
+  const bool in_eval = followed != kYes || item(state, names().training) == Py_False;
+  return is_little(gated, in_eval, hidden * PyLong_AsSsize_t(width.get()));
+}
+
+PyObject* py_is_left(PyObject*, PyObject* given) {
+  PyObject* of[3];
+  if (!unpack(given, "ooo", of)) return nullptr;
+  const Answer left = is_left(of[0], of[1], of[2] == Py_True);
+  return boolean(left == kError && is_answer() ? kNo : left);
+}
+
 PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 // Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
@@ -975,6 +1032,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"is_recorded", py_is_recorded, METH_O, nullptr},
+    {"is_left", py_is_left, METH_VARARGS, nullptr},
     {"directly", py_directly, METH_VARARGS, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},

@@ -14,6 +14,7 @@
 #pragma weak PyCapsule_GetPointer
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
+#pragma weak PyDict_Next
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches

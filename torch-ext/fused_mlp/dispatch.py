@@ -36,9 +36,14 @@ LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     if native.DEVICE_TYPE == "cpu"
 }
 
-# On a GPU, the host's time for an op under autograd, which its backward makes up for, is what a forward in eval mode
-# would wait for: below so many multiplications in the first layer, some 40 us of a Hopper GPU, its parts run there.
-LEAST_EVALUATED = 1 << 33 if native.DEVICE_TYPE == "cuda" else 0
+# On a GPU, such a node costs the host more time than it saves, and small models wait for the host. By whether an MLP is
+# gated, and whether it is in eval mode, where a forward is likely all that is computed: from so many multiplications in
+# the first layer on an op pays. 2^33 take a Hopper GPU some 25 us.
+LEAST_WORK: Dict[Tuple[bool, bool], int] = (
+    {(False, False): 1 << 33, (False, True): 1 << 33, (True, False): 1 << 30, (True, True): 1 << 33}
+    if native.DEVICE_TYPE == "cuda"
+    else {}
+)
 
 # On a CPU, one kernel for an activation and its product with up pays in a fused model from so many elements on.
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
@@ -149,15 +154,6 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
 def is_small_product(gate: Tensor) -> bool:
     """Whether ``act(gate) * up`` of a fused model takes less time as two operations of torch."""
     return gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0) and _open_blocks[-1].name == "auto"
-
-
-def is_left_to_parts(x: Tensor, training: bool) -> bool:
-    """Whether a plain MLP of x, as wide as most are, would be too small to be an op that autograd records."""
-    if not x.requires_grad or _open_blocks[-1].name != "auto":
-        return False
-    if not x.is_cpu:
-        return not training and x.dim() > 0 and 4 * x.numel() * x.size(-1) < LEAST_EVALUATED
-    return 4 * x.numel() < LEAST_RECORDED.get(x.dtype, {}).get("mlp", 0)
 
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:

@@ -16,8 +16,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, U
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from .. import calls, dispatch
-from ..training import KEPT
+from .. import calls
 from . import obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
@@ -106,9 +105,6 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
             result, half, tail = found
             return half.rest(tail, result, *rest, **named)
     tail, head = (getattr(owner, name) for name in names)
-    # By parts nothing is gained by the pair.
-    if type(x) is Tensor and memory == KEPT and dispatch.is_left_to_parts(x, owner.training):
-        return tail(head(x), *rest, **named)
     return joined(memory, tail, head, x, *rest, **named)
 
 

@@ -31,6 +31,16 @@ _BY_CLASS: Dict[str, str] = {
     "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
 }
 
+# Those whose forward is several operations of torch.
+COMPOSITES = {
+    "NewGELUActivation": True,
+    "FastGELUActivation": True,
+    "AccurateGELUActivation": True,
+    "QuickGELUActivation": True,
+    "ReLUSquaredActivation": True,
+    "BloomGelu": True,
+}
+
 # The functions of torch that modules of these classes call, by row.
 FUNCTIONS_OF: Dict[str, Tuple[Tuple[Any, str], ...]] = {
     "linear": (),

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..activations import Activation
 from ..dispatch import is_small_product
+from ..training import KEPT
 from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, sites, switching, traced
 from .interface import original_of
 from .pattern import Pattern
@@ -238,9 +239,11 @@ def _rewritten(
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names, role) if name == "forward" else None
         whole = _whole(tree, function, found, role) if name == "forward" else None
-        instead = Instead(
-            switching.FUSED, name, function, switching.instead_of(name, function, function), _TRACED, memory
-        )
+        other = switching.instead_of(name, function, function)
+        # A block's MLP may be a module of its own, of any kind.
+        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, sites.Block) for site in found)
+        is_left = shortcut.plain.is_left if shortcut.plain is not None and memory == KEPT else None
+        instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, is_left, gated)
         made = function_of(tree, function, names, instead)
         setattr(made, _SITES, tuple(found))
         setattr(made, _MEMORY, memory)

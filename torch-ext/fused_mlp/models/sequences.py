@@ -33,7 +33,10 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)
-    if obstacles.of_surroundings() is not None:
+    is_left = (
+        plain.memory == training.KEPT and shortcut.plain is not None and shortcut.plain.is_left(input, self, False)
+    )
+    if is_left or obstacles.of_surroundings() is not None:
         return nn.Sequential.forward(self, input)
     parts, index = list(self), 0
     while index < len(parts):

@@ -74,7 +74,7 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
                 gate, up = (F.linear(x, weight, bias) for weight, bias in zip(weights[:2], biases))
             if gate.size(-1) != up.size(-1):
                 return None
-            by_torch = gate.requires_grad or dispatch.is_small_product(gate)
+            by_torch = gate.requires_grad or up.requires_grad or dispatch.is_small_product(gate)
             hidden = (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
         return F.linear(hidden, weights[-1], biases[-1]) if pattern.whole else hidden
     except RuntimeError:  # the long way says what is wrong with the operands
@@ -106,6 +106,7 @@ if plain is not None:
             "original": FUSED,
             "known": _known,
             "kernels": _kernels,
+            "composites": recognition.COMPOSITES,
             "transposed": _transposed,
             "norms": norms.known,
             "ops": _ops,
@@ -115,7 +116,7 @@ if plain is not None:
             "every_gpu": native.takes_every_gpu,
             "parts": {training.KEPT: _parts},
             "least_recorded": dispatch.LEAST_RECORDED,
-            "least_evaluated": dispatch.LEAST_EVALUATED,
+            "least_work": dispatch.LEAST_WORK,
             "blocks": dispatch._open_blocks,
             "is_inference": torch.is_inference_mode_enabled,
             "autocast": (
@@ -311,7 +312,7 @@ def _learn(act: Act) -> None:
     if kind in (FunctionType, BuiltinFunctionType):
         key, forward, row = act, act, recognition.named_function(act)
     elif isinstance(act, nn.Module):
-        key, forward = kind if kind is not nn.GELU else act.approximate, kind.forward
+        key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
         own = obstacles.own_method(act, "forward")
         if key in _known and (own in (None, forward) or (kind, own) in _kernels):
             return
