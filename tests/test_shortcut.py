@@ -180,7 +180,8 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
     for other in {(False, False), (False, True), (True, False), (True, True)} - {(gated, in_eval)}:
         if device.type == "cuda" or other[0] != gated:
             pays_from(1 << 40, *other)
-    assert type(fused(x).grad_fn) is type(op.grad_fn)  # the bounds of other kinds and modes do not concern it
+    if kind in (Gated, PackedGated, Plain):  # the bounds of other kinds and modes do not concern it
+        assert type(fused(x).grad_fn) is type(op.grad_fn)
     pays_from(1 << 40, gated, in_eval)
     outputs = []
     for each in (fused, module):
