@@ -169,7 +169,11 @@ def pays_from(fused_mlp, device, monkeypatch):
     return set_least
 
 
-@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, lambda: nn.Sequential(*Plain().children())])
+def sequence():
+    return nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Linear(88, 32))
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, sequence])
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, pays_from, kind, in_eval):
     gated = kind in (Gated, PackedGated)
