@@ -160,11 +160,11 @@ def pays_from(fused_mlp, device, monkeypatch):
     """A function that says how large a trained MLP has to be to be an op, by a number that says it of this device."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
 
-    def set_least(least, gated, in_eval):
+    def set_least(least, gated, in_eval, dtype=torch.float32):
         if device.type == "cuda":
             monkeypatch.setitem(dispatch.LEAST_WORK, (gated, in_eval), least)
         else:
-            monkeypatch.setitem(dispatch.LEAST_RECORDED[torch.float32], "gated_mlp" if gated else "mlp", least)
+            monkeypatch.setitem(dispatch.LEAST_RECORDED[dtype], "gated_mlp" if gated else "mlp", least)
 
     return set_least
 
@@ -208,6 +208,21 @@ def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
     for least, expected in ((work, False), (work + 1, True)):
         pays_from(least, gated, True)
         assert (type(fused(x).grad_fn) is written) == expected
+
+
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves])
+def test_small_ones_for_which_autocast_casts_run_as_they_were_written(fused_mlp, device, pays_from, monkeypatch, kind):
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    gated = kind in (Gated, PackedGated)
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    x = x_of(device)
+    pays_from(1 << 40, gated, True, torch.bfloat16)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        with monkeypatch.context() as nothing_else:
+            nothing_else.setattr(shortcut, "fused", None)
+            assert torch.equal(fused(x), module(x))
+        pays_from(0, gated, True, torch.bfloat16)
+        assert_close(fused(x), module(x), tolerance=3e-2)
 
 
 def test_an_activation_of_many_operations_is_not_left(fused_mlp, device, pays_from):

@@ -609,6 +609,7 @@ Answer is_little(bool gated, bool in_eval, int64_t work) {
 
 // The same of an MLP, as far as the time for it, and not the memory that it keeps, is what counts.
 Answer is_little(const Mlp& mlp, PyObject* operands) {
+  if (PyObject_Size(settings.least_work) == 0) return kNo;
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Answer gated = attribute_is_true(mlp.pattern, names().gated);
@@ -931,7 +932,7 @@ Answer is_left(PyObject* x, PyObject* module, bool gated) {
   const Answer recording = is_recording(), casting = is_autocasting();
   if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
   const PastModes modes;
-  if (modes.said() != kYes || dtype_taken(x) == nullptr) return kNo;
+  if (modes.said() != kYes || dtype_taken(x) == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned dtype(PyObject_GetAttr(x, names().dtype)), cast_to(autocast_dtype());
   const bool cast = cast_to && cast_to.get() != dtype.get();
   const Answer followed = is_followed(x, recording);
