@@ -1,15 +1,16 @@
 #include "plain_modules.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <cstdint>
 #include <iterator>
 #include <map>
 #include <span>
 #include <utility>
 
+#include "answers.h"
 #include "direct_call.h"
 #include "owned.h"
+#include "settings.h"
+#include "surroundings.h"
 
 namespace fused_mlp {
 namespace {
@@ -32,137 +33,6 @@ class Few {
   PyObject* at_[kMost];
   size_t count_ = 0;
 };
-
-// Set once, by configure(), and never given back: they live as long as the process.
-struct Settings {
-  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, and of nn, Linear, Dropout, Identity, GELU; of functions
-  PyObject* parameter;
-  PyObject* linear;
-  PyObject* dropout;
-  PyObject* identity;
-  PyObject* gelu;
-  PyObject* function;
-  PyObject* builtin;
-  PyObject* method;          // that of bound methods
-  PyObject* module;          // nn.Module
-  PyObject* call;            // nn.Module.__call__ as torch wrote it
-  PyObject* original;        // the attribute by which a fused module has the class that it was made from
-  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
-                             // unchanged)
-  PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
-  PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
-  PyObject* transposed;      // by class of linear layers whose weights are [in, out]: unchanged
-  PyObject* norms;           // by class of norms: what read_norm() says
-  PyObject* ops;             // by name
-  PyObject* dtypes;          // those that the ops take
-  PyObject* on_device;       // the attribute of a tensor that is true on their device
-  PyObject* refusal;         // of an index of a GPU: None where the ops run on it; None for a CPU
-  PyObject* every_gpu;       // a function: whether they run on all GPUs
-  PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
-  PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
-  PyObject* least_work;    // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
-  PyObject* blocks;        // a list of one element while no backend is forced
-  PyObject* is_inference;  // the function of torch
-  PyObject* quiet;         // functions that return something true where every call is disturbed
-  PyObject* autocast;      // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;      // a function of a pattern and operands: computes these part by part; None where it cannot
-  PyObject* modes;         // (number of modes that see functions of torch, the mode of an index, class of those that
-                           // change nothing here, class of a context in which none sees anything)
-  PyObject* empty;         // dictionaries that hold something there
-  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
-  PyObject* exchange;      // the arguments of configure_direct_calls()
-  PyObject* is_negated;
-  PyObject* dispatched;
-};
-Settings settings{};
-
-// In the order of Settings.
-constexpr const char* kSettings[] = {
-    "tensor",     "parameter", "linear",       "dropout",   "identity", "gelu",      "function",   "builtin",
-    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "transposed",
-    "norms",      "ops",       "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
-    "least_work", "blocks",    "is_inference", "quiet",     "autocast", "composed",  "modes",      "empty",
-    "unchanged",  "exchange",  "is_negated",   "dispatched"};
-static_assert(sizeof(Settings) == sizeof(kSettings));
-
-// The names that are asked for, made by configure().
-struct Names {
-  PyObject* state = PyUnicode_InternFromString("__dict__");
-  PyObject* call = PyUnicode_InternFromString("__call__");
-  PyObject* forward = PyUnicode_InternFromString("forward");
-  PyObject* enter = PyUnicode_InternFromString("__enter__");
-  PyObject* exit = PyUnicode_InternFromString("__exit__");
-  PyObject* class_name = PyUnicode_InternFromString("__name__");
-  PyObject* bound_to = PyUnicode_InternFromString("__self__");
-  PyObject* bound_function = PyUnicode_InternFromString("__func__");
-  PyObject* parameters = PyUnicode_InternFromString("_parameters");
-  PyObject* modules = PyUnicode_InternFromString("_modules");
-  PyObject* weight = PyUnicode_InternFromString("weight");
-  PyObject* bias = PyUnicode_InternFromString("bias");
-  PyObject* training = PyUnicode_InternFromString("training");
-  PyObject* probability = PyUnicode_InternFromString("p");
-  PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
-  PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
-  PyObject* mlp = PyUnicode_InternFromString("mlp");
-  PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
-  PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
-  PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
-  PyObject* no_norm = PyLong_FromSsize_t(0);  // its code
-  PyObject* approximate = PyUnicode_InternFromString("approximate");
-  PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* numel = PyUnicode_InternFromString("numel");
-  PyObject* size = PyUnicode_InternFromString("size");
-  PyObject* last = PyLong_FromSsize_t(-1);  // dimension
-  PyObject* transpose = PyUnicode_InternFromString("t");
-  PyObject* get_device = PyUnicode_InternFromString("get_device");
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  PyObject* op = PyUnicode_InternFromString("op");
-  PyObject* memory = PyUnicode_InternFromString("memory");
-  PyObject* packed = PyUnicode_InternFromString("packed");
-  PyObject* gated = PyUnicode_InternFromString("gated");
-  PyObject* up_first = PyUnicode_InternFromString("up_first");
-  PyObject* order = PyUnicode_InternFromString("__mro__");
-  // What finds attributes, of all names and of those that are not found otherwise.
-  PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
-  // Those of a forward, then those of a backward.
-  PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
-                        PyUnicode_InternFromString("_backward_hooks"),
-                        PyUnicode_InternFromString("_backward_pre_hooks")};
-};
-const Names* made_names = nullptr;
-const Names& names() { return *made_names; }
-
-PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
-
-// The answers: an error of Python's is a third one, and stays set.
-enum Answer { kError = -1, kNo = 0, kYes = 1 };
-
-Answer answer(bool yes) { return yes ? kYes : kNo; }
-
-// Both the values of a dictionary that holds `key`, borrowed, and nullptr without an error where it does not.
-PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
-
-Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
-  if (PyModule_Check(owner)) {  // of Python's, whose dictionary has all that was set; asked without its class
-    PyObject* const held = item(PyModule_GetDict(owner), name);
-    if (held != nullptr || PyErr_Occurred()) return held == nullptr ? kError : answer(held == value);
-  }
-  const Owned found(PyObject_GetAttr(owner, name));
-  return found ? answer(found.get() == value) : kError;
-}
-
-Answer are_unchanged(PyObject* triples) {
-  const Py_ssize_t count = PyTuple_Size(triples);
-  if (count < 0) return kError;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* triple = PyTuple_GetItem(triples, i);
-    if (PyTuple_Size(triple) != 3) return kError;
-    const Answer same =
-        has_attribute(PyTuple_GetItem(triple, 0), PyTuple_GetItem(triple, 1), PyTuple_GetItem(triple, 2));
-    if (same != kYes) return same;
-  }
-  return kYes;
-}
 
 // `pairs` hold a name and a value, or a name alone where there must be none.
 Answer are_items(PyObject* dictionary, PyObject* pairs) {
@@ -286,70 +156,6 @@ Answer pass(Objects parts, bool recording) {
   return kYes;
 }
 
-Answer is_undisturbed() {
-  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.empty); i < count; ++i) {
-    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(settings.empty, i));
-    if (size != 0) return size < 0 ? kError : kNo;
-  }
-  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
-    const Owned said(PyObject_CallObject(PyTuple_GetItem(settings.quiet, i), nullptr));
-    const int loud = said ? PyObject_IsTrue(said.get()) : -1;
-    if (loud != 0) return loud < 0 ? kError : kNo;
-  }
-  return are_unchanged(settings.unchanged);
-}
-
-// torch.set_default_device, and a `with torch.device(...)`, add a mode that sees every call of a function of torch and
-// every attribute of a tensor that is asked for, in Python, and changes nothing that is done here. As long as this
-// lives, such modes see nothing.
-class PastModes {
- public:
-  PastModes() : said_(pass()) {}
-  PastModes(const PastModes&) = delete;
-  PastModes& operator=(const PastModes&) = delete;
-  ~PastModes() {
-    if (context_ == nullptr) return;
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    const Owned left(PyObject_CallMethodObjArgs(context_, names().exit, Py_None, Py_None, Py_None, nullptr));
-    PyErr_Restore(type, value, trace);
-    Py_DECREF(context_);
-  }
-  // kNo where there are other modes.
-  Answer said() const { return said_; }
-
- private:
-  Answer pass() {
-    PyObject* const modes = settings.modes;
-    const Owned said(PyObject_CallObject(PyTuple_GetItem(modes, 0), nullptr));
-    const Py_ssize_t count = said ? PyLong_AsSsize_t(said.get()) : -1;
-    if (count <= 0) return count < 0 ? kError : kYes;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      const Owned index(PyLong_FromSsize_t(i));
-      const Owned mode(index ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(modes, 1), index.get(), nullptr) : nullptr);
-      if (!mode) return kError;
-      if (class_of(mode.get()) != PyTuple_GetItem(modes, 2)) return kNo;
-    }
-    Owned context(PyObject_CallObject(PyTuple_GetItem(modes, 3), nullptr));
-    const Owned entered(context ? PyObject_CallMethodObjArgs(context.get(), names().enter, nullptr) : nullptr);
-    if (!entered) return kError;
-    context_ = context.release();
-    return kYes;
-  }
-
-  PyObject* context_ = nullptr;
-  const Answer said_;
-};
-
-Answer truth(PyObject* object) {
-  const int value = object == nullptr ? -1 : PyObject_IsTrue(object);
-  return value < 0 ? kError : answer(value != 0);
-}
-
-Answer attribute_is_true(PyObject* owner, PyObject* name) { return truth(Owned(PyObject_GetAttr(owner, name)).get()); }
-
-Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
-
 // Whether the ops run on x's GPU. Where they run on all, none is asked for again.
 Answer is_refused(PyObject* x) {
   static Answer on_every_gpu = kNo;
@@ -372,25 +178,6 @@ PyObject* dtype_taken(PyObject* x) {
     if (known == dtype.get()) return known;
   }
   return nullptr;
-}
-
-Answer is_recording() {
-  if (!aoti_torch_grad_mode_is_enabled()) return kNo;
-  const Answer inference = said_by(settings.is_inference);
-  return inference == kError ? kError : answer(inference == kNo);
-}
-
-// Whether autocast is on for some device.
-Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
-
-// The dtype to which autocast casts operands on the ops' device; nullptr, which is no error in itself, where it is off.
-PyObject* autocast_dtype() {
-  PyObject* const autocast = settings.autocast;
-  if (is_autocasting() != kYes) return nullptr;
-  PyObject* const device = PyTuple_GetItem(autocast, 3);
-  const Owned enabled(PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 1), device, nullptr));
-  if (truth(enabled.get()) != kYes) return nullptr;
-  return PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 2), device, nullptr);
 }
 
 bool is_tensor(PyObject* operand) {
@@ -851,18 +638,7 @@ bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[k
 }
 
 PyObject* py_configure(PyObject*, PyObject* given) {
-  if (!PyDict_Check(given)) return PyErr_Format(PyExc_TypeError, "settings must be a dict, got %R", class_of(given));
-  Settings read{};
-  PyObject** place = &read.tensor;
-  for (const char* name : kSettings) {
-    *place = PyDict_GetItemString(given, name);
-    if (*place == nullptr) return PyErr_Format(PyExc_KeyError, "settings lack %s", name);
-    Py_INCREF(*place++);
-  }
-  if (!configure_direct_calls(read.exchange, read.is_negated, read.dispatched)) return nullptr;
-  settings = read;
-  static const Names made;
-  made_names = &made;
+  if (!configure(given)) return nullptr;
   Py_RETURN_NONE;
 }
 

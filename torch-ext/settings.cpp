@@ -1,0 +1,48 @@
+#include "settings.h"
+
+#include "answers.h"
+#include "direct_call.h"
+
+namespace fused_mlp {
+namespace {
+
+// In the order of Settings.
+constexpr const char* kSettings[] = {
+    "tensor",     "parameter", "linear",       "dropout",   "identity", "gelu",      "function",   "builtin",
+    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "transposed",
+    "norms",      "ops",       "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
+    "least_work", "blocks",    "is_inference", "quiet",     "autocast", "composed",  "modes",      "empty",
+    "unchanged",  "exchange",  "is_negated",   "dispatched"};
+static_assert(sizeof(Settings) == sizeof(kSettings));
+
+const Names* made_names = nullptr;
+
+}  // namespace
+
+Settings settings{};
+
+const Names& names() { return *made_names; }
+
+bool configure(PyObject* given) {
+  if (!PyDict_Check(given)) {
+    PyErr_Format(PyExc_TypeError, "settings must be a dict, got %R", class_of(given));
+    return false;
+  }
+  Settings read{};
+  PyObject** place = &read.tensor;
+  for (const char* name : kSettings) {
+    *place = PyDict_GetItemString(given, name);
+    if (*place == nullptr) {
+      PyErr_Format(PyExc_KeyError, "settings lack %s", name);
+      return false;
+    }
+    Py_INCREF(*place++);
+  }
+  if (!configure_direct_calls(read.exchange, read.is_negated, read.dispatched)) return false;
+  settings = read;
+  static const Names made;
+  made_names = &made;
+  return true;
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,66 @@
+#include "surroundings.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include "settings.h"
+
+namespace fused_mlp {
+
+Answer is_undisturbed() {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.empty); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(settings.empty, i));
+    if (size != 0) return size < 0 ? kError : kNo;
+  }
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
+    const Owned said(PyObject_CallObject(PyTuple_GetItem(settings.quiet, i), nullptr));
+    const int loud = said ? PyObject_IsTrue(said.get()) : -1;
+    if (loud != 0) return loud < 0 ? kError : kNo;
+  }
+  return are_unchanged(settings.unchanged);
+}
+
+PastModes::~PastModes() {
+  if (context_ == nullptr) return;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  const Owned left(PyObject_CallMethodObjArgs(context_, names().exit, Py_None, Py_None, Py_None, nullptr));
+  PyErr_Restore(type, value, trace);
+  Py_DECREF(context_);
+}
+
+Answer PastModes::pass() {
+  PyObject* const modes = settings.modes;
+  const Owned said(PyObject_CallObject(PyTuple_GetItem(modes, 0), nullptr));
+  const Py_ssize_t count = said ? PyLong_AsSsize_t(said.get()) : -1;
+  if (count <= 0) return count < 0 ? kError : kYes;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Owned index(PyLong_FromSsize_t(i));
+    const Owned mode(index ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(modes, 1), index.get(), nullptr) : nullptr);
+    if (!mode) return kError;
+    if (class_of(mode.get()) != PyTuple_GetItem(modes, 2)) return kNo;
+  }
+  Owned context(PyObject_CallObject(PyTuple_GetItem(modes, 3), nullptr));
+  const Owned entered(context ? PyObject_CallMethodObjArgs(context.get(), names().enter, nullptr) : nullptr);
+  if (!entered) return kError;
+  context_ = context.release();
+  return kYes;
+}
+
+Answer is_recording() {
+  if (!aoti_torch_grad_mode_is_enabled()) return kNo;
+  const Answer inference = said_by(settings.is_inference);
+  return inference == kError ? kError : answer(inference == kNo);
+}
+
+Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
+
+PyObject* autocast_dtype() {
+  PyObject* const autocast = settings.autocast;
+  if (is_autocasting() != kYes) return nullptr;
+  PyObject* const device = PyTuple_GetItem(autocast, 3);
+  const Owned enabled(PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 1), device, nullptr));
+  if (truth(enabled.get()) != kYes) return nullptr;
+  return PyObject_CallFunctionObjArgs(PyTuple_GetItem(autocast, 2), device, nullptr);
+}
+
+}  // namespace fused_mlp
