@@ -708,9 +708,10 @@ Answer is_left(PyObject* x, PyObject* module, bool gated) {
   const Answer recording = is_recording(), casting = is_autocasting();
   if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
   const PastModes modes;
-  if (modes.said() != kYes || dtype_taken(x) == nullptr) return PyErr_Occurred() ? kError : kNo;
-  const Owned dtype(PyObject_GetAttr(x, names().dtype)), cast_to(autocast_dtype());
-  const bool cast = cast_to && cast_to.get() != dtype.get();
+  PyObject* const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
+  if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
+  const bool cast = cast_to && cast_to.get() != dtype;
   const Answer followed = is_followed(x, recording);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
@@ -719,7 +720,7 @@ Answer is_left(PyObject* x, PyObject* module, bool gated) {
   if (composite != kNo) return composite == kYes ? kNo : kError;
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
   const int64_t hidden = kWider * number_of_elements(x);
-  PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype.get());
+  PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype);
   PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
   if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
   const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
