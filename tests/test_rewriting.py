@@ -520,6 +520,16 @@ def test_activations_that_are_not_known_are_reported(fused_mlp, device, written,
     assert report.fused == [] and name in report.left[0].reason
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_sequence_with_none_in_it(fused_mlp, device, place):
+    """It raises what the original raises, wherever that stands."""
+    module = nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Identity(), nn.Linear(88, 32)).to(device).eval()
+    assert fused_mlp.fuse_mlps(module).fused
+    module[place] = None
+    with torch.no_grad(), pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        module(torch.randn(3, 32, device=device))
+
+
 def test_a_sequence_with_an_activation_that_is_not_known(fused_mlp):
     report = fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
     assert report.fused == [] and "Tanh" in report.left[0].reason

@@ -115,6 +115,8 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
             return "in autocast"
         wanted = dtype_of(projection)
         return None if wanted is dtype else f"from {dtype} to {wanted}"
+    if part is None:
+        return "None, which cannot be called"
     if not isinstance(part, nn.Module):
         return "active in training" if part else None
     kind = type(part)
