@@ -35,7 +35,7 @@ def doubled(self, *args):
 
 
 def with_forward_of_another(part):
-    """The same class, whose forward computes with other weights or options."""
+    """Gives a part the forward of another module of its class, which has other weights or options."""
     other = copy.deepcopy(part)
     for parameter in other.parameters():
         parameter.data.mul_(2)

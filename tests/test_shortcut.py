@@ -200,7 +200,7 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
-    """Of 88 hidden values for each of 21 rows, on a GPU times 32 inputs."""
+    """The work is 88 hidden values for each of 21 rows, on a GPU times 32 inputs."""
     module, fused = fused_pair(fused_mlp, Gated() if gated else Plain(), device)
     work = 21 * 88 * (32 if device.type == "cuda" else 1)
     x = x_of(device).requires_grad_()

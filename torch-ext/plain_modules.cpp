@@ -394,7 +394,7 @@ Answer is_little(bool gated, bool in_eval, int64_t work) {
   return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
 }
 
-// The same of an MLP, as far as the time for it, and not the memory that it keeps, is what counts.
+// Asks the same of an MLP. One whose pattern is to save memory is never too little.
 Answer is_little(const Mlp& mlp, PyObject* operands) {
   if (PyObject_Size(settings.least_work) == 0) return kNo;
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
@@ -690,7 +690,7 @@ PyObject* py_directly(PyObject*, PyObject* given) {
   return answered(call_directly(form, of[1]));
 }
 
-// Whether a module has an activation that is several operations of torch: its parts take long then.
+// Whether a module has an activation that is several operations of torch, so that its parts take long.
 Answer has_composite(PyObject* state) {
   PyObject *const modules = item(state, names().modules), *name, *child;
   if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
@@ -702,8 +702,8 @@ Answer has_composite(PyObject* state) {
   return kNo;
 }
 
-// As wide as most are: with four times as many hidden features as inputs.
-Answer is_left(PyObject* x, PyObject* module, bool gated) {
+// Answers for py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
+Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
   const Answer recording = is_recording(), casting = is_autocasting();
   if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
@@ -729,10 +729,10 @@ Answer is_left(PyObject* x, PyObject* module, bool gated) {
   return is_little(gated, in_eval, hidden * PyLong_AsSsize_t(width.get()));
 }
 
-PyObject* py_is_left(PyObject*, PyObject* given) {
+PyObject* py_runs_as_written(PyObject*, PyObject* given) {
   PyObject* of[3];
   if (!unpack(given, "ooo", of)) return nullptr;
-  const Answer left = is_left(of[0], of[1], of[2] == Py_True);
+  const Answer left = runs_as_written(of[0], of[1], of[2] == Py_True);
   return boolean(left == kError && is_answer() ? kNo : left);
 }
 
@@ -810,7 +810,7 @@ PyMethodDef plain_module_methods[] = {
     {"are_items", py_are_items, METH_VARARGS, nullptr},
     {"are_unchanged", py_are_unchanged, METH_O, nullptr},
     {"is_recorded", py_is_recorded, METH_O, nullptr},
-    {"is_left", py_is_left, METH_VARARGS, nullptr},
+    {"runs_as_written", py_runs_as_written, METH_VARARGS, nullptr},
     {"directly", py_directly, METH_VARARGS, nullptr},
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},

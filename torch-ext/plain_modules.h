@@ -21,9 +21,9 @@ namespace fused_mlp {
 //   is_recorded(operands) -> bool | None
 //     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
 //     op cannot take them, or something has to see its parts.
-//   is_left(x, module, gated) -> bool
-//     Whether the parts of an MLP of x, in a method of the module, likely take less time as they are written: where
-//     autograd records them, or autocast casts for them.
+//   runs_as_written(x, module, gated) -> bool
+//     Whether a method of the module, which has an MLP of x in it, likely takes less time as it was written: where
+//     autograd records the MLP, or autocast casts for it, and it is small.
 //   directly(gated, operands) -> Tensor | None
 //     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct_call.h); None where
 //     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.

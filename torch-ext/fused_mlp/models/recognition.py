@@ -31,7 +31,7 @@ _BY_CLASS: Dict[str, str] = {
     "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
 }
 
-# Those whose forward is several operations of torch.
+# The names of those classes whose forward is several operations of torch: compiled code looks them up.
 COMPOSITES = {
     "NewGELUActivation": True,
     "FastGELUActivation": True,

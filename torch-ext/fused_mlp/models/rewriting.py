@@ -242,8 +242,8 @@ def _rewritten(
         other = switching.instead_of(name, function, function)
         # A block's MLP may be a module of its own, of any kind.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, sites.Block) for site in found)
-        is_left = shortcut.plain.is_left if shortcut.plain is not None and memory == KEPT else None
-        instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, is_left, gated)
+        runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
+        instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, runs_as_written, gated)
         made = function_of(tree, function, names, instead)
         setattr(made, _SITES, tuple(found))
         setattr(made, _MEMORY, memory)

@@ -33,10 +33,12 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)
-    is_left = (
-        plain.memory == training.KEPT and shortcut.plain is not None and shortcut.plain.is_left(input, self, False)
+    runs_as_written = (
+        plain.memory == training.KEPT
+        and shortcut.plain is not None
+        and shortcut.plain.runs_as_written(input, self, False)
     )
-    if is_left or obstacles.of_surroundings() is not None:
+    if runs_as_written or obstacles.of_surroundings() is not None:
         return nn.Sequential.forward(self, input)
     parts, index = list(self), 0
     while index < len(parts):

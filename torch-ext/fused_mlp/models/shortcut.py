@@ -65,20 +65,23 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
     try:
         if not pattern.gated:
-            hidden = reference.linear(x, weights[0], biases[0], code)
-        else:
-            if pattern.packed:
-                first, second = F.linear(x, weights[0], biases[0]).chunk(2, dim=-1)
-                gate, up = (second, first) if pattern.up_first else (first, second)
-            else:
-                gate, up = (F.linear(x, weight, bias) for weight, bias in zip(weights[:2], biases))
-            if gate.size(-1) != up.size(-1):
+            return getattr(reference, pattern.op)(*operands)
+        if pattern.packed:
+            if weights[0].size(0) % 2 != 0:  # there are no halves
                 return None
-            by_torch = gate.requires_grad or up.requires_grad or dispatch.is_small_product(gate)
-            hidden = (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
-        return F.linear(hidden, weights[-1], biases[-1]) if pattern.whole else hidden
+            weight, bias = (weights[1], biases[1]) if pattern.whole else (None, None)
+            return reference.packed_gated(x, weights[0], weight, biases[0], bias, code, pattern.up_first, _product)
+        if weights[0].size(0) != weights[1].size(0):
+            return None
+        hidden = _product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
+        return F.linear(hidden, weights[2], biases[2]) if pattern.whole else hidden
     except RuntimeError:  # the long way says what is wrong with the operands
         return None
+
+
+def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
+    by_torch = gate.requires_grad or up.requires_grad or dispatch.is_small_product(gate)
+    return (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
 
 
 # Functions that return something true where torch's dispatcher has more to do than to call an op. A future torch may

@@ -16,7 +16,13 @@ from torch import nn
 ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _GETATTR, _TRACED, _IS_LEFT = "@instead", "@method as it was", "@getattr", "@traced", "@is left"
+_INSTEAD, _METHOD, _GETATTR, _TRACED, _RUNS_AS_WRITTEN = (
+    "@instead",
+    "@method as it was",
+    "@getattr",
+    "@traced",
+    "@runs as written",
+)
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -30,7 +36,7 @@ class Instead(NamedTuple):
 
     It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
     Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument. ``method`` runs too where
-    ``is_left``, if there is one, says so of the first argument, ``self`` and ``gated``.
+    ``runs_as_written``, if there is one, says so of the first argument, ``self`` and ``gated``.
     """
 
     owner: str
@@ -39,7 +45,7 @@ class Instead(NamedTuple):
     function: Callable[[Any], Optional[Callable[..., Any]]]
     traced: CellType
     memory: str
-    is_left: Optional[Callable[[Any, Any, bool], bool]]
+    runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
     gated: bool
 
 
@@ -70,7 +76,7 @@ def function_of(
     """
     if instead is not None:
         names = {**names, _INSTEAD: instead.function, _METHOD: instead.method, _GETATTR: getattr}
-        names.update({_TRACED: instead.traced, _IS_LEFT: instead.is_left})
+        names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
         definition.body[:0] = _calls_of_others(definition, instead)
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
@@ -197,9 +203,9 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
         ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
     ]
-    if instead.is_left is not None and len(arguments.posonlyargs) + len(arguments.args) > 1:
-        is_left = ast.Call(name(_IS_LEFT), [given[1], given[0], ast.Constant(instead.gated)], [])
-        statements.append(ast.If(is_left, [ast.Return(ast.Call(name(_METHOD), given, named))], []))
+    if instead.runs_as_written is not None and len(arguments.posonlyargs) + len(arguments.args) > 1:
+        runs_as_written = ast.Call(name(_RUNS_AS_WRITTEN), [given[1], given[0], ast.Constant(instead.gated)], [])
+        statements.append(ast.If(runs_as_written, [ast.Return(ast.Call(name(_METHOD), given, named))], []))
     for node in (node for statement in statements for node in ast.walk(statement)):
         ast.copy_location(node, definition)
     return statements
