@@ -70,7 +70,7 @@ constexpr double kLaunchedPairMicroseconds = 50.0;
 constexpr double kNearFloorMicroseconds = 60.0;
 
 // How much of its start a streamed kernel hides behind the GEMM before it (measured on an H100). torch's hides nothing.
-constexpr double kEarlyMicroseconds = 3.0;
+constexpr double kEarlyMicroseconds = 3.5;
 
 constexpr int64_t kSector = 32, kLine = 128;  // bytes that memory is read in, and of a request
 

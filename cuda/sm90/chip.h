@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../gemm/problem.h"
+
 namespace fused_mlp::sm90 {
 
 constexpr int kBlockK = 64;            // elements of k that a stage of shared memory holds
@@ -12,6 +14,15 @@ constexpr int kMaxStreamedSplitK = 8;  // CTAs that share a streamed tile's k: 1
 
 // Tiled kernels are chosen from this many rows on, and where these fill more than half of a tile.
 constexpr int64_t kTiledRows = 33;
+
+// How many blocks of k a kernel that waits for the weights asks for one right after the other, once there is room for
+// all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later.
+constexpr int kMostBlocksTogether = 2;
+inline int blocks_together(const GemmProblem& p) {
+  constexpr int64_t kElements = kMostBlocksTogether * kBlockK;
+  const bool whole_pieces = p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
+  return whole_pieces ? kMostBlocksTogether : 1;
+}
 
 // How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.
 constexpr int streamed_ctas(int columns) { return columns > kStreamedColumns ? 2 : 3; }

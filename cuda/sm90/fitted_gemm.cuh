@@ -31,7 +31,8 @@ struct FittedGemmArgs {
   FittedTiles fitted;
   int n;
   int k_blocks;
-  int last_column;  // at which a tile may begin
+  int blocks_together;  // that are asked for one right after the other
+  int last_column;      // at which a tile may begin
   int tiles_n;
   int weight_rows;
   int64_t bias_stride;
@@ -167,7 +168,11 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
     for (int block = 0; block < args.k_blocks; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       const int k = block * Gemm::kBlockK;
-      mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      if (args.blocks_together == 1 || block % kMostBlocksTogether == 0) {
+        RingPosition last = at;
+        for (int i = 1; i < args.blocks_together && block + i < args.k_blocks; ++i) last.advance();
+        mbarrier_wait(shared.empty(last.stage), last.parity ^ 1);  // stages are released in their order
+      }
       if (loaded > 0) {
         --loaded;
       } else if (first) {

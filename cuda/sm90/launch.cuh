@@ -152,7 +152,9 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   const int64_t room = ctas_to_spread(args.starts_early ? p.m : kTiledRows, ctas, cluster, multiprocessors);
   const int64_t share = small ? Gemm::kCtasPerMultiprocessor : std::min<int64_t>(room, Gemm::kCtasPerMultiprocessor);
   const int shared = Gemm::shared_limit(share);
-  args.stages = std::min(Gemm::stages(args.columns, shared), static_cast<int>(ceil_div(args.k_blocks, cluster)));
+  args.blocks_together = blocks_together(p);
+  const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;  // of a CTA
+  args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);
 
   const auto kernel = streamed_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};

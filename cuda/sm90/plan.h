@@ -38,7 +38,8 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
   const int parts = p.gated() ? 2 : 1, most = kernel.columns();
   const int64_t tiles_m = ceil_div(p.m, kernel.block_m);
   const int most_split_k = p.m < kTallRows ? kMaxStreamedSplitK : kTallSplitK;
-  for (; kernel.split_k <= most_split_k && kBlockK * (kernel.split_k - 1) < p.k; kernel.split_k *= 2) {
+  for (; kernel.split_k <= most_split_k && blocks_together(p) * kBlockK * (kernel.split_k - 1) < p.k;
+       kernel.split_k *= 2) {
     int before = 0;
     const auto visit_columns = [&](int columns) {
       kernel.block_n = parts * columns;

@@ -11,7 +11,7 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ explicit RingPosition(int stages) : stages(stages) {}
+  __device__ __forceinline__ explicit RingPosition(int stages, uint32_t parity = 0) : stages(stages), parity(parity) {}
   __device__ __forceinline__ void advance() {
     if (++stage == stages) {
       stage = 0;

@@ -5,6 +5,8 @@
 // its CTAs' sums in the order of their ranks through distributed shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../gemm/epilogue.cuh"
 #include "chip.h"
 #include "ptx.cuh"
@@ -23,6 +25,7 @@ struct StreamedGemmArgs {
   int m;
   int n;
   int k_blocks;
+  int blocks_together;  // that are asked for one right after the other
   int tiles_m;
   int tokens;         // in a tile
   int columns;        // likewise
@@ -161,35 +164,53 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
       tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row());
     }
   };
-  const auto load_weights = [&](int stage, int block) {
-    if constexpr (Gemm::kTransposed) return tile.load_weights(shared.full(stage), shared.weight(stage, 0), block);
-    load_part(args.weight, stage, 0, block * Gemm::kBlockK);
-    if (Gemm::kGated) load_part(args.up_weight, stage, 1, block * Gemm::kBlockK);
-  };
   const auto load_tokens = [&](int stage, int block) {
     tile.load_tokens(shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK);
   };
-
-  // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block must
-  // not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
-  const int first_round = min(k.y, k.x + shared.stages);
-  for (int block = k.x; block < first_round; ++block) {
-    mbarrier_arrive_expect(shared.full(block - k.x), stage_bytes);
-    load_weights(block - k.x, block);
-    if (!args.starts_early) load_tokens(block - k.x, block);
-  }
-  if (args.starts_early) {
-    wait_for_previous_kernel();
-    for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
-  }
-
-  RingPosition at(shared.stages);
-  for (int block = first_round; block < k.y; ++block, at.advance()) {
-    mbarrier_wait(shared.empty(at.stage), at.parity);
-    mbarrier_arrive_expect(shared.full(at.stage), stage_bytes);
-    load_weights(at.stage, block);
-    load_tokens(at.stage, block);
-  }
+  RingPosition at(shared.stages, 1);  // all stages are empty
+  // Loads so many blocks, or what is left, as soon as there is room for all of them.
+  const auto load = [&](auto together, int block, bool with_tokens) {
+    constexpr int kBlocks = decltype(together)::value;
+    const int blocks = min(kBlocks, k.y - block);
+    const auto for_each = [&](auto&& visit) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        if (i < blocks) visit(i);
+      }
+    };
+    int stages[kBlocks];
+    RingPosition last = at;
+    for_each([&](int i) {
+      stages[i] = at.stage;
+      last = at;
+      at.advance();
+    });
+    mbarrier_wait(shared.empty(last.stage), last.parity);  // stages are released in their order
+    for_each([&](int i) { mbarrier_arrive_expect(shared.full(stages[i]), stage_bytes); });
+    const auto column = [&](int i) { return (block + i) * Gemm::kBlockK; };
+    if constexpr (Gemm::kTransposed) {
+      for_each([&](int i) { tile.load_weights(shared.full(stages[i]), shared.weight(stages[i], 0), block + i); });
+    } else {
+      for_each([&](int i) { load_part(args.weight, stages[i], 0, column(i)); });
+      if (Gemm::kGated) for_each([&](int i) { load_part(args.up_weight, stages[i], 1, column(i)); });
+    }
+    if (with_tokens) for_each([&](int i) { load_tokens(stages[i], block + i); });
+  };
+  const auto load_all = [&](auto together) {
+    constexpr int kBlocks = decltype(together)::value;
+    // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
+    // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
+    const int first_round = min(k.y, k.x + shared.stages / kBlocks * kBlocks);
+    for (int block = k.x; block < first_round; block += kBlocks) load(together, block, !args.starts_early);
+    if (args.starts_early) {
+      wait_for_previous_kernel();
+      for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
+    }
+    for (int block = first_round; block < k.y; block += kBlocks) load(together, block, true);
+  };
+  // Of no more stages than are loaded together, the last would not be released before another block arrives.
+  const bool together = args.blocks_together > 1 && shared.stages > kMostBlocksTogether;
+  together ? load_all(std::integral_constant<int, kMostBlocksTogether>{}) : load_all(std::integral_constant<int, 1>{});
 }
 
 // The sums of a thread, of both parts, as Wgmma has them.
@@ -385,7 +406,9 @@ __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                         const Tile& tile, int rank, int ranks) {
-  const int2 k{rank * args.k_blocks / ranks, (rank + 1) * args.k_blocks / ranks};
+  const int loads = (args.k_blocks + args.blocks_together - 1) / args.blocks_together;
+  const auto first_block = [&](int rank) { return min(rank * loads / ranks * args.blocks_together, args.k_blocks); };
+  const int2 k{first_block(rank), first_block(rank + 1)};
   const bool alone = Gemm::kStoresAlone && ranks == 1;
   if (threadIdx.x < 128) {
     StreamedSums<Gemm> accumulator = {};

@@ -24,7 +24,7 @@ double bounded(double time, double floor) {
 // How much longer all bytes take because the last CTAs, fewer than find room at once, cannot read as fast as all: what
 // they read takes kLeast at least of the time that a full round takes.
 double last_round(double ctas, double room) {
-  constexpr double kLeast = 0.706;
+  constexpr double kLeast = 0.48;
   const double left = std::fmod(ctas, room) / room;
   return ctas > room && left > 0.0 ? 1.0 + std::max(0.0, kLeast - left) * room / ctas : 1.0;
 }
@@ -49,18 +49,22 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   round /= chip.clock;
   const double floor = bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
-  // counted on: streamed kernels have been the faster ones where it would decide. There the constants, which were
-  // measured with a part of the weights in L2 from call to call, are corrected for weights from memory.
+  // counted on: streamed kernels have been the faster ones where it would decide.
   constexpr int64_t kCountedFrom = 65;
-  constexpr double kFromMemory = 0.962, kMicrosecondsFromMemory = 1.05;
-  const bool corrected = !is_training(p.product()) && p.m < kCountedFrom;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
   const bool even =
       swapped && rounds > 1 && p.m >= kCountedFrom && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
   const double time = (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
-  return corrected ? kFromMemory * time + kMicrosecondsFromMemory : time;
+  if (is_training(p.product()) || p.m >= kCountedFrom) return time;
+  // The constants were measured with a part of the weights in L2 from call to call. Where all come from memory, kernels
+  // start later, and few tiles are bound by what a multiprocessor receives at most.
+  constexpr double kLater = 1.25;
+  constexpr double kReceivedPerMicrosecond = 48.0 * 1980;  // bytes, where chip.clock is 1
+  const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
+  const double received = 2.0 * rounds * rows * p.k / kernel.split_k;
+  return kLater + std::max(time, received / (kReceivedPerMicrosecond * chip.clock));
 }
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {
@@ -72,9 +76,12 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;
-  const double from_memory = bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
+  constexpr double kShareOfTime = 0.955;  // that bytes take which are asked for together
+  const double share = blocks_together(p) > 1 ? kShareOfTime : 1.0;
+  const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
   const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
-  return (c.start + c.cta * most) / chip.clock +
+  const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
+  return (c.start + wide + c.cta * most) / chip.clock +
          bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
 }
 

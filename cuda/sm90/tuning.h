@@ -1,5 +1,5 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
-// kernels up to 64 rows are fitted to 334 products on an H200, each call with other weights, those of more rows to
+// kernels up to 64 rows are fitted to 345 products on an H100, each call with other weights, those of more rows to
 // products on both; those of tiles of 112, 144, 176 and 208 rows lie between their neighbours'. The rows from which
 // torch's plain products are the faster ones are of an H200. time_model.h says what they mean, tools/tuning/fit.py how
 // they are fitted.
@@ -42,10 +42,10 @@ constexpr TunedKernel kTuned[] = {
     {{MainLoop::kTiled, Product::kPlain, 160, 128, Schedule::kSwapped, 1}, {0.0, 1.11, 0.433, 2.363}},
     {{MainLoop::kTiled, Product::kPlain, 208, 128, Schedule::kSwapped, 1}, {0.0, 0.852, 0.56, 2.419}},
 };
-constexpr StreamedTime kStreamedGated = {1.36213, 1.34171, 1.5075, 0.34574, 0.37232, 0.01576, 0.00329, 0.00147, 0.0, 0.19679};
-constexpr StreamedTime kStreamedActivated = {1.84404, 0.5615, 1.45098, 0.03769, 2.00002, 0.05515, 0.00151, 0.00097, 0.00099, 0.17206};
-constexpr StreamedTime kStreamedPlain = {1.07068, 1.07732, 1.80498, 0.0079, 0.00343, 0.08101, 0.0, 0.00082, 0.00115, 0.15333};
-constexpr StreamedTime kStreamedTall = {0.07755, 0.9027, 2.86876, 0.0, 0.0, 0.07799, 0.00044, 0.00066, 0.00081, 0.13682};
+constexpr StreamedTime kStreamedGated = {1.8029, 2.37978, 1.27363, 2.0892, 0.08671, 0.75464, 0.18174, 0.00005, 0.0002, 0.0, 0.00696};
+constexpr StreamedTime kStreamedActivated = {1.45636, 2.22956, 1.10011, 1.42318, 0.01634, 0.17867, 0.20166, 0.00064, 0.0001, 0.0, 0.05932};
+constexpr StreamedTime kStreamedPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.00816, 0.00245, 0.15754, 0.0, 0.00042, 0.00014, 0.08728};
+constexpr StreamedTime kStreamedTall = {0.07755, 0.0, 0.9027, 2.86876, 0.0, 0.0, 0.07799, 0.00044, 0.00066, 0.00081, 0.13682};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
 constexpr TorchComparison kTorch = {

@@ -37,6 +37,7 @@ class StreamedTime:
     """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
     start: float = 2.0
+    wide: float = 0.5
     cta: float = 0.5
     split_2: float = 1.0
     split_4: float = 0.5
