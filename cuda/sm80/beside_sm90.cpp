@@ -1,5 +1,5 @@
 // The streamed kernels on a Hopper GPU, beside those of sm_90a. At few rows they are often the faster ones: they read
-// 512 bytes of a weight row at a time, not 128, and have less to prepare (docs/kernels.md).
+// 512 bytes of a weight row at a time, not 256, and have less to prepare (docs/kernels.md).
 #include <algorithm>
 #include <limits>
 
@@ -16,8 +16,8 @@ constexpr int kRowTiles = 2;
 // Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
 constexpr int64_t kLineElements = 64;
 
-// Fitted together with the constants of sm_90a's streamed kernels (cuda/sm90/tuning.h), which the estimates are
-// compared with, to products of 1 to 64 rows on an H100 and an H200, each call with other weights.
+// Fitted to products of 1 to 64 rows on an H100 and an H200, each call with other weights. The estimates are compared
+// with those of sm_90a's streamed kernels (cuda/sm90/tuning.h).
 constexpr double kStart = 1.804;              // microseconds
 constexpr double kRound = 0.298;              // microseconds
 constexpr double kShareOfBandwidth = 0.9335;  // of the nominal one

@@ -5,8 +5,6 @@
 // its CTAs' sums in the order of their ranks through distributed shared memory.
 #pragma once
 
-#include <type_traits>
-
 #include "../gemm/epilogue.cuh"
 #include "chip.h"
 #include "ptx.cuh"
@@ -152,26 +150,47 @@ struct StreamedTile {
   }
 };
 
-// The producer: brings the k blocks [k.x, k.y) into the ring.
+// Brings the k blocks [k.x, k.y) into the ring. Run by one thread.
 template <typename Gemm, typename Tile>
-__device__ __forceinline__ void stream(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
-                                       const Tile& tile, int2 k) {
-  const uint32_t stage_bytes = shared.loaded_bytes(tile.loaded_tokens());
-  const auto load_part = [&](const CUtensorMap& weight, int stage, int part, int column) {
-    if (Gemm::kSaysReadsOnce && args.reads_once) {
-      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row(), first_to_leave_l2());
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
+                                      const Tile& tile, int2 k)
+      : args_(args),
+        shared_(shared),
+        tile_(tile),
+        k_(k),
+        stage_bytes_(shared.loaded_bytes(tile.loaded_tokens())),
+        at_(shared.stages, 1) {}  // all stages are empty
+
+  __device__ __forceinline__ void run() {
+    // Of no more stages than are loaded together, the last would not be released before another block arrives.
+    if (args_.blocks_together > 1 && shared_.stages > kMostBlocksTogether) {
+      load_all<kMostBlocksTogether>();
     } else {
-      tma_load(&weight, shared.full(stage), shared.weight(stage, part), column, tile.weight_row());
+      load_all<1>();
     }
-  };
-  const auto load_tokens = [&](int stage, int block) {
-    tile.load_tokens(shared.full(stage), shared.tokens(stage), block * Gemm::kBlockK);
-  };
-  RingPosition at(shared.stages, 1);  // all stages are empty
-  // Loads so many blocks, or what is left, as soon as there is room for all of them.
-  const auto load = [&](auto together, int block, bool with_tokens) {
-    constexpr int kBlocks = decltype(together)::value;
-    const int blocks = min(kBlocks, k.y - block);
+  }
+
+ private:
+  // Asks for kBlocks blocks at a time.
+  template <int kBlocks>
+  __device__ __forceinline__ void load_all() {
+    // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
+    // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
+    const int first_round = min(k_.y, k_.x + shared_.stages / kBlocks * kBlocks);
+    for (int block = k_.x; block < first_round; block += kBlocks) load<kBlocks>(block, !args_.starts_early);
+    if (args_.starts_early) {
+      wait_for_previous_kernel();
+      for (int block = k_.x; block < first_round; ++block) load_tokens(block - k_.x, block);
+    }
+    for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks>(block, true);
+  }
+
+  // Loads so many blocks, or those that are left, as soon as there is room for all of them.
+  template <int kBlocks>
+  __device__ __forceinline__ void load(int block, bool with_tokens) {
+    const int blocks = min(kBlocks, k_.y - block);
     const auto for_each = [&](auto&& visit) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
@@ -179,39 +198,43 @@ __device__ __forceinline__ void stream(const StreamedGemmArgs& args, const Strea
       }
     };
     int stages[kBlocks];
-    RingPosition last = at;
+    RingPosition last = at_;
     for_each([&](int i) {
-      stages[i] = at.stage;
-      last = at;
-      at.advance();
+      stages[i] = at_.stage;
+      last = at_;
+      at_.advance();
     });
-    mbarrier_wait(shared.empty(last.stage), last.parity);  // stages are released in their order
-    for_each([&](int i) { mbarrier_arrive_expect(shared.full(stages[i]), stage_bytes); });
-    const auto column = [&](int i) { return (block + i) * Gemm::kBlockK; };
+    mbarrier_wait(shared_.empty(last.stage), last.parity);  // stages are released in their order
+    for_each([&](int i) { mbarrier_arrive_expect(shared_.full(stages[i]), stage_bytes_); });
     if constexpr (Gemm::kTransposed) {
-      for_each([&](int i) { tile.load_weights(shared.full(stages[i]), shared.weight(stages[i], 0), block + i); });
+      for_each([&](int i) { tile_.load_weights(shared_.full(stages[i]), shared_.weight(stages[i], 0), block + i); });
     } else {
-      for_each([&](int i) { load_part(args.weight, stages[i], 0, column(i)); });
-      if (Gemm::kGated) for_each([&](int i) { load_part(args.up_weight, stages[i], 1, column(i)); });
+      for_each([&](int i) { load_part(args_.weight, stages[i], 0, block + i); });
+      if (Gemm::kGated) for_each([&](int i) { load_part(args_.up_weight, stages[i], 1, block + i); });
     }
     if (with_tokens) for_each([&](int i) { load_tokens(stages[i], block + i); });
-  };
-  const auto load_all = [&](auto together) {
-    constexpr int kBlocks = decltype(together)::value;
-    // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
-    // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
-    const int first_round = min(k.y, k.x + shared.stages / kBlocks * kBlocks);
-    for (int block = k.x; block < first_round; block += kBlocks) load(together, block, !args.starts_early);
-    if (args.starts_early) {
-      wait_for_previous_kernel();
-      for (int block = k.x; block < first_round; ++block) load_tokens(block - k.x, block);
+  }
+
+  __device__ __forceinline__ void load_part(const CUtensorMap& weight, int stage, int part, int block) const {
+    const uint32_t full = shared_.full(stage), to = shared_.weight(stage, part);
+    if (Gemm::kSaysReadsOnce && args_.reads_once) {
+      tma_load(&weight, full, to, block * Gemm::kBlockK, tile_.weight_row(), first_to_leave_l2());
+    } else {
+      tma_load(&weight, full, to, block * Gemm::kBlockK, tile_.weight_row());
     }
-    for (int block = first_round; block < k.y; block += kBlocks) load(together, block, true);
-  };
-  // Of no more stages than are loaded together, the last would not be released before another block arrives.
-  const bool together = args.blocks_together > 1 && shared.stages > kMostBlocksTogether;
-  together ? load_all(std::integral_constant<int, kMostBlocksTogether>{}) : load_all(std::integral_constant<int, 1>{});
-}
+  }
+
+  __device__ __forceinline__ void load_tokens(int stage, int block) const {
+    tile_.load_tokens(shared_.full(stage), shared_.tokens(stage), block * Gemm::kBlockK);
+  }
+
+  const StreamedGemmArgs& args_;
+  const StreamedGemmShared<Gemm>& shared_;
+  const Tile& tile_;
+  const int2 k_;
+  const uint32_t stage_bytes_;
+  RingPosition at_;
+};
 
 // The sums of a thread, of both parts, as Wgmma has them.
 template <typename Gemm>
@@ -418,7 +441,7 @@ __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const Stre
     }
     lay_down<Gemm>(shared, accumulator);
   } else {
-    if (threadIdx.x == 128) stream<Gemm>(args, shared, tile, k);
+    if (threadIdx.x == 128) Producer<Gemm, Tile>(args, shared, tile, k).run();
     __syncwarp();
     if (alone) return;
   }
