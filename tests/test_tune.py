@@ -62,8 +62,8 @@ def points(
 
 
 def test_what_is_fitted_chooses_near_the_best(monkeypatch, model):
-    monkeypatch.setattr(fit, "STARTS", 1)
     monkeypatch.setattr(fit, "EVALUATIONS", 1000)
+    monkeypatch.setattr(fit, "GENERATIONS", 20)
     timed = points(model, bench.QUICK_SHAPES, bench.ROWS, constants(model))
     fitted = fit.fit(timed, model)
     for kind in KINDS:

@@ -19,7 +19,9 @@ LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 MANY_ROWS = 33  # from here on the bandwidth is that of a product which is bound by memory, not by its start
 NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
 COST_OF_OURS = 1.5  # the weight of what a plain product of ours takes longer than torch's
-STARTS, EVALUATIONS = 8, 8000  # of the searches for constants, and of the loss in each
+EVALUATIONS = 8000  # of the loss in a search for the constants of tiled kernels
+GENERATIONS, POPULATION = 150, 10  # of a search for those of streamed kernels, and in each for every constant
+MOST_LOG = 3.0  # a constant is varied by factors of up to e to this power
 
 
 @dataclass
@@ -142,7 +144,7 @@ def fit_tiled(points: list[Point], bandwidth: float, model: Model) -> dict[Kerne
     def loss(values: np.ndarray) -> float:
         return loss_of(bound.estimates(values.reshape(first.shape)[of_kernel]))
 
-    found = searched(first.ravel(), loss)[1].reshape(first.shape)
+    found = searched(first.ravel(), loss).reshape(first.shape)
     return {kernel: TiledTime(*(round(float(value), 3) for value in row)) for kernel, row in zip(kernels, found)}
 
 
@@ -152,7 +154,7 @@ def least_squares(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) ->
 
 
 def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Model) -> StreamedTime:
-    """By searches from several starts, with the tiled kernels, as fitted, to choose from too."""
+    """By a search, with the tiled kernels, as fitted, to choose from too."""
     points = [point for point in points if not all(kernel.tiled for kernel in point.times)]
     timed = [(i, point, kernel) for i, point in enumerate(points) for kernel in point.times]
     times = np.array([point.times[kernel] for _, point, kernel in timed])
@@ -174,11 +176,19 @@ def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Mo
         estimates[~is_tiled] = streamed.estimates(values)
         return loss_of(estimates)
 
-    random = np.random.default_rng(0)
     first = np.array(astuple(StreamedTime()))
-    starts = [first, *(first * np.exp(random.normal(0, 0.3, len(first))) for _ in range(STARTS - 1))]
-    found = [searched(start, loss) for start in tqdm(starts, desc=f"streamed, {kind}", leave=False)]
-    return StreamedTime(*(round(float(value), 5) for value in min(found, key=lambda each: each[0])[1]))
+    bounds, start = [(-MOST_LOG, MOST_LOG)] * len(first), np.zeros(len(first))
+    size = {"maxiter": GENERATIONS, "popsize": POPULATION, "tol": 0, "polish": False}
+    with tqdm(total=GENERATIONS, desc=f"streamed, {kind}", leave=False) as progress:
+
+        def tell(*_: object) -> None:
+            progress.update()
+
+        # Powell's method, from several starts, ends in worse optima.
+        found = scipy.optimize.differential_evolution(
+            lambda logs: loss(first * np.exp(logs)), bounds, **size, x0=start, rng=0, callback=tell
+        )
+    return StreamedTime(*(round(float(value), 5) for value in first * np.exp(found.x)))
 
 
 def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray], float]:
@@ -200,13 +210,13 @@ def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray
     return loss
 
 
-def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> tuple[float, np.ndarray]:
-    """The least loss near these values, each times a factor, and where. The choice of kernels has no gradient."""
+def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndarray:
+    """Where the loss is least near these values, each times a factor. The choice of kernels has no gradient."""
     options = {"maxfev": EVALUATIONS, "ftol": 1e-5}
     found = scipy.optimize.minimize(
         lambda logs: loss(values * np.exp(logs)), np.zeros(len(values)), method="Powell", options=options
     )
-    return float(found.fun), values * np.exp(found.x)
+    return values * np.exp(found.x)
 
 
 def saved_by_torch(point: Point, choose: Callable[[Point], Kernel]) -> float:
