@@ -187,7 +187,7 @@ class Producer {
     for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks>(block, true);
   }
 
-  // Loads so many blocks, or those that are left, as soon as there is room for all of them.
+  // Loads kBlocks blocks, or those that are left, as soon as there is room for all of them.
   template <int kBlocks>
   __device__ __forceinline__ void load(int block, bool with_tokens) {
     const int blocks = min(kBlocks, k_.y - block);
