@@ -13,33 +13,28 @@ from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
 from .formulas import Formula, formula_of
 
-# Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
+# Classes whose instances compute a row of the table whatever their attributes are, by several operations of torch.
+_COMPOSITES: Dict[str, str] = {
+    "transformers.activations.NewGELUActivation": "gelu_pytorch_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_pytorch_tanh",
+    "transformers.activations.AccurateGELUActivation": "gelu_pytorch_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
+    "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
+}
+# These, and those that are one operation; torch.nn.GELU is read below.
 _BY_CLASS: Dict[str, str] = {
+    **_COMPOSITES,
     "torch.nn.modules.activation.SiLU": "silu",
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "linear",
     "transformers.activations.GELUActivation": "gelu",
     "transformers.activations.GELUTanh": "gelu_pytorch_tanh",
-    "transformers.activations.NewGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.FastGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.AccurateGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.SiLUActivation": "silu",
-    "transformers.activations.ReLUSquaredActivation": "relu2",
     "transformers.activations.LinearActivation": "linear",
-    "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
 }
-
-# The names of those classes whose forward is several operations of torch: compiled code looks them up.
-COMPOSITES = {
-    "NewGELUActivation": True,
-    "FastGELUActivation": True,
-    "AccurateGELUActivation": True,
-    "QuickGELUActivation": True,
-    "ReLUSquaredActivation": True,
-    "BloomGelu": True,
-}
+COMPOSITES = {name.rpartition(".")[2]: True for name in _COMPOSITES}  # by which compiled code looks them up
 
 # The functions of torch that modules of these classes call, by row.
 FUNCTIONS_OF: Dict[str, Tuple[Tuple[Any, str], ...]] = {
