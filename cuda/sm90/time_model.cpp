@@ -76,8 +76,8 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;
-  constexpr double kShareOfTime = 0.955;  // that bytes take which are asked for together
-  const double share = blocks_together(p) > 1 ? kShareOfTime : 1.0;
+  constexpr double kTogether = 0.955, kAlone = 1.04;  // of the time that the same bytes take tiled kernels
+  const double share = blocks_together(p) > 1 ? kTogether : kAlone;
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
   const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
