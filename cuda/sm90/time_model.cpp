@@ -14,6 +14,10 @@ double bytes(const GemmProblem& p) {
                 static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
 }
 
+// All constants were measured with a part of the weights in L2 from call to call, but for those of streamed kernels
+// below this many rows. There all weights are estimated to come from memory, also for tiled kernels.
+constexpr int64_t kFromMemoryBelow = 65;
+
 // The longer of the two times, plus a tenth of the shorter. Without that tenth all kernels that wait for memory would
 // be estimated alike, and the choice among them would be left to their order.
 double bounded(double time, double floor) {
@@ -50,16 +54,16 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double floor = bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
   // counted on: streamed kernels have been the faster ones where it would decide.
-  constexpr int64_t kCountedFrom = 65;
+  const bool from_memory = p.m < kFromMemoryBelow;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
   const bool even =
-      swapped && rounds > 1 && p.m >= kCountedFrom && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
+      swapped && rounds > 1 && !from_memory && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
   const double time = (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
-  if (is_training(p.product()) || p.m >= kCountedFrom) return time;
-  // The constants were measured with a part of the weights in L2 from call to call. Where all come from memory, kernels
-  // start later, and few tiles are bound by what a multiprocessor receives at most.
+  if (is_training(p.product()) || !from_memory) return time;
+  // Kernels start later than their constants say then, and few tiles are bound by what a multiprocessor receives at
+  // most.
   constexpr double kLater = 1.25;
   constexpr double kReceivedPerMicrosecond = 48.0 * 1980;  // bytes, where chip.clock is 1
   const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
@@ -76,8 +80,9 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;
-  constexpr double kTogether = 0.955, kAlone = 1.04;  // of the time that the same bytes take tiled kernels
-  const double share = blocks_together(p) > 1 ? kTogether : kAlone;
+  // Of the time that the same bytes take tiled kernels. Block by block, bytes from memory take longer than theirs.
+  constexpr double kTogether = 0.955, kAlone = 1.04;
+  const double share = blocks_together(p) > 1 ? kTogether : p.m < kFromMemoryBelow ? kAlone : 1.0;
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
   const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;

@@ -1,8 +1,8 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
-// kernels up to 64 rows are fitted to 345 products on an H100, each call with other weights, those of more rows to
-// products on both; those of tiles of 112, 144, 176 and 208 rows lie between their neighbours'. The rows from which
-// torch's plain products are the faster ones are of an H200. time_model.h says what they mean, tools/tuning/fit.py how
-// they are fitted.
+// kernels up to 64 rows are fitted to 345 products there, each call with other weights, with sm_80's kernels to choose
+// from too; those of more rows to products on an H100 and an H200; those of tiles of 112, 144, 176 and 208 rows lie
+// between their neighbours'. The rows from which torch's plain products are the faster ones are of an H200.
+// time_model.h says what they mean, tools/tuning/fit.py how they are fitted.
 #pragma once
 
 #include <limits>
