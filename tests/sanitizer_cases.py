@@ -32,6 +32,8 @@ GATED = [
     *((65, k, n) for k, n in ((1544, 1288), (1032, 520), (776, 40))),
     *((150, 2056, 776), (129, 1032, 392), (129, 776, 40)),
     *((177, 40, 10248), (197, 1032, 264), (197, 776, 40)),
+    # streamed, of so many bytes that blocks of k are read two at a time
+    *((5, 20608, 424), (13, 4224, 2056), (40, 8320, 1032), (64, 2176, 4104)),
     # tiled: several tiles of rows, and part of one
     *((m, 328, n) for m, n in ((1300, 1032), (49, 12296))),
     *((m, 328, n) for m, n in ((3000, 392), (49, 10248))),
@@ -55,6 +57,7 @@ PLAIN = [
     *((49, 40, 20488), (150, 1544, 1032), (250, 1032, 264), (197, 776, 40)),
     *((129, 40, 10248), (197, 2056, 1032), (197, 1032, 520), (150, 1032, 264)),
     *((113, 40, 10248), (250, 1544, 520), (250, 1544, 264)),
+    *((5, 40064, 424), (13, 8320, 2056), (40, 4224, 4104), (64, 2176, 8200)),
     # tiled
     (1500, 328, 2056),
     *((m, 328, n) for m, n in ((1300, 1800), (95, 20488))),
@@ -245,7 +248,7 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
             ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512), (900, 3, 7)),
             ({}, interleaved, {"gated": False}, {"transposed": True, **interleaved}, {"transposed": True}),
         ):
-            n_in, hidden, out = (1032, 520, 40) if tokens == 1 else (136, 72, 264)
+            n_in, hidden, out = {1: (1032, 520, 40), 12: (1152, 640, 40)}.get(tokens, (136, 72, 264))
             if "transposed" in form:
                 if tokens * k > 32 * experts:
                     continue  # too many rows an expert for weights that lie so

@@ -127,6 +127,26 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
         assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
 
 
+@half_dtypes
+@pytest.mark.parametrize("rows", [1, 13, 40, 64])
+@pytest.mark.parametrize(("function", "sizes"), [("gated_linear", (4168, 2056, 0)), ("linear", (8264, 2056, 0))])
+def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, rows, dtype):
+    """Of weights whose rows lie multiples of 256 bytes apart, and end within a pair's second block, or before it."""
+    made = operands(function, (rows,), sizes, dtype=dtype, device=device)
+    for name, operand in made.items():
+        if name.endswith("weight"):
+            made[name] = relaid(operand, 0, -sizes[0] % 128)
+    for n_in in (sizes[0], sizes[0] - 8):
+        given = {
+            name: operand[..., :n_in] if operand.shape[-1] == sizes[0] else operand for name, operand in made.items()
+        }
+        assert fused_gemms(fused_mlp, function, given, "silu")
+        with reference.poisoned_memory(device):
+            result = getattr(fused_mlp, function)(**given, activation="silu")
+        expected = reference.eager(function, given, "silu")
+        assert_no_worse_than_eager(result, expected, reference.exact(function, given, "silu"), roundings=8)
+
+
 # Exact repetition
 
 

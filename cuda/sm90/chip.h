@@ -15,13 +15,24 @@ constexpr int kMaxStreamedSplitK = 8;  // CTAs that share a streamed tile's k: 1
 // Tiled kernels are chosen from this many rows on, and where these fill more than half of a tile.
 constexpr int64_t kTiledRows = 33;
 
+// From this many rows on, a streamed kernel reads more of a than of the weights.
+constexpr int64_t kTallRows = 65;
+
 // How many blocks of k a kernel that waits for the weights asks for one right after the other, once there is room for
 // all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later.
 constexpr int kMostBlocksTogether = 2;
-inline int blocks_together(const GemmProblem& p) {
+inline bool rows_are_whole_pieces(const GemmProblem& p) {
   constexpr int64_t kElements = kMostBlocksTogether * kBlockK;
-  const bool whole_pieces = p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
-  return whole_pieces ? kMostBlocksTogether : 1;
+  return p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
+}
+
+// Likewise of a dense product. Where weights are few, a kernel is done before the memory's rate counts, and where rows
+// of a are many, the ring holds few blocks: pairs take up to a tenth, and a fifth, longer there (measured on an H100).
+constexpr int64_t kLeastBytesTogether = 32 << 20;
+inline int blocks_together(const GemmProblem& p) {
+  const int64_t weight_bytes = 2 * p.n * p.k * (p.gated() ? 2 : 1);
+  const bool pays = p.m < kTallRows && weight_bytes >= kLeastBytesTogether;
+  return pays && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
 }
 
 // How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.

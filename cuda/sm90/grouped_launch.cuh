@@ -33,7 +33,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.gemm.out_stride = g.out.row_stride;
   args.gemm.n = static_cast<int>(g.n);
   args.gemm.k_blocks = ceil_div(g.k, Gemm::kBlockK);
-  args.gemm.blocks_together = Gemm::kTransposed ? 1 : blocks_together(g);
+  args.gemm.blocks_together = !Gemm::kTransposed && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
   args.gemm.starts_early = g.follows_gemm;
   args.routes = p.routes;
   args.limits = p.limits;
@@ -111,7 +111,7 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.follows_sort = plan.few_rows && !g.follows_gemm;
   args.starts_early = plan.few_rows && g.follows_gemm;
   args.reads_once = plan.few_rows && g.gated();
-  args.blocks_together = plan.few_rows ? blocks_together(g) : 1;
+  args.blocks_together = plan.few_rows && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
 
   const auto kernel = fitted_gemm_kernel<Gemm>;
   static std::atomic<uint64_t> devices_done{0};

@@ -25,9 +25,8 @@ inline constexpr GemmKernel kKernels[] = {
 #include "kernels.def"
 };
 
-// From this many rows on, a streamed kernel reads more of a than of the weights. It is considered for a product without
-// an activation, where one tile holds all rows, with few parts of k, and has constants of its own.
-constexpr int64_t kTallRows = 65;
+// From kTallRows on, a streamed kernel is considered for a product without an activation, where one tile holds all
+// rows, with few parts of k, and has constants of its own.
 constexpr int kTallSplitK = 2;
 
 // Calls visit(kernel) for every number of columns and split of k of a streamed kernel that may be the best for n

@@ -51,6 +51,9 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   double round = c.round + c.k_block * ceil_div(k_blocks, kernel.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
   round /= chip.clock;
+  // The CTAs of a cluster add their sums when all bytes are there.
+  const double added = kernel.split_k > 1 ? c.round / chip.clock : 0.0;
+  round -= added;
   const double floor = bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
   // counted on: streamed kernels have been the faster ones where it would decide.
@@ -59,7 +62,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const bool even =
       swapped && rounds > 1 && !from_memory && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
-  const double time = (rounds - 1) * bounded(round, floor_of_full) +
+  const double time = rounds * added + (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
   if (is_training(p.product()) || !from_memory) return time;
   // Kernels start later than their constants say then, and few tiles are bound by what a multiprocessor receives at

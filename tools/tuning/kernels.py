@@ -7,7 +7,7 @@ LOOPS = ("Tiled", "Streamed")
 SCHEDULES = ("PingPong", "Cooperative", "Swapped", "SwappedHalfRows")
 KINDS = ("gated", "activated", "plain")  # two weights; one, with an activation; one, without
 STREAMED = (*KINDS, "tall")  # which streamed kernels have constants of their own
-TALL_ROWS = 65  # kTallRows of cuda/sm90/plan.h
+TALL_ROWS = 65  # kTallRows of cuda/sm90/chip.h
 
 
 class Kernel(NamedTuple):
