@@ -129,7 +129,7 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
 
 @half_dtypes
 @pytest.mark.parametrize("rows", [1, 13, 40, 64])
-@pytest.mark.parametrize(("function", "sizes"), [("gated_linear", (4168, 2056, 0)), ("linear", (8264, 2056, 0))])
+@pytest.mark.parametrize(("function", "sizes"), [("gated_linear", (1096, 520, 0)), ("linear", (2120, 520, 0))])
 def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, rows, dtype):
     """Of weights whose rows lie multiples of 256 bytes apart, and end within a pair's second block, or before it."""
     made = operands(function, (rows,), sizes, dtype=dtype, device=device)

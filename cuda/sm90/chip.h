@@ -26,13 +26,10 @@ inline bool rows_are_whole_pieces(const GemmProblem& p) {
   return p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
 }
 
-// Likewise of a dense product. Where weights are few, a kernel is done before the memory's rate counts, and where rows
-// of a are many, the ring holds few blocks: pairs take up to a tenth, and a fifth, longer there (measured on an H100).
-constexpr int64_t kLeastBytesTogether = 32 << 20;
+// Likewise of a dense product. Many rows of a leave the ring room for few blocks: with four, pairs take up to 1.2 of the
+// time there, with nine as long (measured on an H100).
 inline int blocks_together(const GemmProblem& p) {
-  const int64_t weight_bytes = 2 * p.n * p.k * (p.gated() ? 2 : 1);
-  const bool pays = p.m < kTallRows && weight_bytes >= kLeastBytesTogether;
-  return pays && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
+  return p.m < kTallRows && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
 }
 
 // How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.

@@ -1,5 +1,5 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
-// kernels are fitted there to 366 products of up to 64 rows, with sm_80's kernels to choose from too, and to 184 plain
+// kernels are fitted there to 345 products of up to 64 rows, with sm_80's kernels to choose from too, and to 184 plain
 // ones of 72 to 160, each call with other weights; those of tiled kernels to products on an H100 and an H200, but for
 // tiles of 112, 144, 176 and 208 rows, which lie between their neighbours'. The rows from which torch's plain products
 // are the faster ones are of an H200.
@@ -43,9 +43,9 @@ constexpr TunedKernel kTuned[] = {
     {{MainLoop::kTiled, Product::kPlain, 160, 128, Schedule::kSwapped, 1}, {0.0, 1.11, 0.433, 2.363}},
     {{MainLoop::kTiled, Product::kPlain, 208, 128, Schedule::kSwapped, 1}, {0.0, 0.852, 0.56, 2.419}},
 };
-constexpr StreamedTime kStreamedGated = {1.50017, 1.43855, 1.36996, 3.03206, 0.01251, 0.65218, 0.12066, 0.00005, 0.00013, 0.00011, 0.05177};
-constexpr StreamedTime kStreamedActivated = {1.34259, 2.15698, 1.11333, 1.40821, 0.00831, 0.13818, 0.18155, 0.00108, 0.00015, 0.0, 0.0668};
-constexpr StreamedTime kStreamedPlain = {3.56793, 0.12574, 0.91235, 0.15002, 0.00292, 0.00668, 0.13805, 0.0, 0.0005, 0.0004, 0.03156};
+constexpr StreamedTime kStreamedGated = {1.8029, 2.37978, 1.27363, 2.0892, 0.08671, 0.75464, 0.18174, 0.00005, 0.0002, 0.0, 0.00696};
+constexpr StreamedTime kStreamedActivated = {1.45636, 2.22956, 1.10011, 1.42318, 0.01634, 0.17867, 0.20166, 0.00064, 0.0001, 0.0, 0.05932};
+constexpr StreamedTime kStreamedPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.00816, 0.00245, 0.15754, 0.0, 0.00042, 0.00014, 0.08728};
 constexpr StreamedTime kStreamedTall = {0.37267, 0.0, 0.07995, 4.27105, 0.0003, 0.00007, 0.11034, 0.00004, 0.00006, 0.00083, 0.06249};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
