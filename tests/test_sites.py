@@ -276,9 +276,9 @@ STARTS = {
 
 def found(fused_mlp, body):
     """The sites of a method with this body, and the method with `fused` in their places."""
-    sites = importlib.import_module(f"{fused_mlp.__name__}.models.sites")
+    substitution = importlib.import_module(f"{fused_mlp.__name__}.models.substitution")
     tree = ast.parse("def forward(self, x, y=None):\n" + textwrap.indent(body, "    ")).body[0]
-    made = sites.rewrite(
+    made = substitution.rewrite(
         tree, lambda node: ROLES.get(ast.unparse(node)), lambda site: True, lambda site: ast.Name("fused", ast.Load())
     )
     return made, tree
@@ -318,9 +318,9 @@ def test_blocks(fused_mlp, expression):
 
 @pytest.mark.parametrize("body", STARTS)
 def test_starts(fused_mlp, body):
-    sites = importlib.import_module(f"{fused_mlp.__name__}.models.sites")
+    matches = importlib.import_module(f"{fused_mlp.__name__}.models.matches")
     tree = ast.parse("def forward(self, h, y=None):\n" + textwrap.indent(body.replace("; ", "\n"), "    ")).body[0]
-    start = sites.start_of(tree, lambda node: ROLES.get(ast.unparse(node)))
+    start = matches.start_of(tree, lambda node: ROLES.get(ast.unparse(node)))
     assert (start is not None) == STARTS[body]
     if start is not None:
         assert (ast.unparse(start.projection), start.argument.id) == ("self.d", "h")

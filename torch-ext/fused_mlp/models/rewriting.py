@@ -22,10 +22,13 @@ from torch.nn.parameter import is_lazy
 from ..activations import Activation
 from ..dispatch import is_small_product
 from ..training import KEPT
-from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, sites, switching, traced
+from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, substitution, switching, traced
 from .interface import original_of
+from .matches import ending_of, returned, start_of
 from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
+from .roles import Role, RoleOf
+from .sites import Act, AnySite, Block, Joint, Site, Whole
 from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
@@ -63,7 +66,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
-    has_layers = not {sites.PROJECTION, *sites.LAYERS}.isdisjoint(parts.values())
+    has_layers = not {Role.PROJECTION, *Role.LAYERS}.isdisjoint(parts.values())
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
     stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
@@ -95,13 +98,13 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         return _mlps_in_sequence(module)
     found, original = [], getattr(function, ORIGINAL)
     for site in getattr(function, _SITES):
-        if isinstance(site, sites.Joint):
+        if isinstance(site, Joint):
             found += _mlps_across(site, original, module)
             continue
         around = ""
-        if isinstance(site, sites.Block):
+        if isinstance(site, Block):
             around, site = _around(True, site.is_normed), site.site
-        if isinstance(site, sites.Whole):
+        if isinstance(site, Whole):
             continue  # the module's own
         act = _act_of(site.act, original, module)
         between = {_name(node): _between(node, original, module) for node in site.between}
@@ -121,55 +124,55 @@ def role_of(part: Any) -> Optional[str]:
     if part is None:
         return None
     if isinstance(part, nn.ModuleList):  # that of all its parts
-        return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else sites.OTHER
+        return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else Role.OTHER
     if isinstance(part, nn.Module):
         return _role_of_module(part)
     if not isinstance(part, (FunctionType, MethodType, type(torch.relu))):
-        return sites.OTHER
+        return Role.OTHER
     role = _ROLES.get(part)
     if role is None:
         activation = recognise(part)
         if activation is not None:
-            return _BY_ROW.get(activation.name, sites.ACTIVATION)
-        role = sites.UNKNOWN if looks_like_activation(part) else sites.OTHER
+            return _BY_ROW.get(activation.name, Role.ACTIVATION)
+        role = Role.UNKNOWN if looks_like_activation(part) else Role.OTHER
     return role
 
 
 def _role_of_module(part: nn.Module) -> str:
     if isinstance(part, (nn.Dropout, nn.Identity)):
-        return sites.PASSING
+        return Role.PASSING
     if type(part) is nn.GLU:
-        return sites.GLU
+        return Role.GLU
     code = norms.code_of(type(part))
     if code is not None and code != norms.SCALE:
-        return sites.NORM
+        return Role.NORM
     activation = recognise(part)
     if activation is not None:
-        return sites.RELU if activation.name == "relu" else sites.ACTIVATION
+        return Role.RELU if activation.name == "relu" else Role.ACTIVATION
     if looks_like_activation(part):
-        return sites.UNKNOWN
+        return Role.UNKNOWN
     if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
-        return sites.PROJECTION
+        return Role.PROJECTION
     if code is not None:
-        return sites.SCALE
-    return _role_of_layer(part) if next(part.parameters(), None) is not None else sites.OTHER
+        return Role.SCALE
+    return _role_of_layer(part) if next(part.parameters(), None) is not None else Role.OTHER
 
 
 def _role_of_layer(part: nn.Module) -> str:
     """Whether a layer is half of an MLP: by its forward, if it has a projection itself."""
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
-        return sites.LAYER
+        return Role.LAYER
     if all(obstacles.of_projection(child) is not None for child in part.children()):
-        return sites.LAYER
+        return Role.LAYER
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
     callees = {text: values_of(node, forward, part) for text, node in _callees(forward).items()}
     return _half(forward, _roles(callees))
 
 
-_WANTED = {sites.PROJECTION, sites.HEAD, sites.WHOLE, *sites.ACTIVATIONS}
-_BY_ROW = {"relu": sites.RELU, "sigmoid": sites.SIGMOID}
-_ROLES = {F.dropout: sites.DROPOUT, F.glu: sites.GLU, torch.square: sites.SQUARE, isinstance: sites.ASKING}
+_WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, *Role.ACTIVATIONS}
+_BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
+_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
@@ -210,7 +213,7 @@ def _has_loop(function: FunctionType) -> bool:
 @functools.cache
 def _rewritten(
     function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str
-) -> Tuple[Optional[FunctionType], Tuple[sites.Act, ...]]:
+) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
     The outcome depends on nothing else but what its callees are, so that the layers of a model share it.
@@ -219,29 +222,29 @@ def _rewritten(
         return None, ()
     tree, role = copy.deepcopy(effects.readable(function)), _role_by_text(roles)
 
-    def is_known(site: sites.AnySite) -> bool:
-        site = site.site if isinstance(site, sites.Block) else site
-        if not isinstance(site, sites.Site):
+    def is_known(site: AnySite) -> bool:
+        site = site.site if isinstance(site, Block) else site
+        if not isinstance(site, Site):
             return True
-        if site.act.role == sites.SIGMOID:
+        if site.act.role == Role.SIGMOID:
             return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
-        return site.act.role != sites.UNKNOWN
+        return site.act.role != Role.UNKNOWN
 
-    def is_unknown(site: sites.AnySite) -> bool:
-        return isinstance(site, sites.Site) and site.act.role == sites.UNKNOWN and not site.pattern.pointwise
+    def is_unknown(site: AnySite) -> bool:
+        return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
 
-    found = sites.rewrite(tree, role, is_known, functools.partial(_call, memory, function))
-    left = sites.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
+    found = substitution.rewrite(tree, role, is_known, functools.partial(_call, memory, function))
+    left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        computed = [site.site if isinstance(site, sites.Block) else site for site in found]
-        patterns = [site.pattern for site in computed if isinstance(site, sites.Site)]
+        computed = [site.site if isinstance(site, Block) else site for site in found]
+        patterns = [site.pattern for site in computed if isinstance(site, Site)]
         names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names, role) if name == "forward" else None
         whole = _whole(tree, function, found, role) if name == "forward" else None
         other = switching.instead_of(name, function, function)
         # A block's MLP may be a module of its own, of any kind.
-        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, sites.Block) for site in found)
+        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, Block) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, runs_as_written, gated)
         made = function_of(tree, function, names, instead)
@@ -256,15 +259,15 @@ def _rewritten(
     return made, tuple(site.act for site in left)
 
 
-def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> sites.Role:
+def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
     named = dict(roles)
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-def _call(memory: str, function: FunctionType, site: sites.AnySite) -> ast.expr:
-    if isinstance(site, sites.Joint):
+def _call(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
+    if isinstance(site, Joint):
         return _joined(memory, site)
-    if isinstance(site, sites.Block):
+    if isinstance(site, Block):
         return _block(function, site)
     act = _act(site.act)
     if site.pattern.pointwise:
@@ -274,13 +277,13 @@ def _call(memory: str, function: FunctionType, site: sites.AnySite) -> ast.expr:
     return _by_names("fused", function, _arguments(site), {2, 3, 4})
 
 
-def _arguments(site: sites.Site) -> List[ast.expr]:
+def _arguments(site: Site) -> List[ast.expr]:
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(_name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, _act(site.act), between]
 
 
-def _joined(memory: str, site: sites.Joint) -> ast.expr:
+def _joined(memory: str, site: Joint) -> ast.expr:
     halves = (site.tail, site.head)
     owners = {ast.unparse(half.value) if isinstance(half, ast.Attribute) else None for half in halves}
     name, given = "joined", halves
@@ -289,12 +292,12 @@ def _joined(memory: str, site: sites.Joint) -> ast.expr:
     return _made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
 
 
-def _block(function: FunctionType, block: sites.Block) -> ast.expr:
+def _block(function: FunctionType, block: Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
     none = ast.Constant(None)
     around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
     around += [ast.Constant(block.residual_first), block.first or none, block.last or none]
-    if isinstance(block.site, sites.Whole):
+    if isinstance(block.site, Whole):
         return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
     return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})
 
@@ -315,7 +318,7 @@ def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], plac
     return _made_call(name, *given, next(iter(names.values()), ast.Constant(None)), ast.Constant((*names,)))
 
 
-def _act(act: sites.Act) -> ast.expr:
+def _act(act: Act) -> ast.expr:
     """What gives the activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
@@ -342,35 +345,37 @@ def _made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] =
 @functools.cache
 def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
-    if effects.readable(forward) is None or sites.PROJECTION not in dict(roles).values():
-        return sites.LAYER
+    if effects.readable(forward) is None or Role.PROJECTION not in dict(roles).values():
+        return Role.LAYER
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
-        whole = sites.WHOLE if made in halves.wholes else sites.LAYER
-        return sites.HEAD if halves.heads.get(made) is not None else whole
+        whole = Role.WHOLE if made in halves.wholes else Role.LAYER
+        return Role.HEAD if halves.heads.get(made) is not None else whole
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
-    start = sites.start_of(tree, role)
+    start = start_of(tree, role)
     if start is None:
-        return sites.LAYER
+        return Role.LAYER
     finished = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
-    function = function_of(sites.replace(whole, node, finished), forward, _NAMES)
-    rest, behind = sites.without_passing(sites.replace(rest, same_node, copy.deepcopy(start.argument)), role)
-    ending = sites.ending_of(tree, start, role)
+    function = function_of(substitution.replace(whole, node, finished), forward, _NAMES)
+    rest, behind = substitution.without_passing(
+        substitution.replace(rest, same_node, copy.deepcopy(start.argument)), role
+    )
+    ending = ending_of(tree, start, role)
     norm = () if ending is None or ending.norm is None else (ending.norm,)
     names = _children((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
     halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
-    return sites.TAIL
+    return Role.TAIL
 
 
 def _head(
-    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], names: Dict[str, Any], role: sites.Role
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
 ) -> Optional[halves.Half]:
     """What a forward that was rewritten hands over as a head; None if it is none: it does more than one fused call."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    call, behind = sites.returned(tree, role)
-    is_hidden = isinstance(site, sites.Site) and not (site.pattern.pointwise or site.pattern.whole)
+    call, behind = returned(tree, role)
+    is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
     if not is_hidden or call is None or behind or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg:
@@ -384,14 +389,12 @@ def _head(
     return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
-def _whole(
-    tree: ast.FunctionDef, forward: FunctionType, found: List[sites.AnySite], role: sites.Role
-) -> Optional[halves.Half]:
+def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf) -> Optional[halves.Half]:
     """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
     pass its result on."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    call, behind = sites.returned(tree, role)
-    is_mlp = isinstance(site, sites.Site) and site.pattern.whole and site.act.form == "call"
+    call, behind = returned(tree, role)
+    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.form == "call"
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
@@ -413,7 +416,7 @@ def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tup
     return tuple(node.attr for node in nodes) if plain else None
 
 
-def _mlps_across(joint: sites.Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+def _mlps_across(joint: Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """The MLPs that pairs of modules hold, which a method calls one after the other."""
     pairs = [list(values_of(node, function, module).items()) for node in (joint.head, joint.tail)]
     turns = range(max(map(len, pairs)) if all(pairs) else 0)  # of a loop
@@ -455,12 +458,12 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
     found, parts = [], list(module._modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != sites.PROJECTION or recognise(act) is None:
+        if role_of(first) != Role.PROJECTION or recognise(act) is None:
             continue
         rest = parts[index + 2 :]
-        passing = list(itertools.takewhile(lambda item: role_of(item[1]) == sites.PASSING, rest))
+        passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        if role_of(last[1]) == sites.PROJECTION and not any(recognise(part) for _, part in after):
+        if role_of(last[1]) == Role.PROJECTION and not any(recognise(part) for _, part in after):
             found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
         else:
             found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
@@ -470,11 +473,11 @@ def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
 def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
     """The activations that are not known, behind projections."""
     pairs = zip(module._modules.values(), list(module._modules.values())[1:])
-    unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (sites.PROJECTION, sites.UNKNOWN))
+    unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (Role.PROJECTION, Role.UNKNOWN))
     return list({type(act): act for act in unknown}.values())
 
 
-def _act_of(act: sites.Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
+def _act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
     """The activation of a site as it is now."""
     return _evaluated(_act(act), function, module)
 

@@ -10,10 +10,11 @@ from typing import Dict, Iterator, Optional, Set
 import torch.nn.functional as F
 from torch import nn
 
-from . import rewriting, sites
+from . import rewriting
+from .roles import Role
 from .source import tree_of, values_of
 
-_ACTIVATIONS = {sites.ACTIVATION, sites.RELU, sites.UNKNOWN}  # a sigmoid is more often a gate of something else
+_ACTIVATIONS = {Role.ACTIVATION, Role.RELU, Role.UNKNOWN}  # a sigmoid is more often a gate of something else
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
@@ -22,7 +23,7 @@ def has_parts_of_mlp(module: nn.Module) -> bool:
     forward = inspect.getattr_static(type(module), "forward")
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
     roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
-    return sites.PROJECTION in roles and not _ACTIVATIONS.isdisjoint(roles)
+    return Role.PROJECTION in roles and not _ACTIVATIONS.isdisjoint(roles)
 
 
 def applies_activation_to_projection(module: nn.Module) -> bool:
@@ -75,8 +76,8 @@ class _Flow:
             return node.id in self._hidden
         if isinstance(node, ast.Call):
             role = self._role(node.func)
-            if role in (sites.PROJECTION, *sites.LAYERS):  # what comes out of another layer is not hidden any more
-                return role == sites.PROJECTION
+            if role in (Role.PROJECTION, *Role.LAYERS):  # what comes out of another layer is not hidden any more
+                return role == Role.PROJECTION
         return any(map(self._holds, ast.iter_child_nodes(node)))
 
     def _role(self, node: ast.expr) -> Optional[str]:
