@@ -9,7 +9,7 @@ namespace fused_mlp {
 // of the rest of the model, and an interpreter touches far more code and data than this does.
 //
 //   configure(settings)
-//     What the others need, once: `Settings` in plain_modules.cpp says what there is.
+//     What the others need, once: `Settings` (settings.h) says what there is.
 //   is_bare(module) -> bool
 //     Whether calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
 //   is_undisturbed() -> bool

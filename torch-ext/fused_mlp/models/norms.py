@@ -3,7 +3,7 @@
 An RMSNorm's forward is read as a product of what it multiplies: its input, the weight, and the scale that it makes of
 the mean of the input's squares. That of a scale, such as a vision model's LayerScale, multiplies its input by a
 parameter alone. What is not such a product is neither. At each call compiled code asks whether a class and
-a module of it are still what was read (torch-ext/plain_modules.cpp, ``read_norm``).
+a module of it are still what was read (torch-ext/parts.cpp, ``read_norm``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,280 @@
+#include "parts.h"
+
+#include <map>
+#include <utility>
+
+#include "settings.h"
+
+namespace fused_mlp {
+namespace {
+
+// Whether the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
+// in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
+Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
+  if (class_of(own) != settings.method) return kNo;
+  const Answer to_module = has_attribute(own, names().bound_to, module);
+  if (to_module != kYes) return to_module;
+  PyObject* const kind = class_of(module);
+  const Owned forward(PyObject_GetAttr(kind, names().forward));
+  const Owned held(forward ? PyObject_GetAttr(own, names().bound_function) : nullptr);
+  if (!held) return kError;
+  if (held.get() == forward.get() || !kernels) return answer(held.get() == forward.get());
+  const Owned key(PyTuple_Pack(2, kind, held.get()));
+  if (!key) return kError;
+  const bool known = item(settings.kernels, key.get()) != nullptr;
+  return PyErr_Occurred() ? kError : answer(known);
+}
+
+// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple.
+Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObject* weight_name, bool biased,
+                       PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+  const Answer bare = is_bare(module, state, recording);
+  if (bare != kYes) return bare;
+  PyObject* parameters = item(state, names().parameters);
+  if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
+  PyObject* weight = item(parameters, weight_name);
+  if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
+  PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
+  if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
+  if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
+  const Answer there = put(operands, weight_place, weight);
+  return there == kYes ? put(operands, bias_place, bias) : there;
+}
+
+// The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
+// views, that cost something to make and nothing to ask for their size.
+PyObject* dictionaries_of(PyObject* order) {
+  Py_ssize_t count = 0;
+  while (count < PyTuple_Size(order) && PyTuple_GetItem(order, count) != settings.module) ++count;
+  Owned found(PyTuple_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* attributes = PyObject_GetAttr(PyTuple_GetItem(order, i), names().state);
+    if (attributes == nullptr || PyTuple_SetItem(found.get(), i, attributes) != 0) return nullptr;
+  }
+  return found.release();
+}
+
+// How many attributes they have; negative where there is an error.
+Py_ssize_t total_size(PyObject* dictionaries) {
+  Py_ssize_t total = 0;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(dictionaries, i));
+    if (size < 0) return -1;
+    total += size;
+  }
+  return total;
+}
+
+// Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
+// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and again where the
+// class has got other bases or attributes.
+Answer hides_none(PyObject* kind, PyObject* wanted) {
+  struct Known {
+    PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
+    Py_ssize_t total;
+  };
+  static std::map<std::pair<PyObject*, PyObject*>, Known> known;
+  const Owned order(PyObject_GetAttr(kind, names().order));
+  if (!order) return kError;
+  const auto found = known.find({kind, wanted});
+  if (found != known.end() && found->second.order == order.get() &&
+      found->second.total == total_size(found->second.dictionaries)) {
+    return kYes;
+  }
+  for (PyObject* name : names().finders) {
+    const Owned usual(PyObject_GetAttr(settings.module, name));
+    const Answer same = usual ? has_attribute(kind, name, usual.get()) : kError;
+    if (same != kYes) return same;
+  }
+  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
+    PyObject* const name = PyTuple_GetItem(wanted, i);
+    if (!PyUnicode_Check(name)) continue;  // a part itself, which is no child
+    const Owned hidden(PyObject_GetAttr(kind, name));
+    if (hidden) return kNo;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
+    PyErr_Clear();
+  }
+  Owned dictionaries(dictionaries_of(order.get()));
+  const Py_ssize_t total = dictionaries ? total_size(dictionaries.get()) : -1;
+  if (total < 0) return kError;
+  if (found == known.end()) Py_INCREF(wanted);
+  Py_INCREF(order.get());
+  known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
+  return kYes;
+}
+
+// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0, of an
+// nn.Identity, and of a cast, whose dtypes fused() looks at.
+Answer passes(PyObject* part, bool recording) {
+  if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
+  if (is_cast(part)) return kYes;
+  const bool identity = class_of(part) == settings.identity;
+  if (!identity && class_of(part) != settings.dropout) return kNo;
+  PyObject* state = state_of(part);
+  if (state == nullptr) return kError;
+  if (identity) return is_bare(part, state, recording);
+  PyObject* training = item(state, names().training);
+  PyObject* p = training == Py_False ? nullptr : item(state, names().probability);
+  if (training != Py_False && (p == nullptr || !PyFloat_Check(p) || PyFloat_AsDouble(p) != 0.0)) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
+  return is_bare(part, state, recording);
+}
+
+// Whether a norm that knows the shape of what it norms, as torch's do, knows that of its weight.
+Answer norms_last_dimension(PyObject* state, PyObject* weight) {
+  PyObject* normalized = item(state, names().normalized);
+  if (normalized == nullptr || !PyTuple_Check(normalized)) return PyErr_Occurred() ? kError : kNo;
+  if (PyTuple_Size(normalized) != 1) return kNo;
+  const Owned size(PyObject_CallMethodObjArgs(weight, names().numel, nullptr));
+  if (!size) return kError;
+  return answer(PyLong_AsSsize_t(size.get()) == PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0)));
+}
+
+}  // namespace
+
+Answer are_items(PyObject* dictionary, PyObject* pairs) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(pairs); i < count; ++i) {
+    PyObject* pair = PyTuple_GetItem(pairs, i);
+    const Py_ssize_t size = PyTuple_Size(pair);
+    PyObject* name = size < 1 ? nullptr : PyTuple_GetItem(pair, 0);
+    PyObject* found = name == nullptr ? nullptr : item(dictionary, name);
+    if (PyErr_Occurred()) return kError;
+    if (found != (size == 1 ? nullptr : PyTuple_GetItem(pair, 1))) return kNo;
+  }
+  return kYes;
+}
+
+Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
+  for (PyObject* name : Objects(names().hooks).first(recording ? 4 : 2)) {
+    PyObject* hooks = item(state, name);
+    if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
+    const Py_ssize_t count = PyObject_Size(hooks);
+    if (count != 0) return count < 0 ? kError : kNo;
+  }
+  PyObject* const own = item(state, names().forward);
+  if (own != nullptr) return is_own_forward(own, module, kernels);
+  return PyErr_Occurred() ? kError : kYes;
+}
+
+PyObject* state_of(PyObject* module) {
+  const Owned state(PyObject_GenericGetAttr(module, names().state));
+  if (state && !PyDict_Check(state.get())) {
+    PyErr_SetString(PyExc_TypeError, "module must be a torch.nn.Module");
+    return nullptr;
+  }
+  return state.get();
+}
+
+Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place,
+                   Py_ssize_t bias_place) {
+  PyObject* const unchanged = class_of(layer) == settings.linear ? nullptr : item(settings.transposed, class_of(layer));
+  if (unchanged == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
+  PyObject* state = state_of(layer);
+  if (state == nullptr) return kError;
+  Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
+  if (unchanged == nullptr || read != kYes) return read;
+  read = are_unchanged(unchanged);
+  if (read != kYes) return read;
+  const Owned weight(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, weight_place), names().transpose, nullptr));
+  return weight ? put(operands, weight_place, weight.get()) : kError;
+}
+
+bool is_cast(PyObject* part) { return class_of(part) == settings.function; }
+
+Answer pass(Objects parts, bool recording) {
+  for (PyObject* part : parts) {
+    const Answer said = passes(part, recording);
+    if (said != kYes) return said;
+  }
+  return kYes;
+}
+
+PyObject* known_activation(PyObject* act, bool recording) {
+  PyObject* const kind = class_of(act);
+  if (kind == settings.function || kind == settings.builtin) {
+    PyObject* const function = item(settings.known, act);
+    return function != nullptr && are_unchanged(PyTuple_GetItem(function, 2)) == kYes ? function : nullptr;
+  }
+  const bool gelu = kind == settings.gelu;
+  PyObject* known = gelu ? nullptr : item(settings.known, kind);
+  if (known == nullptr && !gelu) return nullptr;
+  PyObject* state = state_of(act);
+  if (state == nullptr) return nullptr;
+  if (gelu) {
+    PyObject* approximate = item(state, names().approximate);
+    known = approximate == nullptr ? nullptr : item(settings.known, approximate);
+    if (known == nullptr) return nullptr;
+  }
+  const bool plain = is_bare(act, state, recording, true) == kYes &&
+                     has_attribute(kind, names().forward, PyTuple_GetItem(known, 0)) == kYes &&
+                     has_attribute(kind, names().call, settings.call) == kYes &&
+                     are_unchanged(PyTuple_GetItem(known, 2)) == kYes;
+  return plain ? known : nullptr;
+}
+
+Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  PyObject* known = item(settings.norms, class_of(norm));
+  PyObject* state = known == nullptr ? nullptr : state_of(norm);
+  if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
+  Answer said = read_parameters(norm, state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1);
+  if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
+  if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
+  PyObject* weight = PyTuple_GetItem(operands, place);
+  if (said == kYes) {
+    said = of_torch ? norms_last_dimension(state, weight) : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
+  }
+  if (said != kYes) return said;
+  PyObject* const named = PyTuple_GetItem(known, 1);
+  PyObject* const eps = named == Py_None ? names().zero : item(state, named);
+  if (eps == nullptr || !PyFloat_Check(eps)) return PyErr_Occurred() ? kError : kNo;
+  if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 0)) != kYes) {
+    return kError;
+  }
+  return has_attribute(weight, names().dtype, dtype);
+}
+
+PyObject* norm_behind(Objects parts, bool recording) {
+  PyObject* norm = Py_None;
+  for (PyObject* part : parts) {
+    if (norm == Py_None && item(settings.norms, class_of(part)) != nullptr) {
+      norm = part;
+    } else if (passes(part, recording) != kYes) {
+      return nullptr;
+    }
+  }
+  return norm;
+}
+
+Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {
+  state_ = state;
+  modules_ = item(state, fused_mlp::names().modules);
+  if (modules_ == nullptr || !PyDict_Check(modules_)) return PyErr_Occurred() ? kError : kNo;
+  return hides_none(class_of(module), names);
+}
+
+PyObject* Owner::part(PyObject* given) const {
+  if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
+  PyObject* const child = item(modules_, given);
+  const bool is_child = child != nullptr && child != Py_None && item(state_, given) == nullptr;
+  return is_child && PyErr_Occurred() == nullptr ? child : nullptr;
+}
+
+bool Owner::is_in_eval() const { return state_ != nullptr && item(state_, fused_mlp::names().training) == Py_False; }
+
+bool Owner::add_all(PyObject* given, Few* found) const {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(given); i < count; ++i) {
+    PyObject* const found_part = part(PyTuple_GetItem(given, i));
+    if (found_part == nullptr || !found->add(found_part)) return false;
+  }
+  return true;
+}
+
+Answer read_children(PyObject* module, PyObject* state, PyObject* names, Few* found) {
+  Owner owner;
+  const Answer opened = owner.open(module, state, names);
+  return opened == kYes ? answer(owner.add_all(names, found)) : opened;
+}
+
+}  // namespace fused_mlp

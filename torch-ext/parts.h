@@ -1,0 +1,89 @@
+#pragma once
+
+#include <span>
+
+#include "answers.h"
+
+// The parts of an MLP as modules have them: whether each is plain, and what it holds.
+namespace fused_mlp {
+
+using Objects = std::span<PyObject* const>;
+
+// A few borrowed objects in a row, which cost less than a tuple of them.
+class Few {
+ public:
+  // False where there are more than any MLP has.
+  bool add(PyObject* object) {
+    const bool fits = count_ < kMost;
+    if (fits) at_[count_++] = object;
+    return fits;
+  }
+  Objects all() const { return {at_, count_}; }
+
+ private:
+  static constexpr size_t kMost = 16;
+  PyObject* at_[kMost];
+  size_t count_ = 0;
+};
+
+// Whether a dictionary holds these: `pairs` are a name and a value, or a name alone where there must be none.
+Answer are_items(PyObject* dictionary, PyObject* pairs);
+
+// Whether calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
+// in its place, and nothing else. Where autograd does not record, torch calls hooks of a backward for nothing: they are
+// not asked for.
+Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
+
+// The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is
+// shorter.
+PyObject* state_of(PyObject* module);
+
+// Sets an item of a new tuple to an object, which is borrowed.
+inline Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
+  Py_INCREF(object);
+  return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
+}
+
+// Puts the weight of a plain linear layer, as [out, in], and its bias into a tuple.
+Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place);
+
+// Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
+bool is_cast(PyObject* part);
+
+// Whether hidden values come out of all these as they go in: of dropout that is not training, or has a probability of
+// 0, of an nn.Identity, and of a cast, whose dtypes fused() looks at.
+Answer pass(Objects parts, bool recording);
+
+// What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
+// is not.
+PyObject* known_activation(PyObject* act, bool recording);
+
+// Puts weight, bias, eps and code of a plain norm over the last dimension into a tuple, in this order. That the weight
+// is of that dimension the op itself asks. Its class is known by a tuple: (code, name of eps or None, whether it is one
+// of torch's, whether it has a bias, attributes that are unchanged, names that the module itself must not have, names
+// that its class must not have, name of the weight).
+Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place);
+
+// The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
+// where another part does not pass values on.
+PyObject* norm_behind(Objects parts, bool recording);
+
+// A module, whose children are found by their names, as its attributes are.
+class Owner {
+ public:
+  Answer open(PyObject* module, PyObject* state, PyObject* names);
+  // Borrowed; nullptr where a name stands for something else. What is no name stands for itself.
+  PyObject* part(PyObject* given) const;
+  bool is_in_eval() const;
+  // False where one stands for something else, or there are more than any MLP has.
+  bool add_all(PyObject* given, Few* found) const;
+
+ private:
+  PyObject* state_ = nullptr;
+  PyObject* modules_ = nullptr;
+};
+
+// The children of a module under these names.
+Answer read_children(PyObject* module, PyObject* state, PyObject* names, Few* found);
+
+}  // namespace fused_mlp

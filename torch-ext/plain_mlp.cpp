@@ -1,0 +1,185 @@
+#include "plain_mlp.h"
+
+#include <iterator>
+
+#include "direct_call.h"
+#include "settings.h"
+#include "surroundings.h"
+
+namespace fused_mlp {
+namespace {
+
+// Whether the ops run on x's GPU. Where they run on all, none is asked for again.
+Answer is_refused(PyObject* x) {
+  static Answer on_every_gpu = kNo;
+  if (settings.refusal == Py_None || on_every_gpu == kYes) return kNo;
+  on_every_gpu = said_by(settings.every_gpu);
+  if (on_every_gpu != kNo) return on_every_gpu == kYes ? kNo : kError;
+  const Owned index(PyObject_CallMethodObjArgs(x, names().get_device, nullptr));
+  if (!index) return kError;
+  const Owned refused(PyObject_CallFunctionObjArgs(settings.refusal, index.get(), nullptr));
+  return refused ? answer(refused.get() != Py_None) : kError;
+}
+
+// Puts what is around an MLP into a tuple, as the op has it from a place on.
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+  if (class_of(block.residual) != settings.tensor || !PyFloat_CheckExact(block.factor)) return kNo;
+  PyObject* last = norm_behind(block.behind, recording);
+  if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool norms_sum = block.last != Py_None;
+  if (norms_sum && last != Py_None) return kNo;
+  if (norms_sum) last = block.last;
+  PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
+  PyObject* const sum = norms_sum ? Py_True : Py_False;
+  PyObject* const given[] = {block.residual, block.factor, none, none, zero, code, none, none, zero, code, sum};
+  static_assert(std::size(given) == kBlockOperands);
+  for (Py_ssize_t i = 0; i < kBlockOperands; ++i) {
+    if (put(operands, place + i, given[i]) != kYes) return kError;
+  }
+  const Answer read = block.first == Py_None ? kYes : read_norm(block.first, dtype, recording, operands, place + 2);
+  return read != kYes || last == Py_None ? read : read_norm(last, dtype, recording, operands, place + 6);
+}
+
+// Asks the same of an MLP. One whose pattern is to save memory is never too little.
+Answer is_little(const Mlp& mlp, PyObject* operands) {
+  if (PyObject_Size(settings.least_work) == 0) return kNo;
+  const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
+  if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Answer gated = attribute_is_true(mlp.pattern, names().gated);
+  const int64_t elements = number_of_elements(PyTuple_GetItem(operands, 0));
+  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, 1));
+  if (gated == kError || elements < 0 || features < 0) return kError;
+  return is_little_work(gated == kYes, mlp.in_eval, elements * features);
+}
+
+// Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
+// without an error where they do not.
+PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(pattern, names().memory)), named(PyObject_GetAttr(pattern, names().op));
+  if (!memory || !named) return nullptr;
+  PyObject* const op = packed ? names().gated_mlp : named.get();  // which records both
+  PyObject* const of_memory = item(settings.parts, memory.get());
+  PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op);
+  if (parts == nullptr) return nullptr;
+  PyObject* const of_dtype = item(settings.least_recorded, dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op);
+  if (least != nullptr) {
+    PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
+    const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
+    const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+    if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
+  }
+  if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
+  return PyObject_CallObject(parts, operands);
+}
+
+// The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
+PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands) {
+  const Answer gated = attribute_is_true(pattern, names().gated);
+  const Answer up_first = packed ? attribute_is_true(pattern, names().up_first) : kNo;
+  if (gated == kError || up_first == kError) return nullptr;
+  return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
+}
+
+}  // namespace
+
+PyObject* dtype_taken(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return nullptr;
+  if (attribute_is_true(x, settings.on_device) != kYes || is_refused(x) != kNo) return nullptr;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  for (Py_ssize_t i = 0, count = dtype ? PyTuple_Size(settings.dtypes) : 0; i < count; ++i) {
+    PyObject* known = PyTuple_GetItem(settings.dtypes, i);
+    if (known == dtype.get()) return known;
+  }
+  return nullptr;
+}
+
+bool is_tensor(PyObject* operand) {
+  return class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
+}
+
+Answer are_of(PyObject* operands, PyObject* dtype) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    const Answer same = is_tensor(operand) ? has_attribute(operand, names().dtype, dtype) : kYes;
+    if (same != kYes) return same;
+  }
+  return kYes;
+}
+
+Answer needs_gradient(PyObject* operands) {
+  Answer needs = kNo;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    if (is_tensor(operand)) needs = attribute_is_true(operand, names().requires_grad);
+  }
+  return needs;
+}
+
+int64_t number_of_elements(PyObject* tensor) {
+  const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
+  return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+Answer is_little_work(bool gated, bool in_eval, int64_t work) {
+  const Owned key(PyTuple_Pack(2, gated ? Py_True : Py_False, in_eval ? Py_True : Py_False));
+  PyObject* const least = key ? item(settings.least_work, key.get()) : nullptr;
+  return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
+}
+
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
+  PyObject* dtype = dtype_taken(mlp.x);
+  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  const Owned cast_to(autocast_dtype());
+  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
+  PyObject* known = known_activation(mlp.act, recording);
+  if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
+  // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
+  const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
+  if (block != nullptr && layers < 2) return nullptr;
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
+  PyObject* const operands = given.get();
+  if (operands == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < layers; ++i) {
+    if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
+  }
+  for (PyObject* part : mlp.between) {
+    if (!is_cast(part)) continue;
+    if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+  }
+  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
+  if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
+  const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  const Answer followed = recording ? needs_gradient(operands) : kNo;
+  if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  if (followed == kYes) {
+    const Answer little = is_little(mlp, operands);
+    if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
+    if (little == kError) return nullptr;
+  }
+  const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
+  if (alike != kYes) {
+    const bool alone = alike == kNo && followed == kNo;  // where autograd follows, it is told of the casts
+    return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
+  }
+  if (followed == kNo) {
+    PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands);
+    if (result != nullptr || PyErr_Occurred()) return result;
+  }
+  if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
+  PyObject* const parts = followed == kYes ? faster_parts(mlp.pattern, packed == kYes, dtype, operands) : nullptr;
+  if (parts != nullptr || PyErr_Occurred()) return parts;
+  if (packed == kYes || followed == kYes) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  if (block != nullptr) {
+    PyObject* op = item(settings.ops, layers == 2 ? names().block_op : names().gated_block_op);
+    return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+  }
+  const Owned name(PyObject_GetAttr(mlp.pattern, names().op));
+  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+
+#include "parts.h"
+
+// MLPs of plain parts, and their blocks: what autograd and autocast leave of them to the ops, and the call of an op.
+namespace fused_mlp {
+
+// An MLP, or a part of one, as a module has it now.
+struct Mlp {
+  PyObject* pattern;
+  PyObject* x;
+  Objects projections;
+  PyObject* act;
+  Objects between;
+  bool in_eval = false;  // the module is known to be in eval mode
+};
+
+// What is around an MLP in its block: the norm of its input; behind its last projection what may pass values on, and
+// among that a norm or a scale; a factor; the sum with the residual; and the norm of that. None where there is no norm.
+struct Block {
+  PyObject* first;
+  Objects behind;
+  PyObject* factor;
+  PyObject* residual;
+  PyObject* last;
+};
+
+// How many operands of an op are those of a block.
+constexpr Py_ssize_t kBlockOperands = 11;
+
+// The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
+PyObject* dtype_taken(PyObject* x);
+
+bool is_tensor(PyObject* operand);
+
+// Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
+Answer are_of(PyObject* operands, PyObject* dtype);
+
+// Whether one of these operands needs a gradient.
+Answer needs_gradient(PyObject* operands);
+
+int64_t number_of_elements(PyObject* tensor);
+
+// Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
+Answer is_little_work(bool gated, bool in_eval, int64_t work);
+
+// The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
+// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
+// whose gate and up are packed, and the operands.
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr);
+
+}  // namespace fused_mlp
