@@ -31,7 +31,8 @@ from tqdm import tqdm
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
-COPIES = 3  # of each variant: their times differ by several percent
+# Of each variant: their times differ by several percent, those of eager ones by more on a busy host.
+COPIES, COMPILED_COPIES = 7, 3
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -108,6 +109,10 @@ def wide_reference(model, inputs, answer):
     return answer(wide(**inputs)).double()
 
 
+def copies_of(name):
+    return COMPILED_COPIES if "torch.compile" in name else COPIES
+
+
 def median_of(figures):
     """Each figure's median over copies of a model."""
     return {what: statistics.median(copied[what] for copied in figures) for what in figures[0]}
@@ -127,7 +132,12 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         "torch.compile": lambda: torch.compile(copy.deepcopy(model)),
         "fuse_mlps, torch.compile": lambda: torch.compile(copy.deepcopy(fused)),
     }
-    made = {(name, number): way() for number in range(COPIES) for name, way in ways.items()}
+    made = {
+        (name, number): way()
+        for number in range(max(map(copies_of, ways)))
+        for name, way in ways.items()
+        if number < copies_of(name)
+    }
     reference = wide_reference(model, inputs, answer)
     answers = {}
     for (name, _), variant in tqdm(made.items(), desc="warming up", leave=False, disable=None):
@@ -135,7 +145,7 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         answers[name] = answer(variant(**inputs)).double()
     calls = {key: partial(variant, **inputs) for key, variant in made.items()}
     found = measure.compare(calls, budget_us=50_000)  # single short calls differ by more than what fusing gains
-    figures = {name: median_of([found[name, number] for number in range(COPIES)]) for name in ways}
+    figures = {name: median_of([found[name, number] for number in range(copies_of(name))]) for name in ways}
 
     table = Table(title=f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", ""))
     columns = ["", "time", "speed-up", "largest error", *(["GPU launches"] if device.type == "cuda" else [])]
