@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 TanhGelu = functools.partial(nn.GELU, approximate="tanh")
@@ -68,6 +69,14 @@ class TransposedPlain(nn.Module):
         hidden_states = self.c_proj(hidden_states)
         hidden_states = self.dropout(hidden_states)
         return hidden_states
+
+
+class OwnLinears(Plain):
+    """An MLP like Falcon's, whose linear layers are of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = FalconLinear(32, 88), FalconLinear(88, 32, bias=False)
 
 
 class Dropping(Plain):

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.activations import NewGELUActivation
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from modules import Decoder, Gated, Halves, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain
+from modules import Decoder, Gated, Halves, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, TransposedPlain
 from safety import assert_close, x_of
 
-KINDS = [Decoder, Gated, Intermediate, OfFunctions, PackedGated, Plain, TransposedPlain]
+KINDS = [Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, TransposedPlain]
 
 
 @pytest.fixture
@@ -258,6 +259,7 @@ def doubled(function):
 PATCHES = {
     "a function": (OfFunctions, F, "silu"),
     "the class of layers": (TransposedPlain, Conv1D, "forward"),
+    "a class of layers that stand for torch's": (OwnLinears, FalconLinear, "forward"),
     "what layers call": (TransposedPlain, torch, "addmm"),
     "the class of dropout": (TransposedPlain, nn.Dropout, "forward"),
 }
@@ -276,19 +278,24 @@ def test_what_is_patched_later_is_called(fused_mlp, device, monkeypatch, what):
     assert not torch.allclose(got, before)
 
 
-@pytest.mark.parametrize("part", ["c_fc", "c_proj", "dropout"])
-def test_layers_with_transposed_weights_that_change(fused_mlp, device, part):
+@pytest.mark.parametrize(
+    ("kind", "first", "part"),
+    [
+        *((TransposedPlain, "c_fc", part) for part in ("c_fc", "c_proj", "dropout")),
+        *((OwnLinears, "fc1", part) for part in ("fc1", "fc2")),
+    ],
+)
+def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, part):
     """Another weight, a hook, and dropout in training."""
-    module, fused = fused_pair(fused_mlp, TransposedPlain(), device)
+    module, fused = fused_pair(fused_mlp, kind(), device)
     x = x_of(device)
     for each in (module, fused):
-        changed = getattr(each, part)
-        changed.register_forward_hook(lambda part, given, out: 3 * out)
+        getattr(each, part).register_forward_hook(lambda part, given, out: 3 * out)
     with torch.no_grad():
         assert_close(fused(x), module(x))
         for each in (module, fused):
-            each.c_fc.weight = nn.Parameter(2 * each.c_fc.weight)
-            each.dropout.train()
+            getattr(each, first).weight = nn.Parameter(2 * getattr(each, first).weight)
+            each.train()
         outcomes = []
         for each in (fused, module):
             torch.manual_seed(0)

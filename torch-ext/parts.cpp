@@ -168,14 +168,14 @@ PyObject* state_of(PyObject* module) {
 
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place,
                    Py_ssize_t bias_place) {
-  PyObject* const unchanged = class_of(layer) == settings.linear ? nullptr : item(settings.transposed, class_of(layer));
-  if (unchanged == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
+  PyObject* const other = class_of(layer) == settings.linear ? nullptr : item(settings.linears, class_of(layer));
+  if (other == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
   PyObject* state = state_of(layer);
   if (state == nullptr) return kError;
   Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
-  if (unchanged == nullptr || read != kYes) return read;
-  read = are_unchanged(unchanged);
-  if (read != kYes) return read;
+  if (other == nullptr || read != kYes) return read;
+  read = are_unchanged(PyTuple_GetItem(other, 0));
+  if (read != kYes || PyTuple_GetItem(other, 1) == Py_False) return read;
   const Owned weight(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, weight_place), names().transpose, nullptr));
   return weight ? put(operands, weight_place, weight.get()) : kError;
 }

@@ -9,7 +9,7 @@ namespace {
 // In the order of Settings.
 constexpr const char* kSettings[] = {
     "tensor",     "parameter", "linear",       "dropout",   "identity", "gelu",      "function",   "builtin",
-    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "transposed",
+    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "linears",
     "norms",      "ops",       "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
     "least_work", "blocks",    "is_inference", "quiet",     "autocast", "composed",  "modes",      "empty",
     "unchanged",  "exchange",  "is_negated",   "dispatched"};

@@ -23,7 +23,7 @@ struct Settings {
                              // unchanged)
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
-  PyObject* transposed;      // by class of linear layers whose weights are [in, out]: unchanged
+  PyObject* linears;         // by class of linear layers beside torch's: (unchanged, whether weights are [in, out])
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take

@@ -18,7 +18,11 @@ from torch.utils._device import DeviceContext
 
 from .. import functional
 
-_CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, weight [in, out]
+# Linear layers of transformers with a class of their own, and whether their weight is [in, out].
+_OTHER_LINEARS = {
+    "transformers.pytorch_utils.Conv1D": True,  # GPT-2's
+    "transformers.models.falcon.modeling_falcon.FalconLinear": False,
+}
 
 
 def unpatched(owner: Any, name: str, home: Any) -> Any:
@@ -130,10 +134,10 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
     kind = type(projection)
     if kind is not nn.Linear:
-        if not is_conv1d(kind):
-            return f"a {kind.__module__}.{kind.__qualname__}"
+        if not is_other_linear(kind):
+            return f"a {_name(kind)}"
         if not is_as_written(kind):
-            return f"a patched {_CONV1D}"
+            return f"a patched {_name(kind)}"
     obstacle = of_call(projection)
     if obstacle is not None:
         return obstacle
@@ -145,19 +149,19 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     if weight.layout is not torch.strided:
         return f"a weight of {weight.layout}"
     bias = projection.bias
-    return (weight if kind is nn.Linear else weight.t()), bias
+    return (weight.t() if kind is not nn.Linear and is_transposed(kind) else weight), bias
 
 
 def is_foreign(projection: nn.Module) -> bool:
     """Whether ``projection`` is of a class that is no plain linear layer, whatever its state."""
     kind = type(projection)
-    return kind is not nn.Linear and not is_conv1d(kind)
+    return kind is not nn.Linear and not is_other_linear(kind)
 
 
 def has_own_product(projection: nn.Module) -> bool:
     """Whether ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
     kind = type(projection)
-    return isinstance(projection, nn.Linear) and kind is not nn.Linear and kind.forward is not nn.Linear.forward
+    return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
 
 
 def weight_of(projection: nn.Module) -> Tensor:
@@ -182,9 +186,18 @@ def _is_of_a_layer(function: Any) -> bool:
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
 
 
-def is_conv1d(kind: type) -> bool:
-    """Whether a class is the linear layer of transformers whose weight is [in, out]."""
-    return f"{kind.__module__}.{kind.__qualname__}" == _CONV1D
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_other_linear(kind: type) -> bool:
+    """Whether a class is a linear layer of transformers that computes what nn.Linear does."""
+    return _name(kind) in _OTHER_LINEARS
+
+
+def is_transposed(kind: type) -> bool:
+    """Whether such a class has a weight that is [in, out]."""
+    return _OTHER_LINEARS[_name(kind)]
 
 
 def is_as_written(kind: type) -> bool:

@@ -47,7 +47,8 @@ class _Known(NamedTuple):
 _known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
 # Classes of activations, and forwards of kernels that kernelize has put into their modules.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
-_transposed: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}  # Conv1D, and its forward as it was written
+# Classes of linear layers beside torch's: what has to be unchanged of each, and whether its weight is [in, out].
+_linears: Dict[type, Tuple[Tuple[Tuple[Any, str, Any], ...], bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
@@ -110,7 +111,7 @@ if plain is not None:
             "known": _known,
             "kernels": _kernels,
             "composites": recognition.COMPOSITES,
-            "transposed": _transposed,
+            "linears": _linears,
             "norms": norms.known,
             "ops": _ops,
             "dtypes": native._DTYPES,
@@ -301,11 +302,12 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
 
 
 def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
-    """Takes the class of linear layers whose weights are [in, out] among those known."""
+    """Takes the classes of linear layers beside torch's among those known."""
     for kind in map(type, projections):
-        if kind not in _transposed and obstacles.is_conv1d(kind) and obstacles.is_as_written(kind):
-            addmm = torch, "addmm", _originals[torch, "addmm"]
-            _transposed[kind] = ((kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm)
+        if kind not in _linears and obstacles.is_other_linear(kind) and obstacles.is_as_written(kind):
+            addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
+            unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
+            _linears[kind] = unchanged, obstacles.is_transposed(kind)
 
 
 def _learn(act: Act) -> None:
