@@ -280,7 +280,7 @@ def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, 
 
 
 class OwnProduct(nn.Linear):
-    """Falcon's linear layer."""
+    """A linear layer that nobody knows."""
 
     def forward(self, input):
         return input @ self.weight.T + self.bias
