@@ -74,9 +74,9 @@ class TransposedPlain(nn.Module):
 class OwnLinears(Plain):
     """An MLP like Falcon's, whose linear layers are of a class of its own."""
 
-    def __init__(self):
+    def __init__(self, bias=True):
         super().__init__()
-        self.fc1, self.fc2 = FalconLinear(32, 88), FalconLinear(88, 32, bias=False)
+        self.fc1, self.fc2 = FalconLinear(32, 88, bias=bias), FalconLinear(88, 32, bias=False)
 
 
 class Dropping(Plain):

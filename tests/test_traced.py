@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from modules import Gated, Halves, PackedGated, Plain
+from modules import Gated, Halves, OwnLinears, PackedGated, Plain
 from safety import assert_close, x_of
 from tiny_models import LLM
 
@@ -77,17 +77,17 @@ def test_guards(fused_mlp, device, name):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
-@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, nn.Sequential])
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, OwnLinears, Halves, nn.Sequential])
 def test_one_op(fused_mlp, device, kind, memory, training):
     parts = (nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.0), nn.Linear(88, 32))
-    module = (kind(*parts) if kind is nn.Sequential else kind(bias=True)).to(device).eval()
+    module = (kind(*parts) if kind is nn.Sequential else kind(bias=kind is not OwnLinears)).to(device).eval()
     fused = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused
     run, backend = compiled(fused)
     x = x_of(device)
     with torch.set_grad_enabled(training):
         assert_close(run(x), module(x))
-    op = "training_forward" if training else "mlp" if kind in (Plain, Halves, nn.Sequential) else "gated_mlp"
+    op = "training_forward" if training else "gated_mlp" if kind in (Gated, PackedGated) else "mlp"
     assert backend.ops() == ([op], 0)
 
 

@@ -26,8 +26,8 @@ inline bool rows_are_whole_pieces(const GemmProblem& p) {
   return p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
 }
 
-// Likewise of a dense product. Many rows of a leave the ring room for few blocks: with four, pairs take up to 1.2 of the
-// time there, with nine as long (measured on an H100).
+// Likewise of a dense product. Many rows of a leave the ring room for few blocks: with four, pairs take up to 1.2 of
+// the time there, with nine as long (measured on an H100).
 inline int blocks_together(const GemmProblem& p) {
   return p.m < kTallRows && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
 }

@@ -242,6 +242,8 @@ def _projection(node: Any) -> Optional[_Projection]:
         x, weight, bias = (*last.args, None)[:3]
     elif last.target is torch.addmm and len(last.args) == 3:
         bias, x, weight = last.args
+    elif last.target is operator.matmul and _is_transpose(last.args[1]) and _value(last.args[1]).dim() == 2:
+        x, weight, bias = last.args[0], last.args[1].args[0], None
     else:
         return None
     return _Projection(x, weight, bias, last.target is torch.addmm, (*views, last))
@@ -262,6 +264,10 @@ def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _VIEWS
     return node.target is F.dropout and _is_inactive(*node.args, **node.kwargs)
+
+
+def _is_transpose(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "T"
 
 
 def _is_inactive(x: fx.Node, p: Any = 0.5, training: Any = True, inplace: Any = False) -> bool:
@@ -337,7 +343,7 @@ def _is_apart(root: fx.Node, nodes: Set[fx.Node]) -> bool:
             missing.remove(node)
             if any(user is not root and user not in nodes and not _is_size(user) for user in node.users):
                 return False
-        elif not _is_view(node) and not _is_size(node):
+        elif not (_is_view(node) or _is_size(node) or _is_transpose(node)):
             return False
     return True
 
