@@ -133,13 +133,10 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
 def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, rows, dtype):
     """Of weights whose rows lie multiples of 256 bytes apart, and end within a pair's second block, or before it."""
     made = operands(function, (rows,), sizes, dtype=dtype, device=device)
-    for name, operand in made.items():
-        if name.endswith("weight"):
-            made[name] = relaid(operand, 0, -sizes[0] % 128)
+    wide = {name for name, operand in made.items() if operand.shape[-1] == sizes[0]}
+    made.update({name: relaid(made[name], 0, -sizes[0] % 128) for name in wide})
     for n_in in (sizes[0], sizes[0] - 8):
-        given = {
-            name: operand[..., :n_in] if operand.shape[-1] == sizes[0] else operand for name, operand in made.items()
-        }
+        given = {name: operand[..., :n_in] if name in wide else operand for name, operand in made.items()}
         assert fused_gemms(fused_mlp, function, given, "silu")
         with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**given, activation="silu")
