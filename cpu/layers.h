@@ -1,0 +1,83 @@
+// The layers of an MLP on a CPU. The GEMMs run on blocks of rows that are small enough to stay in cache, with the
+// pointwise kernels between them; with AMX on tiles of our own; and for few rows by kernels that read the weights once.
+#pragma once
+
+#include <optional>
+
+#include "../torch-ext/activation.h"
+#include "../torch-ext/plan.h"
+#include "../torch-ext/torch_binding.h"
+#include "parallel.h"
+#include "pointwise.h"
+
+namespace fused_mlp {
+
+// Applies kernel(shape, activation, operands...) to all the elements, in parallel.
+template <typename Kernel, typename... Operands>
+void run_pointwise(const Kernel& kernel, PointwiseShape shape, int64_t activation, Operands... operands) {
+  for_parts(shape, [&](const PointwiseShape& part, auto... rows) { kernel(part, activation, rows...); }, operands...);
+}
+
+// The rows of [..., cols].
+int64_t count_rows(const Tensor& x);
+
+// [..., cols] as [rows, cols], a view wherever the strides admit one.
+Tensor flatten_rows(const Tensor& x);
+
+// A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
+// could not be changed in place under autograd.
+Tensor new_result(const Tensor& x, int64_t features);
+
+Tensor matrix_of(const Tensor& result, int64_t rows);
+
+// x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
+// strided rows there may be a NaN.
+Tensor gemm_rows(const Tensor& flat);
+
+// out (+)= a b
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate);
+
+// act(x weight^T + bias), times (x up_weight^T + up_bias) for a gated one.
+struct HiddenLayer {
+  const Tensor& weight;
+  const OptionalTensor& bias;
+  const Tensor* up_weight;
+  const OptionalTensor* up_bias;
+  int64_t activation;
+
+  bool gated() const { return up_weight != nullptr; }
+  int64_t features() const { return weight.size(0); }
+};
+
+struct OutputLayer {
+  const Tensor& weight;
+  const OptionalTensor& bias;
+
+  int64_t features() const { return weight.size(0); }
+};
+
+// What the backward of a hidden layer needs, [rows, features]: gate before its activation, and up where there is one.
+// With `up_first`, `gate` is [rows, 2 * features] and holds both.
+struct Kept {
+  Tensor gate, up;
+  std::optional<bool> up_first;
+};
+
+// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
+Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output);
+
+// Whether the kernels of few rows take these layers.
+bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output);
+
+// Runs both layers, or, without `output`, the hidden one, for x [rows, in].
+void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+                  const Kept* kept = nullptr);
+
+// Runs both layers, or, without `output`, the hidden one, for x [rows, in], by the kernels of few rows where they pay.
+void run_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
+              const Kept* kept = nullptr);
+
+// Runs both layers for x [..., in], or, without `output`, the hidden one.
+Tensor run_layers(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output);
+
+}  // namespace fused_mlp
