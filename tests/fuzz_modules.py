@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
 from fuzz_parts import Quick, RootMeanSquare, Scaled, Scales, Wide, cubed, record, tanh_gelu, wrapped
-from modules import WRAPPERS
+from modules import WRAPPERS, FalconLinear
 """
 
 # Activations: modules that the attribute `act` may hold, and expressions of {h}. What is in neither row of the table
@@ -509,7 +509,10 @@ class Writer:
             kind=kind,
             is_clear=self.is_clear and before("")[-4:] == "pass",
             place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
-            dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 1, 1])[0],
+            # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
+            dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, "FalconLinear(" not in made, 1])[
+                0
+            ],
             training=self.likely(0.5),
             ambient=draw.choices(AMBIENTS, [6, 4, 1, 1, 1, 1, 1])[0],
             shape=(*shape, width),
@@ -519,8 +522,8 @@ class Writer:
         )
 
     def module(self, sizes: dict[str, tuple[int, int]], statements: list[str]) -> str:
-        bias = self.draw.choice([True, False])
-        parts = [f"self.{name} = nn.Linear({a}, {b}, bias={bias})" for name, (a, b) in sizes.items()]
+        bias, layer = self.draw.choice([True, False]), "FalconLinear" if self.likely(0.1) else "nn.Linear"
+        parts = [f"self.{name} = {layer}({a}, {b}, bias={bias})" for name, (a, b) in sizes.items()]
         act = self.draw.choice(ACT_MODULES)
         self.is_clear &= act.startswith("nn.") and act[3:].partition("(")[0] in ACTIVATIONS
         parts += [f"self.act = {act}"]

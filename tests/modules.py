@@ -74,7 +74,7 @@ class TransposedPlain(nn.Module):
 class OwnLinears(Plain):
     """An MLP like Falcon's, whose linear layers are of a class of its own."""
 
-    def __init__(self, bias=True):
+    def __init__(self, bias=False):
         super().__init__()
         self.fc1, self.fc2 = FalconLinear(32, 88, bias=bias), FalconLinear(88, 32, bias=False)
 

@@ -303,6 +303,21 @@ def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, par
     assert_close(*outcomes)
 
 
+def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
+    """Where autocast casts, the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
+    module, fused = fused_pair(fused_mlp, OwnLinears(), device)
+    x = x_of(device)
+    for each in (module, fused):
+        for layer in (each.fc1, each.fc2):
+            layer.bias = nn.Parameter(torch.linspace(-1, 1, layer.out_features, device=device))
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        assert_close(fused(x), module(x), tolerance=3e-2)
+        assert fused(x).dtype == module(x).dtype == torch.float32
+    report = fused_mlp.fuse_mlps(nn.ModuleList([OwnLinears(bias=True).to(device)]))
+    assert not report.fused
+    assert "FalconLinear" in str(report)
+
+
 class Finding(Plain):
     """Finds one of its children in a way of its own."""
 

@@ -175,7 +175,8 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
   if (other == nullptr || read != kYes) return read;
   read = are_unchanged(PyTuple_GetItem(other, 0));
-  if (read != kYes || PyTuple_GetItem(other, 1) == Py_False) return read;
+  if (read != kYes) return read;
+  if (PyTuple_GetItem(other, 1) == Py_False) return answer(PyTuple_GetItem(operands, bias_place) == Py_None);
   const Owned weight(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, weight_place), names().transpose, nullptr));
   return weight ? put(operands, weight_place, weight.get()) : kError;
 }

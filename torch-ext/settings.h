@@ -23,7 +23,8 @@ struct Settings {
                              // unchanged)
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
-  PyObject* linears;         // by class of linear layers beside torch's: (unchanged, whether weights are [in, out])
+  PyObject* linears;         // by class of linear layers beside torch's: (unchanged, whether weights are [in, out], and
+                             // where they are not, there is no bias)
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take

@@ -18,7 +18,8 @@ from torch.utils._device import DeviceContext
 
 from .. import functional
 
-# Linear layers of transformers with a class of their own, and whether their weight is [in, out].
+# Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
+# to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
 _OTHER_LINEARS = {
     "transformers.pytorch_utils.Conv1D": True,  # GPT-2's
     "transformers.models.falcon.modeling_falcon.FalconLinear": False,
@@ -134,7 +135,7 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
     kind = type(projection)
     if kind is not nn.Linear:
-        if not is_other_linear(kind):
+        if not is_other_linear(projection):
             return f"a {_name(kind)}"
         if not is_as_written(kind):
             return f"a patched {_name(kind)}"
@@ -153,9 +154,8 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
 
 
 def is_foreign(projection: nn.Module) -> bool:
-    """Whether ``projection`` is of a class that is no plain linear layer, whatever its state."""
-    kind = type(projection)
-    return kind is not nn.Linear and not is_other_linear(kind)
+    """Whether ``projection`` is of a class that is no plain linear layer, whatever its hooks and its weight are."""
+    return type(projection) is not nn.Linear and not is_other_linear(projection)
 
 
 def has_own_product(projection: nn.Module) -> bool:
@@ -190,9 +190,10 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_other_linear(kind: type) -> bool:
-    """Whether a class is a linear layer of transformers that computes what nn.Linear does."""
-    return _name(kind) in _OTHER_LINEARS
+def is_other_linear(projection: nn.Module) -> bool:
+    """Whether ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
+    kind = type(projection)
+    return _name(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
 
 
 def is_transposed(kind: type) -> bool:

@@ -47,7 +47,8 @@ class _Known(NamedTuple):
 _known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
 # Classes of activations, and forwards of kernels that kernelize has put into their modules.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
-# Classes of linear layers beside torch's: what has to be unchanged of each, and whether its weight is [in, out].
+# Classes of linear layers beside torch's: what has to be unchanged of each, and whether its weight is [in, out]; if
+# not, they have no bias.
 _linears: Dict[type, Tuple[Tuple[Tuple[Any, str, Any], ...], bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
@@ -303,8 +304,9 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
 
 def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
     """Takes the classes of linear layers beside torch's among those known."""
-    for kind in map(type, projections):
-        if kind not in _linears and obstacles.is_other_linear(kind) and obstacles.is_as_written(kind):
+    for projection in projections:
+        kind = type(projection)
+        if kind not in _linears and obstacles.is_other_linear(projection) and obstacles.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
             _linears[kind] = unchanged, obstacles.is_transposed(kind)
