@@ -24,10 +24,11 @@ int64_t count_rows(const Tensor& x);
 // [..., cols] as [rows, cols], a view wherever the strides admit one.
 Tensor flatten_rows(const Tensor& x);
 
-// A dense tensor of the leading dimensions of x, and such a tensor as a matrix. An op returns the tensor itself: a view
-// could not be changed in place under autograd.
+// A dense tensor of the leading dimensions of x. An op returns it, and no view: that could not be changed in place
+// under autograd.
 Tensor new_result(const Tensor& x, int64_t features);
 
+// Such a tensor as a matrix.
 Tensor matrix_of(const Tensor& result, int64_t rows);
 
 // x [..., in] as a matrix that torch's GEMMs take: oneDNN's for bf16 may read past the end of a row, and between
@@ -69,7 +70,7 @@ Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLa
 // Whether the kernels of few rows take these layers.
 bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output);
 
-// Runs both layers, or, without `output`, the hidden one, for x [rows, in].
+// Runs both layers, or, without `output`, the hidden one, for x [rows, in], on AMX tiles or by torch's GEMMs.
 void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
                   const Kept* kept = nullptr);
 

@@ -132,12 +132,7 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         "torch.compile": lambda: torch.compile(copy.deepcopy(model)),
         "fuse_mlps, torch.compile": lambda: torch.compile(copy.deepcopy(fused)),
     }
-    made = {
-        (name, number): way()
-        for number in range(max(map(copies_of, ways)))
-        for name, way in ways.items()
-        if number < copies_of(name)
-    }
+    made = {(name, number): way() for number in range(COPIES) for name, way in ways.items() if number < copies_of(name)}
     reference = wide_reference(model, inputs, answer)
     answers = {}
     for (name, _), variant in tqdm(made.items(), desc="warming up", leave=False, disable=None):

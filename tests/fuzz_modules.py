@@ -498,6 +498,8 @@ class Writer:
         root = self.root("*, x" in made)
         text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
         draw = self.draw
+        # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
+        wide = 0 if "FalconLinear(" in made else 1
         arguments = "x=x" if "*, x" in made else "x"
         if self.likely(0.03):
             arguments = draw.choice(["x, 2", "x, x=x", "x, nothing=1", "", "None", "x.long()", "x[0]"])
@@ -509,10 +511,7 @@ class Writer:
             kind=kind,
             is_clear=self.is_clear and before("")[-4:] == "pass",
             place=draw.choices(["file", "linecache", "nowhere"], [6, 5, 1])[0],
-            # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
-            dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, "FalconLinear(" not in made, 1])[
-                0
-            ],
+            dtype=draw.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, wide, 1])[0],
             training=self.likely(0.5),
             ambient=draw.choices(AMBIENTS, [6, 4, 1, 1, 1, 1, 1])[0],
             shape=(*shape, width),

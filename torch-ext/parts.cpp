@@ -183,7 +183,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
 
 bool is_cast(PyObject* part) { return class_of(part) == settings.function; }
 
-Answer pass(Objects parts, bool recording) {
+Answer all_pass(Objects parts, bool recording) {
   for (PyObject* part : parts) {
     const Answer said = passes(part, recording);
     if (said != kYes) return said;

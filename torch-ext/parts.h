@@ -52,7 +52,7 @@ bool is_cast(PyObject* part);
 
 // Whether hidden values come out of all these as they go in: of dropout that is not training, or has a probability of
 // 0, of an nn.Identity, and of a cast, whose dtypes fused() looks at.
-Answer pass(Objects parts, bool recording);
+Answer all_pass(Objects parts, bool recording);
 
 // What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
 // is not.

@@ -133,7 +133,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   const Owned cast_to(autocast_dtype());
   if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
   PyObject* known = known_activation(mlp.act, recording);
-  if (known == nullptr || pass(mlp.between, recording) != kYes) return nullptr;
+  if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
   if (block != nullptr && layers < 2) return nullptr;

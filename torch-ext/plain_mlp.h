@@ -4,7 +4,8 @@
 
 #include "parts.h"
 
-// MLPs of plain parts, and their blocks: what autograd and autocast leave of them to the ops, and the call of an op.
+// MLPs of plain parts, and their blocks: whether an op may compute one, where autograd and autocast are on too, and the
+// call of it.
 namespace fused_mlp {
 
 // An MLP, or a part of one, as a module has it now.
@@ -33,6 +34,7 @@ constexpr Py_ssize_t kBlockOperands = 11;
 // The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
 PyObject* dtype_taken(PyObject* x);
 
+// Whether an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
 bool is_tensor(PyObject* operand);
 
 // Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.

@@ -19,15 +19,16 @@ constexpr int64_t kTiledRows = 33;
 constexpr int64_t kTallRows = 65;
 
 // How many blocks of k a kernel that waits for the weights asks for one right after the other, once there is room for
-// all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later.
+// all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later, so this
+// is for weights whose rows lie multiples of that apart.
 constexpr int kMostBlocksTogether = 2;
 inline bool rows_are_whole_pieces(const GemmProblem& p) {
   constexpr int64_t kElements = kMostBlocksTogether * kBlockK;
   return p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
 }
 
-// Likewise of a dense product. Many rows of a leave the ring room for few blocks: with four, pairs take up to 1.2 of
-// the time there, with nine as long (measured on an H100).
+// How many a streamed kernel of a dense product asks for so. With many rows of a, a ring has room for few blocks, and
+// pairs do not pay: with four blocks they took up to 1.2 of the time, and with nine as long (measured on an H100).
 inline int blocks_together(const GemmProblem& p) {
   return p.m < kTallRows && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
 }

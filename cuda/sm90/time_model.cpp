@@ -14,10 +14,6 @@ double bytes(const GemmProblem& p) {
                 static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
 }
 
-// All constants were measured with a part of the weights in L2 from call to call, but for those of streamed kernels
-// below this many rows. There all weights are estimated to come from memory, also for tiled kernels.
-constexpr int64_t kFromMemoryBelow = 65;
-
 // The longer of the two times, plus a tenth of the shorter. Without that tenth all kernels that wait for memory would
 // be estimated alike, and the choice among them would be left to their order.
 double bounded(double time, double floor) {
@@ -51,22 +47,22 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   double round = c.round + c.k_block * ceil_div(k_blocks, kernel.split_k);
   if (!p.gated() && !p.linear()) round += c.activation;
   round /= chip.clock;
-  // The CTAs of a cluster add their sums when all bytes are there.
+  // The CTAs of a cluster add up their sums after all bytes have arrived: no read hides that.
   const double added = kernel.split_k > 1 ? c.round / chip.clock : 0.0;
   round -= added;
   const double floor = bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
   // counted on: streamed kernels have been the faster ones where it would decide.
-  const bool from_memory = p.m < kFromMemoryBelow;
+  const bool few_rows = p.m < kTallRows;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
-  const bool even =
-      swapped && rounds > 1 && !from_memory && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
+  const bool even = swapped && rounds > 1 && !few_rows && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
   const double time = rounds * added + (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
-  if (is_training(p.product()) || !from_memory) return time;
-  // Kernels start later than their constants say then, and few tiles are bound by what a multiprocessor receives at
-  // most.
+  if (is_training(p.product()) || !few_rows) return time;
+  // The constants were measured with a part of the weights in L2 from call to call, those of streamed kernels with all
+  // of them in memory. To compare the two, tiled kernels start later here, and few tiles are bound by what a
+  // multiprocessor receives at most. From kTallRows on the fit of the streamed ones did without that.
   constexpr double kLater = 1.25;
   constexpr double kReceivedPerMicrosecond = 48.0 * 1980;  // bytes, where chip.clock is 1
   const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
@@ -85,7 +81,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double idle = most * usable / ctas - 1.0;
   // Of the time that the same bytes take tiled kernels. Block by block, bytes from memory take longer than theirs.
   constexpr double kTogether = 0.955, kAlone = 1.04;
-  const double share = blocks_together(p) > 1 ? kTogether : p.m < kFromMemoryBelow ? kAlone : 1.0;
+  const double share = blocks_together(p) > 1 ? kTogether : p.m < kTallRows ? kAlone : 1.0;
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
   const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;

@@ -20,7 +20,7 @@ struct MeasuredOn {
 
 // A tiled kernel works in rounds of as many tiles as the chip holds at once. Microseconds:
 // start + rounds * (round + k_block * (blocks of 64 elements of k) + activation), where the last term is for an
-// activation without a gate.
+// activation without a gate. Where a cluster splits k, `round` is the time of adding up its sums.
 struct TiledTime {
   double start, round, k_block, activation;
 };
