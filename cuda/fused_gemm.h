@@ -26,19 +26,20 @@ struct FusedGemm {
 
   // `described`: why no kernel can read the layer's weights or biases, or kNone.
   FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
-            bool follows_gemm)
+            int64_t ctas_before)
       : architecture(architecture_of(gpu)),
         gpu(gpu),
         stream(stream),
-        launched_behind(follows_gemm && !is_captured(stream)),
-        refusal(choose(x, layer, described, follows_gemm)) {}
+        launched_behind(ctas_before > 0 && !is_captured(stream)),
+        refusal(choose(x, layer, described, ctas_before)) {}
 
   // Plans a layer of this one's result, before either is launched.
   FusedGemm behind(const PlainLayer& layer, Refusal described) const {
-    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, fused()};
+    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, ctas()};
   }
 
   bool fused() const { return refusal == Refusal::kNone; }
+  int64_t ctas() const { return fused() ? ctas_of(problem, plan.kernel) : 0; }
 
   // Whether the kernel adds its results to rows that lie like these.
   bool adds_to(const Matrix& addend) const {
@@ -56,7 +57,7 @@ struct FusedGemm {
   }
 
  private:
-  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, bool follows_gemm) {
+  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, int64_t ctas_before) {
     problem.a = x.matrix;
     problem.weight = layer.weight;
     problem.up_weight = layer.up_weight;
@@ -66,7 +67,7 @@ struct FusedGemm {
     problem.k = x.cols;
     problem.dtype = x.dtype;
     problem.epilogue = {layer.bias, layer.up_bias, layer.activation};
-    problem.follows_gemm = follows_gemm;
+    problem.ctas_before = ctas_before;
     if (architecture == nullptr) return Refusal::kGpu;
     return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launched_behind) : described;
   }

@@ -50,10 +50,10 @@ struct Described {
   }
 };
 
-FusedGemm fused_gemm(const TensorRows& x, const Layer& layer, bool follows_gemm) {
+FusedGemm fused_gemm(const TensorRows& x, const Layer& layer, int64_t ctas_before) {
   const Described described(layer);
   const int32_t device = x.tensor.get_device_index();
-  return {input_of(x), described.layer, described.refusal, gpu(device), current_stream(device), follows_gemm};
+  return {input_of(x), described.layer, described.refusal, gpu(device), current_stream(device), ctas_before};
 }
 
 FusedGemm behind(const FusedGemm& gemm, const Layer& layer) {
@@ -131,16 +131,16 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   return out;
 }
 
-Tensor apply_layer(const Tensor& x, const Layer& layer, bool follows_gemm) {
+Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before) {
   const TensorRows rows(x);
-  FusedGemm gemm = fused_gemm(rows, layer, follows_gemm);
+  FusedGemm gemm = fused_gemm(rows, layer, ctas_before);
   make_cublas_handle(gemm, x);
   return run(&gemm, rows, x, layer);
 }
 
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second) {
   const TensorRows rows(x);
-  FusedGemm gemm = fused_gemm(rows, first, false);
+  FusedGemm gemm = fused_gemm(rows, first, 0);
   FusedGemm next = behind(gemm, second);
   make_cublas_handle(next, x);
   if (!gemm.fused() || !next.fused()) {
@@ -158,7 +158,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
                  const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
                  const OptionalTensor& second_bias, int64_t activation) {
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const FusedGemm gemm = fused_gemm(TensorRows(x), layer, false);
+  const FusedGemm gemm = fused_gemm(TensorRows(x), layer, 0);
   PlanRecord plan;
   record(gemm, layer, &plan);
   if (second_weight) {

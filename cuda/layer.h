@@ -24,8 +24,8 @@ struct Layer {
 
 inline const OptionalTensor kNoBias;
 
-// Computes a layer. `follows_gemm`: the launch before is a fused GEMM.
-Tensor apply_layer(const Tensor& x, const Layer& layer, bool follows_gemm = false);
+// Computes a layer. `ctas_before`: of the launch before, where it is a fused GEMM; else 0.
+Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before = 0);
 
 // Computes a layer, and another one of its result.
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second);

@@ -42,6 +42,8 @@ class TrainingGemm {
  public:
   explicit operator bool() const { return refusal_ == Refusal::kNone; }
 
+  int64_t ctas() const { return *this ? ctas_of(problem_, plan_.kernel) : 0; }
+
   void record(PlanRecord* plan) const {
     plan->layer();
     if (*this) {
@@ -284,10 +286,10 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   } else {
     run(Cuda::rows(gate), up ? OptionalTensor(Cuda::rows(*up)) : std::nullopt);
   }
-  const bool behind = static_cast<bool>(fused);
-  const Tensor out = second_weight
-                         ? apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, behind)
-                         : hidden;
+  Tensor out = hidden;
+  if (second_weight) {
+    out = apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, fused.ctas());
+  }
   return {out, gate, up ? *up : new_dense(x, {0})};
 }
 

@@ -40,8 +40,8 @@ def constants(model: Model) -> fit.Constants:
         for kind in ("gated", "plain")
     }
     streamed = {kind: fit.StreamedTime(*near(*astuple(fit.StreamedTime()))) for kind in STREAMED}
-    torch_rows = {"activated": fit.Rows(78, 256), "plain": fit.Rows(17, None)}
-    return fit.Constants(all_tiled, streamed, 2.8e6, 7e8, torch_rows, near_floor=1.1)
+    torch = fit.TorchTime(*near(*astuple(fit.TorchTime())))
+    return fit.Constants(all_tiled, streamed, 2.8e6, 7e8, torch)
 
 
 def points(
@@ -88,33 +88,19 @@ def test_streamed_tiles_share_the_columns_out(model, kind, m, n, k):
         assert 3 * MULTIPROCESSORS in tiles, "three to each multiprocessor"
 
 
-def test_rows_of_torch(model):
-    """Faster from 100 rows to 200; by a little at 20, which is not worth more lost at 40."""
-    timed = points(model, [(512, 2048)], [20, 40, 100, 200, 400])
-    ratios = {20: 0.98, 40: 1.1, 100: 0.8, 200: 0.9, 400: 1.2}
-    for point in timed:
-        point.torch = ratios[point.m]
-    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) == fit.Rows(41, 200)
-    for point in timed:
-        point.torch = 0.9 if point.m >= 100 else 1.1
-    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) == fit.Rows(41, None)
-    for point in timed:
-        point.torch = 1.1
-    assert fit.torch_rows(timed, lambda point: next(iter(point.times))) is None
-
-
-def test_torch_unless_near_the_floor():
-    """Ours saves 10% up to 8 rows and near the floor, and costs 10% elsewhere; too many rows are torch's everywhere."""
-    products = []
-    for m, over in itertools.product((1, 8, 16, 100, 500, fit.NEAR_FLOOR_ROWS + 1), (1.02, 1.12, 1.4, 2.0)):
-        faster = m <= 8 or over < 1.3
-        products.append((m, over, -0.1 if faster else 0.1))
-    rows, near_floor = fit.torch_unless_near_floor(products)
-    assert rows == fit.Rows(9, None)
-    assert 1.12 <= near_floor < 1.4
-    rows, near_floor = fit.torch_unless_near_floor([(m, over, 0.1) for m, over, _ in products])
-    assert rows == fit.Rows(1, None)
-    assert near_floor < 1.02
+def test_the_time_of_torch(model):
+    """What its constants estimate, give or take 5%, has these constants."""
+    random = np.random.default_rng(5)
+    true = constants(model).torch
+    timed = [point for point in points(model, bench.SHAPES[::2], bench.ROWS) if point.m >= fit.TORCH_ROWS]
+    timed = [point for point in timed if not point.gated]
+    shapes = np.array([model.shape(point.kind, point.m, point.n, point.k) for point in timed])
+    for point, time in zip(timed, model.torch_estimates(shapes, np.array(astuple(true)), 2.8e6)):
+        point.torch = time * random.normal(1, 0.05)
+    fitted = fit.fit_torch(timed, 2.8e6, model)
+    expected = model.torch_estimates(shapes, np.array(astuple(true)), 2.8e6)
+    found = model.torch_estimates(shapes, np.array(astuple(fitted)), 2.8e6)
+    assert np.max(np.abs(found / expected - 1)) < 0.05, f"{fitted} for {true}"
 
 
 def test_the_package_chooses_what_was_fitted(model, tmp_path):

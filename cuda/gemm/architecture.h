@@ -21,10 +21,11 @@ struct Architecture {
   GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  // What decides between the kernel chosen and torch's GEMM: what was measured, carried over to this GPU; or decide(),
-  // which answers as choose_gemm() does, by a model of the GPU, and measured(), whether the model's constants are of
-  // such a GPU.
-  TorchComparison (*torch)(const Gpu& gpu);
+  // What decides between the kernel chosen and torch's GEMM: estimates by what was measured, carried over to this GPU,
+  // of torch's GEMM with the pointwise kernel behind it, and what the GPU reaches at most; or decide(), which answers
+  // as choose_gemm() does, by a model of the GPU, and measured(), whether the model's constants are of such a GPU.
+  double (*torch_microseconds)(const GemmProblem& problem, const Gpu& gpu);
+  Peak (*peak)(const Gpu& gpu);
   Refusal (*decide)(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
   bool (*measured)(const Gpu& gpu);
   // The kernel that is to be considered beside those of another architecture, which is the GPU's own, by an estimate

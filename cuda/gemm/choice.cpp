@@ -42,7 +42,7 @@ GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const G
     const Architecture& beside = *row.architecture;
     if (&beside == &architecture || beside.choose_beside == nullptr || !beside.runs_on(gpu)) continue;
     const GemmPlan plan = beside.choose_beside(p, gpu);
-    if (plan.microseconds < kAlike * best.microseconds) best = {plan.kernel, plan.microseconds, &beside};
+    if (plan.microseconds < kAlike * best.microseconds) best = {plan.kernel, plan.microseconds, &beside, plan.hidden};
   }
   return best;
 }
@@ -65,16 +65,6 @@ constexpr double kLaunchedMicroseconds = 15.0;
 // A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
 // launches them, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
-
-// A plain product near the floor is ours only while its arithmetic takes no longer than this at the GPU's peak: what
-// ours saves there is a part of torch's start, which is little of a long product. Of those with 65 to 640 rows, 261 up
-// to this took 0.95 of torch's time on average, and 165 longer ones 1.02 (measured on an H200).
-constexpr double kNearFloorMicroseconds = 60.0;
-
-// How much of its start a streamed kernel hides behind the GEMM before it. torch's hides nothing. About 3 us were
-// measured on an H100; half a microsecond more keeps narrow down projections ours that gain by it: without it, MLPs of
-// 896 x 4864 with 40 to 64 rows took 1.08 to 1.11 of the time there.
-constexpr double kEarlyMicroseconds = 3.5;
 
 constexpr int64_t kSector = 32, kLine = 128;  // bytes that memory is read in, and of a request
 
@@ -101,22 +91,35 @@ bool torch_reads_faster(const GemmProblem& p) {
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
 
 // The time that the arithmetic of a product takes at the GPU's peak.
-double arithmetic_microseconds(const GemmProblem& p, const TorchComparison& torch) {
-  return 2.0 * products(p) * p.m * p.n * p.k / torch.flops_per_microsecond;
-}
-
-// The time that the bytes or the arithmetic of a product take at the GPU's peak, whichever is longer.
-double floor_microseconds(const GemmProblem& p, const TorchComparison& torch) {
-  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
-  return std::max(bytes / torch.bytes_per_microsecond, arithmetic_microseconds(p, torch));
+double arithmetic_microseconds(const GemmProblem& p, const Peak& peak) {
+  return 2.0 * products(p) * p.m * p.n * p.k / peak.flops_per_microsecond;
 }
 
 // The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
 // where it is estimated to take less than that.
-double composed_microseconds(const GemmProblem& p, const TorchComparison& torch) {
+double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0;
+  const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
+  const double floor = std::max(bytes / peak.bytes_per_microsecond, arithmetic_microseconds(p, peak));
   const int matrices = composed_matrices(p.product());
-  return floor_microseconds(p, torch) + kLaunch + 2.0 * matrices * p.m * p.n / torch.bytes_per_microsecond;
+  return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond;
+}
+
+// Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
+// activation behind it. A gated one takes two of torch's.
+bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
+  constexpr int64_t kTorchRows = 33;  // with fewer, ours take less time but for some products of few inputs
+  if (p.gated() || p.m < kTorchRows) return true;
+  // Of a long product, or of more rows than were measured, ours can save little, and the estimates are least certain.
+  constexpr double kLongMicroseconds = 60.0;
+  constexpr int64_t kMostPlainRows = 2048;
+  const bool is_long = arithmetic_microseconds(p, architecture.peak(gpu)) > kLongMicroseconds;
+  if (p.linear() && (is_long || p.m > kMostPlainRows)) return false;
+  // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
+  // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more.
+  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 1.05;
+  const double margin = !p.linear() ? kMarginOfActivated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
+  return plan.microseconds - plan.hidden <= margin * architecture.torch_microseconds(p, gpu);
 }
 
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
@@ -129,7 +132,7 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
     *plan = forced_plan(architecture, p, gpu);
     return Refusal::kNone;
   }
-  if (architecture.torch == nullptr) {
+  if (architecture.torch_microseconds == nullptr) {
     const Refusal decided = architecture.decide(p, gpu, plan);
     plan->architecture = &architecture;
     return decided;
@@ -138,23 +141,14 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
     if (torch_reads_faster(p)) return Refusal::kTorchIsFaster;
     *plan = fastest(architecture, p, gpu);
     const bool hidden = launched_behind && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
-    const bool faster = plan->microseconds < composed_microseconds(p, architecture.torch(gpu));
+    const bool faster = plan->microseconds < composed_microseconds(p, architecture.peak(gpu));
     return hidden || faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
 
-  const TorchComparison torch = architecture.torch(gpu);
-  const bool torch_rows = !p.gated() && (p.linear() ? torch.plain : torch.activated).contain(p.m);
   // A call takes the GPU's time or the CPU's, whichever is longer. The CPU's counts behind a fused GEMM, which has
   // already saved time, where no graph launches it.
-  const bool near_floor_counts =
-      p.linear() && p.m <= torch.near_floor_rows && arithmetic_microseconds(p, torch) <= kNearFloorMicroseconds;
-  if (torch_rows && !launched_behind && !near_floor_counts) return Refusal::kTorchIsFaster;
-
   *plan = fastest(architecture, p, gpu);
-  const bool early = p.follows_gemm && plan->kernel.loop == MainLoop::kStreamed;
-  const double microseconds = plan->microseconds - (early ? kEarlyMicroseconds : 0.0);
-  const bool near_floor = near_floor_counts && microseconds <= torch.near_floor * floor_microseconds(p, torch);
-  const bool faster = (!torch_rows || near_floor) && !torch_reads_faster(p);
+  const bool faster = !torch_reads_faster(p) && is_faster(architecture, p, *plan, gpu);
   const bool hidden = launched_behind && plan->microseconds <= kLaunchedMicroseconds && rows_fill(p, kSector);
   return faster || hidden ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
@@ -221,7 +215,7 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
 }
 
 bool guesses(const GemmPlan& plan, const Gpu& gpu) {
-  return plan.architecture == architecture_of(gpu) && plan.architecture->torch == nullptr &&
+  return plan.architecture == architecture_of(gpu) && plan.architecture->torch_microseconds == nullptr &&
          !plan.architecture->measured(gpu);
 }
 

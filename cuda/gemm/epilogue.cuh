@@ -32,6 +32,24 @@ __device__ __forceinline__ typename ElementTraits<Element>::Pair load_bias_pair(
   return __ldg(reinterpret_cast<const Pair*>(static_cast<const Element*>(bias) + min(column, n - 2)));
 }
 
+// Asks for an element's sector of 32 bytes, so that it is near when it is read.
+template <typename Element>
+__device__ __forceinline__ void prefetch(const void* data, int64_t index) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const Element*>(data) + index));
+}
+
+// Asks for the biases of a tile's columns before its sums are there: the epilogue need not wait for memory then. For as
+// many threads as there are sectors, and one more, as biases may begin within a sector.
+template <typename Element>
+__device__ __forceinline__ void prefetch_biases(const EpilogueArgs& epilogue, int first, int columns, int n) {
+  constexpr int kSector = 32 / sizeof(Element);
+  const int offset = threadIdx.x * kSector;
+  if ((epilogue.bias == nullptr && epilogue.up_bias == nullptr) || offset >= columns + kSector) return;
+  const int column = min(first + offset, n - 1);
+  if (epilogue.bias != nullptr) prefetch<Element>(epilogue.bias, column);
+  if (epilogue.up_bias != nullptr) prefetch<Element>(epilogue.up_bias, column);
+}
+
 // Applies an activation that is known at compile time to an array of values.
 template <Activation A, typename Element>
 struct FixedActivation {

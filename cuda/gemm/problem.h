@@ -96,9 +96,9 @@ struct GemmProblem {
   int64_t k;
   DType dtype;
   EpilogueArgs epilogue;
-  // The launch before this one in the stream is a GEMM of ours that did not write the weights: this one may start, and
-  // read its weights, while that one drains.
-  bool follows_gemm;
+  // How many CTAs the launch before this one in the stream has, where it is a GEMM of ours that did not write the
+  // weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
+  int64_t ctas_before;
   // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
   Product kind = Product::kPlain;
   TrainingMatrices training{};
@@ -109,6 +109,7 @@ struct GemmProblem {
     if (is_training(kind)) return kind;
     return up_weight.data == nullptr ? Product::kPlain : Product::kGated;
   }
+  bool follows_gemm() const { return ctas_before > 0; }
   bool gated() const { return is_gated(product()); }
   bool pair() const { return product() == Product::kPair; }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
@@ -154,30 +155,22 @@ struct GemmKernel {
   bool operator==(const GemmKernel&) const = default;
 };
 
+// The CTAs of a kernel, were it to run all at once.
+constexpr int64_t ctas_of(const GemmProblem& p, const GemmKernel& kernel) {
+  return ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns()) * kernel.split_k;
+}
+
 struct Architecture;  // architecture.h
 
 struct GemmPlan {
   GemmKernel kernel;
   double microseconds;                         // estimated
   const Architecture* architecture = nullptr;  // whose kernel it is, where choose_gemm() has chosen it
+  double hidden = 0.0;  // microseconds of these that pass while the GEMM before drains, where it starts early
 };
 
-// The numbers of rows, from first to last, at which torch's GEMM was measured to be faster. None where last < first.
-struct TorchRows {
-  int64_t first, last;
-
-  constexpr bool contain(int64_t rows) const { return first <= rows && rows <= last; }
-};
-
-// What decides between a kernel of ours and torch's GEMM, as measured on one GPU of the architecture.
-struct TorchComparison {
-  TorchRows plain;      // without an activation
-  TorchRows activated;  // with an activation, which torch applies in a kernel of its own; not for gated products
-  // Within torch's rows, up to this many, a plain product is still ours where its estimate is at most near_floor times
-  // the time that its bytes or its arithmetic take at the GPU's peak: torch's GEMM has no room to be faster. Long
-  // products are torch's for all that (kNearFloorMicroseconds in choice.cpp).
-  int64_t near_floor_rows;
-  double near_floor;
+// What the memory and the tensor cores of a GPU reach, as measured on one of the architecture.
+struct Peak {
   double bytes_per_microsecond, flops_per_microsecond;
 };
 

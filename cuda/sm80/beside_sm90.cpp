@@ -25,8 +25,12 @@ constexpr double kRowBytesPerCycle = 225.4;   // that L2 sends each multiprocess
 constexpr double kAloneBytesPerCycle = 39.5;  // of rows of both operands, for a CTA
 constexpr double kBlockCycles = 230.0;        // of a block of k
 constexpr double kProductCycles = 0.01442;    // of a block, for each product of two elements of its rows, by one warp
-constexpr int kWarpsAlone = 8;                // a CTA that is alone takes as long with four as with these
-constexpr double kMarginOfLargest = 1.05;     // for tiles of kLargestTile rows, whose estimates are the least certain
+// Between two rounds of a product that is not gated, until a tile's results are stored: for each of them without an
+// activation, and with one, which takes kActivationCycles besides, however few the results.
+constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;
+constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
+constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a GEMM
+constexpr double kMarginOfLargest = 1.05;  // for tiles of kLargestTile rows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
@@ -61,7 +65,11 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
   const auto round = [&](int64_t count) {
     return count == 0 ? 0.0 : kRound + std::max(count * together, cycles_alone / gpu.cycles_per_microsecond);
   };
-  return kStart + tiles / side_by_side * round(side_by_side) + round(tiles % side_by_side);
+  const double rounds = kStart + tiles / side_by_side * round(side_by_side) + round(tiles % side_by_side);
+  if (p.gated()) return rounds;
+  const double results = static_cast<double>(shape.rows_n) * shape.rows_m;
+  const double stored_cycles = p.linear() ? kStoredCycles * results : kActivatedCycles * results + kActivationCycles;
+  return rounds + (ceil_div(tiles, side_by_side) - 1) * stored_cycles / gpu.cycles_per_microsecond;
 }
 
 }  // namespace
@@ -79,7 +87,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
     if (!suits || !enough(tiles, listed, gpu)) continue;
     const double margin = listed.kernel.block_m == kLargestTile ? kMarginOfLargest : 1.0;
     const double estimated = margin * microseconds(p, listed, tiles, gpu);
-    if (estimated < best.microseconds) best = {listed.kernel, estimated};
+    if (estimated < best.microseconds) best = {listed.kernel, estimated, nullptr, p.follows_gemm() ? kHidden : 0.0};
   }
   return best;
 }

@@ -38,7 +38,8 @@ constinit const Architecture kArchitecture = {
           return p.dtype == DType::kFloat16 ? launch<__half>(p, plan.kernel, gpu, stream)
                                             : launch<__nv_bfloat16>(p, plan.kernel, gpu, stream);
         },
-    .torch = nullptr,
+    .torch_microseconds = nullptr,
+    .peak = nullptr,
     .decide = decide,
     .measured = [](const Gpu& gpu) { return tuning_of(gpu).measured(); },
     .choose_beside = choose_beside_sm90,

@@ -167,12 +167,20 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
     const FragmentReader<Tile> reader(place);
 
     allow_next_kernel();
+    const auto prefetch_biases_of = [&](int tile) {
+      if constexpr (!Gemm::kGated) {
+        prefetch_biases<typename Gemm::Element>(args.epilogue, Copies::first_column(args, tile), Gemm::kColumns,
+                                                args.n);
+      }
+    };
+    prefetch_biases_of(blockIdx.x);
     Copies copies(args, blockIdx.x);
     copies.fill(ring);
     uint32_t reading = ring;
     uint32_t writing = ring + (Tile::kStages - 1) * Tile::kStageBytes;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < args.tiles; tile += gridDim.x) {
+      if (tile + static_cast<int>(gridDim.x) < args.tiles) prefetch_biases_of(tile + gridDim.x);
       Accumulator<Tile> sums;
       clear<Tile>(sums);
 #pragma unroll 1

@@ -30,16 +30,8 @@ Chip chip(const Gpu& gpu) {
     return here > 0.0 ? here / measured : 1.0;  // a driver that does not know says 0
   };
   const double bandwidth = ratio(gpu.bytes_per_microsecond, kMeasuredOn.bytes_per_microsecond);
-  return {gpu.multiprocessors, kTorch.bytes_per_microsecond * bandwidth,
+  return {gpu.multiprocessors, kPeak.bytes_per_microsecond * bandwidth,
           ratio(gpu.cycles_per_microsecond, kMeasuredOn.cycles_per_microsecond)};
-}
-
-TorchComparison torch_on(const Gpu& gpu) {
-  const Chip here = chip(gpu);
-  TorchComparison found = kTorch;
-  found.bytes_per_microsecond = here.bytes_per_microsecond;
-  found.flops_per_microsecond *= here.clock * gpu.multiprocessors / kMeasuredOn.multiprocessors;
-  return found;
 }
 
 constinit const Architecture kArchitecture = {
@@ -53,7 +45,13 @@ constinit const Architecture kArchitecture = {
           return p.dtype == DType::kFloat16 ? launch_any<__half>(p, plan.kernel, gpu.multiprocessors, stream)
                                             : launch_any<__nv_bfloat16>(p, plan.kernel, gpu.multiprocessors, stream);
         },
-    .torch = torch_on,
+    .torch_microseconds = [](const GemmProblem& p, const Gpu& gpu) { return torch_microseconds(p, kTorch, chip(gpu)); },
+    .peak =
+        [](const Gpu& gpu) {
+          const Chip here = chip(gpu);
+          const double tensor_cores = here.clock * gpu.multiprocessors / kMeasuredOn.multiprocessors;
+          return Peak{here.bytes_per_microsecond, kPeak.flops_per_microsecond * tensor_cores};
+        },
     .decide = nullptr,
     .measured = nullptr,
     .choose_beside = nullptr,

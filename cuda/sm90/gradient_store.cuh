@@ -19,7 +19,7 @@ namespace fused_mlp::sm90 {
 
 template <typename Gemm>
 struct GradientSteps {
-  static constexpr int kOfRow = Gemm::kShareN / Gemm::kStepN;  // steps of 64 rows
+  static constexpr int kOfRow = Gemm::kTileN / Gemm::kStepN;  // steps of 64 rows
   static constexpr int kOfTile = Gemm::kMmas * kOfRow;
   __device__ __forceinline__ static int row(int step) { return step / kOfRow * 64; }
   __device__ __forceinline__ static int column(int step) { return step % kOfRow * Gemm::kStepN; }

@@ -69,9 +69,9 @@ int even_step(int64_t n, int tiles_m, int multiprocessors) {
 }
 
 template <typename Gemm>
-cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int multiprocessors, cudaStream_t stream) {
   typename Gemm::Args args;
-  const int box_rows_a = p.m < Gemm::kBlockM ? static_cast<int>(p.m) : Gemm::kBlockM;
+  const int box_rows_a = p.m < Gemm::kShareM ? static_cast<int>(p.m) : Gemm::kShareM;
   const int64_t weight_rows = Gemm::kTransposed ? p.k : p.n, weight_cols = Gemm::kTransposed ? p.n : p.k;
   bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
                 encode_tensor_map(&args.weight, p.dtype, p.weight, weight_rows, weight_cols, Gemm::kBoxRowsB, 64) &&
@@ -84,14 +84,12 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? 2 : 1);
-  args.stage_bytes = box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
+  args.stage_bytes = Gemm::kSplitK * box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
   // A gradient may be written over what it is made of: no tile may read what its neighbour writes.
   constexpr int kNotMoved = std::numeric_limits<int>::max();
-  args.last_row = Gemm::kGradient ? kNotMoved : last(p.m, Gemm::kBlockM);
-  // Where a cluster splits k, the order in which a column's parts are added depends on its place in the tile. The last
-  // tile is not moved then: that would give its neighbour's results other bits.
-  args.last_column = Gemm::kGradient || Gemm::kSplitK > 1 ? kNotMoved : last(p.n, Gemm::kTileN);
+  args.last_row = Gemm::kGradient ? kNotMoved : last(p.m, Gemm::kShareM);
+  args.last_column = Gemm::kGradient ? kNotMoved : last(p.n, Gemm::kTileN);
   args.tiles_m = ceil_div(p.m, Gemm::kBlockM);
   args.step_column = kSpreadsTiles<Gemm> ? even_step<Gemm>(p.n, args.tiles_m, multiprocessors) : Gemm::kTileN;
   args.tiles_n = 1 + ceil_div(std::max<int64_t>(p.n - Gemm::kTileN, 0), args.step_column);
@@ -102,10 +100,9 @@ cudaError_t launch_tiled(const GemmProblem& p, int multiprocessors, cudaStream_t
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
-  // A tiled kernel does not start before the kernel before it is done: at large widths its CTAs, which share weights in
-  // L2, took up to half as long again when they did (measured on an H100).
-  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK, false,
-                       stream);
+  args.starts_early = starts_early(p, chosen, multiprocessors);
+  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK,
+                       args.starts_early, stream);
 }
 
 // Into how many parts a multiprocessor's shared memory is to be cut, so that CTAs spread over all multiprocessors. A
@@ -144,7 +141,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
   const int cluster = chosen.split_k;
   const int ctas = args.tiles_m * ceil_div(p.n, args.columns) * cluster;
-  args.starts_early = p.follows_gemm && (args.tiles_m == 1 || ctas <= multiprocessors);
+  args.starts_early = starts_early(p, chosen, multiprocessors);
   const int64_t weight_bytes = int64_t{Gemm::kParts} * p.n * p.k * sizeof(typename Gemm::Element);
   args.reads_once = args.tiles_m == 1 && weight_bytes > kPassingBytes;
   // Each CTA has its share of a multiprocessor's shared memory for its ring.
@@ -166,7 +163,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
 #define FUSED_MLP_LAUNCH_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                         \
   if (kernel == GemmKernel{MainLoop::kTiled, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K}) \
     return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, BLOCK_M, BLOCK_N, Schedule::k##SCHEDULE, SPLIT_K>>(  \
-        p, multiprocessors, stream);
+        p, kernel, multiprocessors, stream);
 
 template <typename Element>
 cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors, cudaStream_t stream) {

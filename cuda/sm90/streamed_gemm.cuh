@@ -466,6 +466,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   prepare_to_stream(args, shared);
   __syncthreads();
   allow_next_kernel();
+  if (threadIdx.x < 128) prefetch_biases<typename Gemm::Element>(args.epilogue, tile.column, args.columns, args.n);
   compute(args, shared, tile, rank, ranks);
 #endif
 }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
   constexpr int kStepM = Gemm::kBoxRows;
   constexpr int kCount = kStepM / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kChunkM / 2;
-  constexpr int kChunks = Gemm::kMmaN / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
+  constexpr int kChunks = Gemm::kStoredM / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
   constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
   constexpr int kSteps = (Gemm::kChunkM + kStepM - 1) / kStepM;
   // Where the last step would pass the end of the chunk, it begins earlier and repeats some rows.

@@ -48,18 +48,48 @@ __device__ __forceinline__ void load_columns(const typename Gemm::Args& args, ui
   load_weights_as_they_lie<Gemm>(&args.weight, full, b, k, tile.column);
 }
 
-// Loads a stage's weight rows. Where a cluster splits k, a CTA puts the rows of the columns that it finishes first, and
-// those of the following ranks behind them.
+// Loads a stage's weight rows.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, uint32_t full, uint32_t b, int column,
-                                             int first_row, int rank) {
-  constexpr int kBoxesOfPart = Gemm::kBoxesB / Gemm::kParts;
+                                             int row) {
+  tma_load(&args.weight, full, b, column, row);
+  if (Gemm::kGated) tma_load(&args.up_weight, full, b + Gemm::kBytesB / 2, column, row);
+}
+
+// The first row of a of the share that a CTA of a cluster finishes. A share that would pass the last row begins
+// earlier, as tiles do.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ int row_of_share(const typename Gemm::Args& args, const Tile& tile, int rank) {
+  return Gemm::kSplitK == 1 ? tile.row : min(tile.row + rank * Gemm::kShareM, args.last_row);
+}
+
+// Loads a stage's rows of a. Where a cluster splits k, a CTA puts the rows that it finishes first, and those of the
+// following ranks behind them.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void load_rows(const typename Gemm::Args& args, uint32_t full, uint32_t a, int column,
+                                          const Tile& tile, int rank) {
 #pragma unroll
-  for (int box = 0; box < Gemm::kBoxesB; ++box) {
-    const CUtensorMap* map = box < kBoxesOfPart ? &args.weight : &args.up_weight;
-    const int row = first_row + (box + rank) % kBoxesOfPart * Gemm::kBoxRowsB;
-    tma_load(map, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), column, row);
+  for (int share = 0; share < Gemm::kSplitK; ++share) {
+    const int row = row_of_share<Gemm>(args, tile, (share + rank) % Gemm::kSplitK);
+    tma_load(&args.a, full, a + share * (Gemm::kBytesA / Gemm::kSplitK), column, row);
   }
+}
+
+// Fills the ring with blocks [k.x, k.y) of a tile, as many as there is room for: with weights, and with rows of a when
+// the kernel that writes these is done. Returns the number of blocks.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
+                                          const Tile& tile, int2 k, int rank) {
+  const int blocks = min(Gemm::kStages, k.y - k.x);
+  for (int stage = 0; stage < blocks; ++stage) {
+    mbarrier_arrive_expect(shared.full(stage), args.stage_bytes);
+    load_weights<Gemm>(args, shared.full(stage), shared.b(stage), (k.x + stage) * Gemm::kBlockK, tile.weight_row());
+  }
+  wait_for_previous_kernel();
+  for (int stage = 0; stage < blocks; ++stage) {
+    load_rows<Gemm>(args, shared.full(stage), shared.a(stage), (k.x + stage) * Gemm::kBlockK, tile, rank);
+  }
+  return blocks;
 }
 
 // Loads a stage's rows of a of a tile of grouped rows. One large box is faster than four of the same rows.
@@ -84,7 +114,14 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
   for (int index = blockIdx.x / Gemm::kSplitK; index < tiles.count(); index += gridDim.x / Gemm::kSplitK) {
     const auto tile = tiles.template tile<Gemm>(index);
     if constexpr (Gemm::kOuter) k = {0, tile.k_blocks};
-    for (int block = k.x; block < k.y; ++block, at.advance()) {
+    int first = k.x;
+    if constexpr (kMayStartEarly<Gemm>) {
+      if (args.starts_early) {  // and has a single tile
+        first += fill_early<Gemm>(args, shared, tile, k, rank);
+        at.skip(first - k.x);
+      }
+    }
+    for (int block = first; block < k.y; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if constexpr (Gemm::kOuter) {
@@ -108,10 +145,11 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
                                        tile.column);
       } else {
-        tma_load(&args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile.row);
-        load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row(), rank);
+        load_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile, rank);
+        load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row());
       }
     }
+    if constexpr (Gemm::kSplitK > 1) break;  // a cluster has one tile, and the loop takes a register too many
   }
 }
 
@@ -184,47 +222,42 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
   release(previous);
 }
 
-// Adds the sums of a cluster that splits k. Every CTA finishes some of the columns: the others send it their sums of
-// these through its ring, which is free by now, as a cluster computes a single tile. The order is fixed.
+// Adds the sums of a cluster that splits k. Every CTA finishes some of the rows of a: the others send it their sums of
+// these through its ring, which is free by now, as a cluster computes a single tile. They are added in the order of the
+// ranks, so that a row's results do not depend on where in a tile it lies.
 template <typename Gemm>
 __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared, int rank,
                                                       float (&accumulator)[Gemm::kAccumulators]) {
-  constexpr int kPart = Gemm::kAccumulators / Gemm::kParts;
-  constexpr int kShare = kPart / Gemm::kSplitK;
+  constexpr int kShare = Gemm::kAccumulators / Gemm::kSplitK;
   constexpr int kThreads = Gemm::kConsumers * 128;
   static_assert(kShare % 4 == 0, "sums are sent four at a time");
-  const auto offset = [&](int distance, int part, int i) {
-    return ((((distance - 1) * Gemm::kParts + part) * kShare + i) / 4 * kThreads + threadIdx.x) * 16;
-  };
+  const auto offset = [&](int from, int i) { return ((from * kShare + i) / 4 * kThreads + threadIdx.x) * 16; };
   cluster_sync();
 #pragma unroll
   for (int distance = 1; distance < Gemm::kSplitK; ++distance) {
-    const uint32_t base = map_to_rank(shared.ring, (rank + distance) % Gemm::kSplitK);
+    const uint32_t ring = map_to_rank(shared.ring, (rank + distance) % Gemm::kSplitK);
 #pragma unroll
-    for (int part = 0; part < Gemm::kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kShare; i += 4) {
-        const int at = part * kPart + distance * kShare + i;
-        store_cluster_float4(base + offset(distance, part, i), make_float4(accumulator[at], accumulator[at + 1],
-                                                                           accumulator[at + 2], accumulator[at + 3]));
-      }
+    for (int i = 0; i < kShare; i += 4) {
+      const int at = distance * kShare + i;
+      store_cluster_float4(ring + offset(rank, i),
+                           make_float4(accumulator[at], accumulator[at + 1], accumulator[at + 2], accumulator[at + 3]));
     }
   }
   cluster_sync();
 #pragma unroll
-  for (int distance = 1; distance < Gemm::kSplitK; ++distance) {
+  for (int i = 0; i < kShare; i += 4) {
+    const float4 own = make_float4(accumulator[i], accumulator[i + 1], accumulator[i + 2], accumulator[i + 3]);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int part = 0; part < Gemm::kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kShare; i += 4) {
-        const float4 term = load_shared_float4(shared.ring + offset(distance, part, i));
-        const int at = part * kPart + i;
-        accumulator[at] += term.x;
-        accumulator[at + 1] += term.y;
-        accumulator[at + 2] += term.z;
-        accumulator[at + 3] += term.w;
-      }
+    for (int from = 0; from < Gemm::kSplitK; ++from) {
+      const float4 received = load_shared_float4(shared.ring + offset(from, i));
+      const float4 term = from == rank ? own : received;
+      sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
     }
+    accumulator[i] = sum.x;
+    accumulator[i + 1] = sum.y;
+    accumulator[i + 2] = sum.z;
+    accumulator[i + 3] = sum.w;
   }
 }
 
@@ -266,9 +299,12 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);
     const int k_blocks = k_blocks_of(index);
-    const int column = tile.column + rank * Gemm::kShareN;
+    const int column = tile.column;
     TileBias<Gemm> bias;
     if (biased) bias.load(args, tile, column);
+    if constexpr (Gemm::kSwapped) {
+      prefetch_biases<typename Gemm::Element>(args.epilogue, column, Gemm::kTileN, args.n);
+    }
     if (Gemm::kPingPong) {
       named_barrier_sync(kTurnBarrier + consumer, Gemm::kConsumers * 128);
     } else if (biased) {
@@ -293,8 +329,8 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       if constexpr (Gemm::kGradient) {
         store_gradients<Gemm, A>(args, shared, accumulator, slot, warp, buffer, tile, warp_m);
       } else if constexpr (Gemm::kSwapped) {
-        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer, tile.row + first_n,
-                                    tile.column + warp_m);
+        store_swapped_tile<Gemm, A>(args, accumulator, shared.store(warp), buffer,
+                                    row_of_share<Gemm>(args, tile, rank) + first_n, column + warp_m);
       } else {
         store_tile<Gemm, A>(args, accumulator, shared.bias(group), shared.store(warp), buffer, tile.row + warp_m,
                             column);

@@ -24,7 +24,8 @@ struct TiledGemmArgs {
   int stage_bytes;  // that the TMA brings
   int tiles_m;
   int tiles_n;
-  int step_column;  // from the first column of a tile to that of the next
+  int step_column;    // from the first column of a tile to that of the next
+  bool starts_early;  // before the kernel that writes a is done
 };
 
 // What products of training have besides.
@@ -70,14 +71,14 @@ struct TiledGemm {
                 "64 gate and 64 up rows do not divide among two warpgroups: they share the rows of a instead");
   static_assert(!is_training(kProduct) || kSchedule == Schedule::kPingPong, "products of training are made so alone");
   static_assert(!kTransposed || kBlockN % 64 == 0, "the swizzle's rows are 64 columns of n");
-  static_assert(kSplitK == 1 || kSchedule == Schedule::kCooperative,
-                "the sums of a cluster are added for warpgroups that share a tile, unswapped");
+  static_assert(kSplitK == 1 || (kSwapped && !kGated), "the CTAs of a cluster finish some of its rows of a each");
 
-  static constexpr int kParts = kGated ? 2 : 1;     // gate and up
-  static constexpr int kTileN = kBlockN / kParts;   // columns of the output
-  static constexpr int kShareN = kTileN / kSplitK;  // those of them that one CTA finishes
-  static constexpr int kBoxesB = kTransposed ? kBlockN / 64 : kParts * kSplitK;
+  static constexpr int kParts = kGated ? 2 : 1;    // gate and up
+  static constexpr int kTileN = kBlockN / kParts;  // columns of the output
+  static constexpr int kBoxesB = kTransposed ? kBlockN / 64 : kParts;
   static constexpr int kBoxRowsB = kTransposed ? kBlockK : kBlockN / kBoxesB;
+  static constexpr int kShareM = kBlockM / kSplitK;  // rows of a that one CTA finishes
+  static_assert(kShareM % 8 == 0, "the swizzle repeats every 8 rows, at which every share must begin");
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
@@ -91,24 +92,26 @@ struct TiledGemm {
   // boxes of kBoxN columns. Every warp has its own buffers: warps that share some wait for each other, and then all
   // compete for the same units at the same time.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
-  static constexpr int kStepN = kSwapped            ? 16
-                                : kGradient         ? 32
-                                : kCrowded          ? (kShareN % (kGated ? 32 : 64) == 0 ? 32 : 16)
-                                : kShareN % 64 == 0 ? 64
-                                                    : kShareN;
+  static constexpr int kStepN = kSwapped           ? 16
+                                : kGradient        ? 32
+                                : kCrowded         ? (kTileN % (kGated ? 32 : 64) == 0 ? 32 : 16)
+                                : kTileN % 64 == 0 ? 64
+                                                   : kTileN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
   static constexpr int kBoxRows = 16;
   // The epilogue's code covers one chunk of the columns, and runs again for each of the others. It must fit the
   // innermost instruction cache (12 KB on an H100), or it waits for instructions longer than it computes.
-  static constexpr int kChunks = kGated || kShareN / kStepN < 4 ? 1 : kShareN / kStepN % 2 == 0 ? 2 : 3;
-  static constexpr int kChunkN = kShareN / kChunks;
+  static constexpr int kChunks = kGated || kTileN / kStepN < 4 ? 1 : kTileN / kStepN % 2 == 0 ? 2 : 3;
+  static constexpr int kChunkN = kTileN / kChunks;
   // Steps per chunk. Where the last one would pass the end of the chunk, it begins earlier and repeats some columns.
   static constexpr int kSteps = (kChunkN + kStepN - 1) / kStepN;
   __host__ __device__ static constexpr int step_column(int step) { return at_most(kChunkN - kStepN, step * kStepN); }
-  static_assert(kChunks * kChunkN == kShareN, "the chunks make up a CTA's columns");
+  static_assert(kChunks * kChunkN == kTileN, "the chunks make up a CTA's columns");
   static_assert(kChunkN % 8 == 0, "a chunk begins at an accumulator that starts a group of 8 columns");
   static_assert(kStepN % kBoxN == 0, "a step is a whole number of boxes");
-  static constexpr int kChunkM = kMmaN % 80 == 0 ? 80 : kMmaN % 48 == 0 ? 48 : kMmaN;  // rows of a chunk, swapped
+  // Swapped, rows of a that a warpgroup stores, and those of them in a chunk.
+  static constexpr int kStoredM = kMmaN / kSplitK;
+  static constexpr int kChunkM = kStoredM % 80 == 0 ? 80 : kStoredM % 48 == 0 ? 48 : kStoredM;
 
   static constexpr int kBytesA = kBlockM * kBlockK * sizeof(Element);
   static constexpr int kBytesB = kBlockN * kBlockK * sizeof(Element);
@@ -122,11 +125,11 @@ struct TiledGemm {
   static constexpr int kSlotBytes = kGradient ? kSlotRows * kStepN * sizeof(Element) * (kOfUp ? 2 : 1) : 0;
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
-  static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kShareN * 4;
+  static constexpr int kTileBiasBytes = kSwapped ? 0 : kParts * kTileN * 4;
   static constexpr int kSharedBudget = 227 * 1024 - kBarrierBytes - kTileBiasBytes * kConsumers / kConsumersOfTile -
                                        kAlignment - kConsumers * kSlots * kSlotBytes;
   // Stages come first; the rest is for buffers, at most as many as a tile has stores.
-  static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * (kMmaN / 16) : kMmas * kChunks * kSteps;
+  static constexpr int kStoresOfTile = kSwapped ? kMmas / kParts * (kStoredM / 16) : kMmas * kChunks * kSteps;
   static constexpr int kBufferBytes = kConsumers * 4 * kStoreBytes;
   static constexpr int kLeastBuffers = kGradient ? 1 : at_most(2, kStoresOfTile);
   static constexpr int kStages = at_most(8, (kSharedBudget - kLeastBuffers * kBufferBytes) / kStageBytes);
@@ -139,7 +142,11 @@ struct TiledGemm {
 
 // Whether the launch may spread the tiles over the columns, rather than put them side by side.
 template <typename Gemm>
-constexpr bool kSpreadsTiles = Gemm::kSwapped && !Gemm::kGrouped && !Gemm::kOuter;
+constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kGrouped && !Gemm::kOuter;
+
+// The kernels that may start before the one that writes a is done.
+template <typename Gemm>
+constexpr bool kMayStartEarly = Gemm::kProduct == Product::kPlain && !Gemm::kGrouped && !Gemm::kOuter;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

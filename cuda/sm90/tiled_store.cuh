@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t store_offset() {
 // when the tile before is done with its own.
 template <typename Gemm>
 struct TileBias {
-  static constexpr int kCount = Gemm::kParts * Gemm::kShareN;
+  static constexpr int kCount = Gemm::kParts * Gemm::kTileN;
   static constexpr int kThreads = Gemm::kConsumersOfTile * 128;
   static constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
   float values[kPerThread];
@@ -35,8 +35,8 @@ struct TileBias {
     using Element = typename Gemm::Element;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const void* bias = index(i) < Gemm::kShareN ? args.epilogue.bias : args.epilogue.up_bias;
-      const int column = min(first_column + index(i) % Gemm::kShareN, args.n - 1);  // past the end nothing is stored
+      const void* bias = index(i) < Gemm::kTileN ? args.epilogue.bias : args.epilogue.up_bias;
+      const int column = min(first_column + index(i) % Gemm::kTileN, args.n - 1);  // past the end nothing is stored
       values[i] = bias == nullptr
                       ? 0.0f
                       : static_cast<float>(__ldg(static_cast<const Element*>(bias) + tile.bias_index(column)));
@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
           for_each_biased<Gemm>(accumulator[0], first, args.epilogue.bias != nullptr, bias + step_column * 4, take);
         } else {
           for_each_biased<Gemm>(accumulator[0], Gemm::kAccumulators / 2 + first, args.epilogue.up_bias != nullptr,
-                                bias + (Gemm::kShareN + step_column) * 4, take);
+                                bias + (Gemm::kTileN + step_column) * 4, take);
         }
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);

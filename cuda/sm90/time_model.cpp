@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "chip.h"
 
@@ -43,8 +44,16 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const int resident = std::max(1, usable_multiprocessors(chip.multiprocessors, kernel.split_k) / kernel.split_k);
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t rounds = ceil_div(tiles, resident);
-  const int64_t k_blocks = ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1);
-  double round = c.round + c.k_block * ceil_div(k_blocks, kernel.split_k);
+  const int64_t k_blocks = ceil_div(ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1), kernel.split_k);
+  double loop = c.k_block * k_blocks;
+  if (kernel.split_k > 1) {
+    // Many small tiles ask the L2 cache for more than it sends: this much for each multiprocessor of the chip.
+    constexpr double kBytesPerMicrosecond = 34.5 * 1980;
+    const double ctas = static_cast<double>(std::min<int64_t>(tiles, resident) * kernel.split_k);
+    const double bytes = ctas * k_blocks * kBlockK * 2.0 * (kernel.block_m + kernel.block_n);
+    loop = std::max(loop, bytes / (kBytesPerMicrosecond * chip.multiprocessors));
+  }
+  double round = c.round + loop;
   if (!p.gated() && !p.linear()) round += c.activation;
   round /= chip.clock;
   // The CTAs of a cluster add up their sums after all bytes have arrived: no read hides that.
@@ -55,19 +64,23 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   // counted on: streamed kernels have been the faster ones where it would decide.
   const bool few_rows = p.m < kTallRows;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
-  const bool even = swapped && rounds > 1 && !few_rows && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
+  const bool spread = swapped && kernel.split_k == 1 && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
+  const bool even = spread && rounds > 1 && !few_rows;
   const double floor_of_full = even ? floor / rounds : floor * resident / tiles;
   const double time = rounds * added + (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
-  if (is_training(p.product()) || !few_rows) return time;
-  // The constants were measured with a part of the weights in L2 from call to call, those of streamed kernels with all
-  // of them in memory. To compare the two, tiled kernels start later here, and few tiles are bound by what a
-  // multiprocessor receives at most. From kTallRows on the fit of the streamed ones did without that.
-  constexpr double kLater = 1.25;
+  // Few tiles, several rounds of small ones, and weights of one product that come from memory alone are bound by what a
+  // multiprocessor receives at most.
+  const bool passes = !p.gated() && 2 * p.n * p.k > kPassingBytes;
+  if (is_training(p.product()) || !(few_rows || rounds > 1 || passes)) return time;
   constexpr double kReceivedPerMicrosecond = 48.0 * 1980;  // bytes, where chip.clock is 1
   const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
   const double received = 2.0 * rounds * rows * p.k / kernel.split_k;
-  return kLater + std::max(time, received / (kReceivedPerMicrosecond * chip.clock));
+  // The constants of gated kernels were measured with a part of the weights in L2 from call to call, those of streamed
+  // ones with all of them in memory. To compare the two, tiled kernels start later here.
+  constexpr double kLater = 1.25;
+  const double later = few_rows && p.gated() ? kLater : 0.0;
+  return later + std::max(time, received / (kReceivedPerMicrosecond * chip.clock));
 }
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {
@@ -87,6 +100,31 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
   return (c.start + wide + c.cta * most) / chip.clock +
          bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
+}
+
+// As measured in MLPs on an H100.
+double hidden_microseconds(const GemmProblem& p, const GemmKernel& kernel, const Chip& chip) {
+  if (!starts_early(p, kernel, chip.multiprocessors)) return 0.0;
+  if (kernel.loop == MainLoop::kStreamed) return p.m < kTallRows ? 3.0 : 1.5;
+  return fits_beside_before(p, kernel, chip.multiprocessors) ? 1.5 : 0.5;
+}
+
+double torch_microseconds(const GemmProblem& p, const TorchTime& c, const Chip& chip) {
+  constexpr int kTiles[] = {64, 128}, kMostParts = 8;
+  double arithmetic = std::numeric_limits<double>::infinity();
+  for (const int tile : kTiles) {
+    const double tile_microseconds = (tile == kTiles[0] ? c.small_block : c.large_block) * p.k / kBlockK;
+    const int64_t tiles = ceil_div(p.m, tile) * ceil_div(p.n, tile);
+    for (int parts = 1; parts <= kMostParts; parts *= 2) {
+      const double rounds = static_cast<double>(ceil_div(tiles * parts, chip.multiprocessors));
+      arithmetic = std::min(arithmetic, rounds * tile_microseconds / parts + (parts > 1 ? c.split : 0.0));
+    }
+  }
+  const double floor = bytes(p) / (c.share_of_bandwidth * chip.bytes_per_microsecond);
+  const double gemm = c.start + std::max(arithmetic / chip.clock, floor);
+  if (p.linear()) return gemm;
+  const double pointwise = 4.0 * p.m * p.n / (c.pointwise_share * chip.bytes_per_microsecond);
+  return gemm + c.pointwise_start + pointwise;
 }
 
 }  // namespace fused_mlp::sm90

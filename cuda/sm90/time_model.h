@@ -36,6 +36,15 @@ struct StreamedTime {
   double start, wide, cta, split_2, split_4, split_8, k_block, k_row, shared_k_column, shared_k_row, tail;
 };
 
+// torch's GEMM, as if it had tiles of 64 x 64 and of 128 x 128, computed in rounds of one for each multiprocessor, with
+// k whole or in 2, 4 or 8 parts, and took the best. Microseconds: start + rounds * (blocks of 64 elements of k) *
+// (small_block or large_block) + split, where k has parts; or start + the time of the bytes at this share of the
+// bandwidth, if that is longer. An activation takes pointwise_start more, and the time of its bytes at pointwise_share,
+// which is above 1: the sums are found in L2.
+struct TorchTime {
+  double start, share_of_bandwidth, small_block, large_block, split, pointwise_start, pointwise_share;
+};
+
 // A tiled kernel and its constants. All streamed kernels of a product have the same, and those of many rows
 // (kTallRows) others.
 struct TunedKernel {
@@ -47,5 +56,8 @@ double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kern
                               const Chip& chip);
 double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const StreamedTime& constants,
                               const Chip& chip);
+// How much of that a kernel hides behind the GEMM before it.
+double hidden_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const Chip& chip);
+double torch_microseconds(const GemmProblem& problem, const TorchTime& constants, const Chip& chip);
 
 }  // namespace fused_mlp::sm90

@@ -3,9 +3,7 @@
 The formulas are the package's own, called through `Model`: none of them stands here.
 """
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -15,12 +13,11 @@ from tqdm import tqdm
 from tuning.kernels import STREAMED, Kernel, Point
 from tuning.model import KERNEL, SHAPE, Model
 
+TORCH_ROWS = 33  # from here on torch's GEMM may be the faster one
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 MANY_ROWS = 33  # from here on the bandwidth is that of a product which is bound by memory, not by its start
-NEAR_FLOOR_ROWS = 640  # up to here, a plain product near the floor is ours
-COST_OF_OURS = 1.5  # the weight of what a plain product of ours takes longer than torch's
 EVALUATIONS = 8000  # of the loss in a search for the constants of tiled kernels
-GENERATIONS, POPULATION = 150, 10  # of a search for those of streamed kernels, and in each for every constant
+GENERATIONS, POPULATION = 150, 10  # of a search for the others, and in each generation for every constant
 MOST_LOG = 3.0  # a constant is varied by factors of up to e to this power
 
 
@@ -52,11 +49,16 @@ class StreamedTime:
 
 
 @dataclass
-class Rows:
-    """The rows, from first to last, at which torch's GEMM is faster; last is None where there is no end."""
+class TorchTime:
+    """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
-    first: int
-    last: int | None
+    start: float = 2.5
+    share_of_bandwidth: float = 0.85
+    small_block: float = 0.1
+    large_block: float = 0.33
+    split: float = 4.0
+    pointwise_start: float = 1.5
+    pointwise_share: float = 2.0
 
 
 @dataclass
@@ -65,8 +67,7 @@ class Constants:
     streamed: dict[str, StreamedTime]  # by Point.streamed
     bytes_per_microsecond: float
     flops_per_microsecond: float
-    torch: dict[str, Rows | None]  # activated and plain
-    near_floor: float = 1.0  # a plain product estimated at up to so many times the floor is ours where torch's rows are
+    torch: TorchTime
 
     def estimates(self, model: Model, point: Point) -> dict[Kernel, float]:
         """Microseconds that each kernel timed at the point is expected to take."""
@@ -80,11 +81,6 @@ class Constants:
     def choose(self, model: Model, point: Point) -> Kernel:
         estimates = self.estimates(model, point)
         return min(estimates, key=estimates.get)
-
-    def over_floor(self, model: Model, point: Point) -> float:
-        """The estimate for the chosen kernel over the time that the bytes and the arithmetic take at least."""
-        floor = max(point.bytes / self.bytes_per_microsecond, point.flops / self.flops_per_microsecond)
-        return min(self.estimates(model, point).values()) / floor
 
 
 class Pairs:
@@ -108,20 +104,10 @@ def fit(points: list[Point], model: Model) -> Constants:
         gated: fit_tiled([point for point in points if point.gated == gated], bandwidth, model)
         for gated in (True, False)
     }
-    constants = Constants(tiled, {}, bandwidth, arithmetic, {})
+    torch = fit_torch([point for point in points if not point.gated and point.m >= TORCH_ROWS], bandwidth, model)
+    constants = Constants(tiled, {}, bandwidth, arithmetic, torch)
     for kind in STREAMED:
         constants.streamed[kind] = fit_streamed(kind, [p for p in points if p.streamed == kind], constants, model)
-
-    def choose(point: Point) -> Kernel:
-        return constants.choose(model, point)
-
-    constants.torch["activated"] = torch_rows([point for point in points if point.kind == "activated"], choose)
-    plain = [
-        (point.m, constants.over_floor(model, point), saved_by_torch(point, choose))
-        for point in points
-        if point.kind == "plain"
-    ]
-    constants.torch["plain"], constants.near_floor = torch_unless_near_floor(plain)
     return constants
 
 
@@ -176,19 +162,7 @@ def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Mo
         estimates[~is_tiled] = streamed.estimates(values)
         return loss_of(estimates)
 
-    first = np.array(astuple(StreamedTime()))
-    bounds, start = [(-MOST_LOG, MOST_LOG)] * len(first), np.zeros(len(first))
-    size = {"maxiter": GENERATIONS, "popsize": POPULATION, "tol": 0, "polish": False}
-    with tqdm(total=GENERATIONS, desc=f"streamed, {kind}", leave=False) as progress:
-
-        def tell(*_: object) -> None:
-            progress.update()
-
-        # Powell's method, from several starts, ends in worse optima.
-        found = scipy.optimize.differential_evolution(
-            lambda logs: loss(first * np.exp(logs)), bounds, **size, x0=start, rng=0, callback=tell
-        )
-    return StreamedTime(*(round(float(value), 5) for value in first * np.exp(found.x)))
+    return StreamedTime(*evolved(astuple(StreamedTime()), loss, f"streamed, {kind}"))
 
 
 def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray], float]:
@@ -219,39 +193,32 @@ def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndar
     return values * np.exp(found.x)
 
 
-def saved_by_torch(point: Point, choose: Callable[[Point], Kernel]) -> float:
-    """In units of the faster way's time; negative where ours is the faster one."""
-    ours = point.times[choose(point)]
-    return (ours - point.torch) / min(point.torch, ours)
-
-
-def torch_unless_near_floor(points: list[tuple[int, float, float]]) -> tuple[Rows, float]:
-    """From which m on to take torch's GEMM, and up to how many times the floor ours for all that: so that ours saves
-    most, where what it costs counts for more, as torch's way is what it replaces. points: m, the estimate over the
-    floor, what torch's GEMM saves.
+def evolved(values: tuple[float, ...], loss: Callable[[np.ndarray], float], name: str) -> list[float]:
+    """Where the loss is least near these values, each times a factor, by differential evolution. Powell's method, from
+    several starts, ends in worse optima here.
     """
+    first = np.array(values)
+    bounds, start = [(-MOST_LOG, MOST_LOG)] * len(first), np.zeros(len(first))
+    size = {"maxiter": GENERATIONS, "popsize": POPULATION, "tol": 0, "polish": False}
+    with tqdm(total=GENERATIONS, desc=name, leave=False) as progress:
 
-    def saved(first: int, near_floor: float) -> float:
-        ours = [s for m, over, s in points if m < first or (m <= NEAR_FLOOR_ROWS and over <= near_floor)]
-        return -sum(s if s < 0 else COST_OF_OURS * s for s in ours)
+        def tell(*_: object) -> None:
+            progress.update()
 
-    firsts = sorted({m for m, _, _ in points})
-    index, near_floor = max(
-        itertools.product(range(len(firsts)), np.arange(1.0, 1.51, 0.05)),
-        key=lambda choice: saved(firsts[choice[0]], choice[1]),
-    )
-    return Rows(firsts[index - 1] + 1 if index else 1, None), round(float(near_floor), 2)
+        found = scipy.optimize.differential_evolution(
+            lambda logs: loss(first * np.exp(logs)), bounds, **size, x0=start, rng=0, callback=tell
+        )
+    return [round(float(value), 5) for value in first * np.exp(found.x)]
 
 
-def torch_rows(points: Iterable[Point], choose: Callable[[Point], Kernel]) -> Rows | None:
-    """The run of measured m for which to take torch's GEMM saves most."""
-    saved = defaultdict(float)  # by taking torch's way at each m
-    for point in points:
-        saved[point.m] += saved_by_torch(point, choose)
-    measured = sorted(saved)
-    runs = itertools.combinations(range(len(measured) + 1), 2)
-    start, end = max(runs, key=lambda run: sum(saved[m] for m in measured[slice(*run)]))
-    if sum(saved[m] for m in measured[start:end]) <= 0:
-        return None
-    last = None if end == len(measured) else measured[end - 1]
-    return Rows(measured[start - 1] + 1 if start else 1, last)
+def fit_torch(points: list[Point], bandwidth: float, model: Model) -> TorchTime:
+    """The least relative error at the median: torch's choice of a kernel is at times far from its best, which no
+    estimate knows.
+    """
+    shapes = np.array([model.shape(p.kind, p.m, p.n, p.k) for p in points], SHAPE)
+    times = np.array([point.torch for point in points])
+
+    def loss(values: np.ndarray) -> float:
+        return float(np.mean(np.abs(np.log(model.torch_estimates(shapes, values, bandwidth) / times))))
+
+    return TorchTime(*evolved(astuple(TorchTime()), loss, "torch"))

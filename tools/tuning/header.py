@@ -2,15 +2,13 @@
 
 from dataclasses import astuple
 
-from tuning.fit import NEAR_FLOOR_ROWS, Constants, Rows, TiledTime
+from tuning.fit import Constants, TiledTime
 from tuning.kernels import LOOPS, SCHEDULES, Gpu, Kernel
 
 HEADER = """\
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on {gpu}.
 // time_model.h says what they mean, tools/tuning/fit.py how they are fitted.
 #pragma once
-
-#include <limits>
 
 #include "time_model.h"
 
@@ -23,14 +21,8 @@ constexpr TunedKernel kTuned[] = {{
 {streamed}
 
 constexpr MeasuredOn kMeasuredOn = {measured_on};
-constexpr TorchComparison kTorch = {{
-    .plain = {torch_plain},
-    .activated = {torch_activated},
-    .near_floor_rows = {near_floor_rows},
-    .near_floor = {near_floor},
-    .bytes_per_microsecond = {bandwidth:.1f}e6,
-    .flops_per_microsecond = {arithmetic:.0f}e6,
-}};
+constexpr TorchTime kTorch = {torch};
+constexpr Peak kPeak = {{{bandwidth:.1f}e6, {arithmetic:.0f}e6}};
 // clang-format on
 
 }}  // namespace fused_mlp::sm90
@@ -51,12 +43,9 @@ def header(constants: Constants, name: str, gpu: Gpu) -> str:
             f"constexpr StreamedTime kStreamed{kind.capitalize()} = {braced(astuple(time))};"
             for kind, time in constants.streamed.items()
         ),
+        torch=braced(astuple(constants.torch)),
         bandwidth=constants.bytes_per_microsecond / 1e6,
         arithmetic=constants.flops_per_microsecond / 1e6,
-        near_floor_rows=NEAR_FLOOR_ROWS,
-        near_floor=constants.near_floor,
-        torch_plain=rows(constants.torch["plain"]),
-        torch_activated=rows(constants.torch["activated"]),
     )
 
 
@@ -68,9 +57,3 @@ def tuned(product: str, kernel: Kernel, time: TiledTime) -> str:
 
 def braced(values: tuple) -> str:
     return "{" + ", ".join(map(str, values)) + "}"
-
-
-def rows(torch: Rows | None) -> str:
-    if torch is None:
-        return "{0, -1}"
-    return braced((torch.first, "std::numeric_limits<int64_t>::max()" if torch.last is None else torch.last))

@@ -43,7 +43,7 @@ extern "C" int tune_candidates(const tuning::Shape* shape, tuning::Kernel* kerne
 
 // The kernel that the constants of tuning.h choose on the chip that they were measured on, but for its multiprocessors.
 extern "C" void tune_choose(const tuning::Shape* shape, tuning::Kernel* kernel) {
-  const sm90::Chip chip{static_cast<int>(shape->multiprocessors), sm90::kTorch.bytes_per_microsecond, 1.0};
+  const sm90::Chip chip{static_cast<int>(shape->multiprocessors), sm90::kPeak.bytes_per_microsecond, 1.0};
   *kernel = plain(sm90::choose(problem_of(*shape), chip).kernel);
 }
 
@@ -56,5 +56,14 @@ extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel*
     const auto estimate = kernel.loop == MainLoop::kTiled ? estimated<sm90::TiledTime> : estimated<sm90::StreamedTime>;
     const sm90::Chip chip{static_cast<int>(shapes[i].multiprocessors), bytes_per_microsecond, 1.0};
     microseconds[i] = estimate(p, kernel, constants + i * stride, chip);
+  }
+}
+
+// What torch's way is estimated to take for `count` shapes, by constants in the order of TorchTime's members.
+extern "C" void tune_torch(const tuning::Shape* shapes, const sm90::TorchTime* constants, int64_t count,
+                           double bytes_per_microsecond, double* microseconds) {
+  for (int64_t i = 0; i < count; ++i) {
+    const sm90::Chip chip{static_cast<int>(shapes[i].multiprocessors), bytes_per_microsecond, 1.0};
+    microseconds[i] = sm90::torch_microseconds(problem_of(shapes[i]), *constants, chip);
   }
 }
