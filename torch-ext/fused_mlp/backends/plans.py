@@ -21,7 +21,7 @@ REFUSALS: Dict[str, str] = {
     "unaligned_bias": "a bias not aligned to 4 bytes",
     "many_experts": "more experts, or more choices of them, than the kernels are for",
     "many_rows": "transposed weights, and more than 32 rows an expert",
-    "torch_is_faster": "by measurement, torch's GEMM is mostly faster for this many rows",
+    "torch_is_faster": "by what was measured on such a GPU, torch's GEMM is estimated to be faster",
     "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
 }
 

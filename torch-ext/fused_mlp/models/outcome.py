@@ -10,6 +10,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 from torch import nn
 
 from . import forwards, mixtures, obstacles, recognition, rewriting, routers, shape
+from .found import FoundMLP
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
@@ -169,7 +170,7 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
     return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
 
 
-def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
+def _reasons(mlp: FoundMLP) -> List[Reason]:
     """Why one MLP is not fused further."""
     around = obstacles.of_surroundings()
     if around is not None:
@@ -184,6 +185,6 @@ def _reasons(mlp: rewriting.FoundMLP) -> List[Reason]:
     return [*called(found), *unknown]
 
 
-def _pattern(mlps: Iterable[rewriting.FoundMLP]) -> str:
+def _pattern(mlps: Iterable[FoundMLP]) -> str:
     words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{mlp.around}" for mlp in mlps)
     return ", ".join(dict.fromkeys(words))

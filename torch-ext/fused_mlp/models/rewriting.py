@@ -10,51 +10,30 @@ import ast
 import copy
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import CellType, FunctionType, MethodType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..activations import Activation
-from ..dispatch import is_small_product
 from ..training import KEPT
-from . import effects, forms, forwards, halves, norms, obstacles, sequences, shortcut, substitution, switching, traced
+from . import effects, forwards, halves, norms, obstacles, sequences, shortcut, substitution, switching, traced
+from .found import FoundMLP, act_of, mlps_of
+from .fused_calls import NAMES, call_of, made_call, name_of_pattern
 from .interface import original_of
 from .matches import ending_of, returned, start_of
-from .pattern import Pattern
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
-from .sites import Act, AnySite, Block, Joint, Site, Whole
-from .source import ORIGINAL, Instead, function_of, value_of, values_of
+from .sites import Act, AnySite, Block, Site
+from .source import ORIGINAL, Instead, function_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
+_TRACED = CellType(traced)
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
-
-
-@dataclass(frozen=True)
-class FoundMLP:
-    """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
-
-    ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
-    from being skipped, or None. ``around`` says what else of its block is in the call.
-    """
-
-    pattern: Pattern
-    projections: Dict[str, nn.Module]
-    act: Optional[Callable]
-    between: Dict[str, Any]
-    halves: Dict[str, Optional[str]] = field(default_factory=dict)
-    around: str = ""
-
-    @property
-    def activation(self) -> Optional[Activation]:
-        """The row of the table that the activation computes now, or None."""
-        return None if self.act is None else forms.row_of(self.act)
 
 
 def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
@@ -78,7 +57,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
             callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
             rewritten, left = _rewritten(function, name, _roles(callees), memory)
             made.update({name: rewritten} if rewritten is not None else {})
-            unknown.update({name_of(act): act for act in (_act_of(act, function, module) for act in left)})
+            unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     return made, list(unknown.values())
 
 
@@ -96,27 +75,8 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_sequence(module)
-    found, original = [], getattr(function, ORIGINAL)
-    for site in getattr(function, _SITES):
-        if isinstance(site, Joint):
-            found += _mlps_across(site, original, module)
-            continue
-        around = ""
-        if isinstance(site, Block):
-            around, site = _around(True, site.is_normed), site.site
-        if isinstance(site, Whole):
-            continue  # the module's own
-        act = _act_of(site.act, original, module)
-        between = {_name(node): _between(node, original, module) for node in site.between}
-        projections = [list(values_of(node, original, module).items()) for node in site.projections]
-        for turn in range(max(map(len, projections), default=1)):  # of a loop
-            now = dict(parts[min(turn, len(parts) - 1)] for parts in projections)
-            found.append(FoundMLP(site.pattern, now, act, between, around=around))
-    return found
-
-
-def _around(is_summed: bool, is_normed: bool) -> str:
-    return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
+    original = getattr(function, ORIGINAL)
+    return [mlp for site in getattr(function, _SITES) for mlp in mlps_of(site, original, module)]
 
 
 def role_of(part: Any) -> Optional[str]:
@@ -233,13 +193,13 @@ def _rewritten(
     def is_unknown(site: AnySite) -> bool:
         return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
 
-    found = substitution.rewrite(tree, role, is_known, functools.partial(_call, memory, function))
+    found = substitution.rewrite(tree, role, is_known, functools.partial(call_of, memory, function))
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
         computed = [site.site if isinstance(site, Block) else site for site in found]
         patterns = [site.pattern for site in computed if isinstance(site, Site)]
-        names = {**_NAMES, **{_name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
+        names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names, role) if name == "forward" else None
         whole = _whole(tree, function, found, role) if name == "forward" else None
         other = switching.instead_of(name, function, function)
@@ -264,81 +224,6 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-def _call(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
-    if isinstance(site, Joint):
-        return _joined(memory, site)
-    if isinstance(site, Block):
-        return _block(function, site)
-    act = _act(site.act)
-    if site.pattern.pointwise:
-        gate, up = site.inputs
-        waiting = _made_call("activated", gate, act)
-        return _made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
-    return _by_names("fused", function, _arguments(site), {2, 3, 4})
-
-
-def _arguments(site: Site) -> List[ast.expr]:
-    projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
-    pattern = ast.Name(_name_of_pattern(site.pattern), ast.Load())
-    return [pattern, *site.inputs, projections, _act(site.act), between]
-
-
-def _joined(memory: str, site: Joint) -> ast.expr:
-    halves = (site.tail, site.head)
-    owners = {ast.unparse(half.value) if isinstance(half, ast.Attribute) else None for half in halves}
-    name, given = "joined", halves
-    if len(owners) == 1 and isinstance(owner := getattr(site.tail, "value", None), ast.Name):
-        name, given = "joined children", (owner, ast.Constant(tuple(half.attr for half in halves)))
-    return _made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
-
-
-def _block(function: FunctionType, block: Block) -> ast.expr:
-    """The call of what computes the MLP, with what is around it behind its own arguments."""
-    none = ast.Constant(None)
-    around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
-    around += [ast.Constant(block.residual_first), block.first or none, block.last or none]
-    if isinstance(block.site, Whole):
-        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
-    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})
-
-
-def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
-    """A call with names in the place of attributes of the method's first argument; that, and all names, come last."""
-    owner, names = function.__code__.co_varnames[0], {}
-
-    def named(node: ast.expr) -> ast.expr:
-        if isinstance(node, ast.Tuple):
-            return ast.Tuple([named(each) for each in node.elts], ast.Load())
-        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != owner:
-            return node
-        names[node.attr] = ast.Name(owner, ast.Load())
-        return ast.Constant(node.attr)
-
-    given = [named(node) if place in places else node for place, node in enumerate(arguments)]
-    return _made_call(name, *given, next(iter(names.values()), ast.Constant(None)), ast.Constant((*names,)))
-
-
-def _act(act: Act) -> ast.expr:
-    """What gives the activation as a callable of one tensor."""
-    if act.form == "call" and not act.options and not act.named:
-        return act.callee
-    if act.form == "method":
-        return _made_call("method", ast.Constant(act.name))
-    if act.form == "squared":
-        return _made_call("squared", _act(act.base))
-    if act.form == "self-gated":
-        return _made_call("self-gated", act.callee, ast.Constant(act.slope))
-    return _made_call(act.form, act.callee, *act.options, named=act.named)
-
-
-def _name_of_pattern(pattern: Pattern) -> str:
-    return f"@{pattern!r}"
-
-
-def _made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = ()) -> ast.expr:
-    return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
-
-
 # Halves of MLPs.
 
 
@@ -355,9 +240,9 @@ def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     start = start_of(tree, role)
     if start is None:
         return Role.LAYER
-    finished = _made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
+    finished = made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
-    function = function_of(substitution.replace(whole, node, finished), forward, _NAMES)
+    function = function_of(substitution.replace(whole, node, finished), forward, NAMES)
     rest, behind = substitution.without_passing(
         substitution.replace(rest, same_node, copy.deepcopy(start.argument)), role
     )
@@ -382,10 +267,10 @@ def _head(
         return None
     tree = copy.deepcopy(tree)
     tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
-    whole = {_name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.pending}
+    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.pending}
     called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
     parts = _children((*called, *site.projections), forward) if called else None
-    own = None if parts is None else (whole[_name_of_pattern(site.pattern)], parts)
+    own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
     return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
 
 
@@ -416,42 +301,7 @@ def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tup
     return tuple(node.attr for node in nodes) if plain else None
 
 
-def _mlps_across(joint: Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs that pairs of modules hold, which a method calls one after the other."""
-    pairs = [list(values_of(node, function, module).items()) for node in (joint.head, joint.tail)]
-    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # of a loop
-    return [_mlp_across(*(parts[min(turn, len(parts) - 1)] for parts in pairs)) for turn in turns]
-
-
-def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> FoundMLP:
-    (head_name, head), (tail_name, tail) = named_head, named_tail
-    first, last = halves.running(head, halves.heads), halves.running(tail, halves.tails)
-    words = {head_name: first, tail_name: last}
-    words = {name: known if isinstance(known, str) else None for name, known in words.items()}
-    if any(words.values()):
-        return FoundMLP(forwards.PLAIN, {}, None, {}, words)
-    site, start = first.found, last.found
-
-    def parts(name: str, half: nn.Module, forward: FunctionType, node: ast.expr) -> Dict[str, Any]:
-        return {f"{name}.{path}": part for path, part in values_of(node, forward, half).items()}
-
-    projections: Dict[str, Any] = {}
-    for node in site.projections:
-        projections.update(parts(head_name, head, first.forward, node))
-    projections.update(parts(tail_name, tail, last.forward, start.projection))
-    between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
-    act, pattern = _act_of(site.act, first.forward, head), replace(site.pattern, whole=True)
-    return FoundMLP(
-        pattern,
-        projections,
-        act,
-        between,
-        words,
-        _around(last.ending is not None, bool(last.ending)),
-    )
-
-
-# What was found.
+# Sequences.
 
 
 def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
@@ -475,75 +325,3 @@ def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
     pairs = zip(module._modules.values(), list(module._modules.values())[1:])
     unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (Role.PROJECTION, Role.UNKNOWN))
     return list({type(act): act for act in unknown}.values())
-
-
-def _act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation of a site as it is now."""
-    return _evaluated(_act(act), function, module)
-
-
-def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
-    """What an expression of :func:`_act` makes. (As a function inside of another, it would hold the module.)"""
-    if not isinstance(node, ast.Call):
-        found, *_ = values_of(node, function, module).values()
-        return found
-    named = {word.arg: _evaluated(word.value, function, module) for word in node.keywords}
-    return _NAMES[node.func.id](*(_evaluated(argument, function, module) for argument in node.args), **named)
-
-
-def _between(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
-    if isinstance(node, ast.Lambda):
-        return forwards.cast
-    if not isinstance(node, ast.IfExp):
-        return value_of(node, function, module)
-    return value_of(node.body, function, module) if value_of(node.test, function, module) else 0.0
-
-
-def _name(node: ast.expr) -> str:
-    if isinstance(node, ast.Lambda):
-        return "cast"
-    if isinstance(node, ast.IfExp):
-        return "dropout"
-    return ast.unparse(node).partition(".")[2]
-
-
-# What rewritten methods call. They know it by names that no source can spell.
-
-
-class _Waiting(NamedTuple):
-    """An activation that is applied when the other factor is there."""
-
-    gate: Tensor
-    activation: Activation
-    act: Callable[[Tensor], Tensor]
-
-
-def _activated(gate, act):
-    if type(gate) is Tensor and is_small_product(gate):
-        return act(gate)
-    activation = forms.row_of(act)
-    if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
-        return act(gate)
-    if obstacles.of_input(gate) is not None:  # somebody may see in which order things are called
-        return act(gate)
-    return _Waiting(gate, activation, act)
-
-
-def _product(left, right):
-    if type(left) is _Waiting:
-        return forwards.pointwise(left.gate, right, left.activation, left.act)
-    if type(right) is _Waiting:
-        return forwards.pointwise(right.gate, left, right.activation, right.act, up_left=True)
-    return left * right
-
-
-_CALLS = {
-    "block": shortcut.block,
-    "block of a module": halves.block,
-    "joined": halves.joined,
-    "joined children": halves.joined_children,
-    "finished": halves.finished,
-}
-_CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
-_NAMES = {f"@{name}": function for name, function in _CALLS.items()}
-_TRACED = CellType(traced)

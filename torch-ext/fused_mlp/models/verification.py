@@ -19,7 +19,7 @@ from .. import calls
 from ..backends import reference
 from ..experts import traceable
 from . import experts, forwards, mixtures, obstacles
-from .rewriting import FoundMLP
+from .found import FoundMLP
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -1,0 +1,132 @@
+"""The call that stands in the place of a site, as an expression, and the functions that such calls name."""
+
+from __future__ import annotations
+
+import ast
+from types import FunctionType
+from typing import Callable, List, NamedTuple, Set, Tuple
+
+from torch import Tensor
+
+from ..activations import Activation
+from ..dispatch import is_small_product
+from . import forms, forwards, halves, obstacles, shortcut
+from .pattern import Pattern
+from .sites import Act, AnySite, Block, Joint, Site, Whole
+
+
+def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
+    """For a site of a method; ``memory``: what training keeps."""
+    if isinstance(site, Joint):
+        return _joined(memory, site)
+    if isinstance(site, Block):
+        return _block(function, site)
+    act = expression_of(site.act)
+    if site.pattern.pointwise:
+        gate, up = site.inputs
+        waiting = made_call("activated", gate, act)
+        return made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
+    return _by_names("fused", function, _arguments(site), {2, 3, 4})
+
+
+def _arguments(site: Site) -> List[ast.expr]:
+    projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
+    pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
+    return [pattern, *site.inputs, projections, expression_of(site.act), between]
+
+
+def _joined(memory: str, site: Joint) -> ast.expr:
+    halves = (site.tail, site.head)
+    owners = {ast.unparse(half.value) if isinstance(half, ast.Attribute) else None for half in halves}
+    name, given = "joined", halves
+    if len(owners) == 1 and isinstance(owner := getattr(site.tail, "value", None), ast.Name):
+        name, given = "joined children", (owner, ast.Constant(tuple(half.attr for half in halves)))
+    return made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
+
+
+def _block(function: FunctionType, block: Block) -> ast.expr:
+    """The call of what computes the MLP, with what is around it behind its own arguments."""
+    none = ast.Constant(None)
+    around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
+    around += [ast.Constant(block.residual_first), block.first or none, block.last or none]
+    if isinstance(block.site, Whole):
+        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
+    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})
+
+
+def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
+    """A call with names in the place of attributes of the method's first argument; that, and all names, come last."""
+    owner, names = function.__code__.co_varnames[0], {}
+
+    def named(node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Tuple):
+            return ast.Tuple([named(each) for each in node.elts], ast.Load())
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != owner:
+            return node
+        names[node.attr] = ast.Name(owner, ast.Load())
+        return ast.Constant(node.attr)
+
+    given = [named(node) if place in places else node for place, node in enumerate(arguments)]
+    return made_call(name, *given, next(iter(names.values()), ast.Constant(None)), ast.Constant((*names,)))
+
+
+def expression_of(act: Act) -> ast.expr:
+    """What gives the activation as a callable of one tensor."""
+    if act.form == "call" and not act.options and not act.named:
+        return act.callee
+    if act.form == "method":
+        return made_call("method", ast.Constant(act.name))
+    if act.form == "squared":
+        return made_call("squared", expression_of(act.base))
+    if act.form == "self-gated":
+        return made_call("self-gated", act.callee, ast.Constant(act.slope))
+    return made_call(act.form, act.callee, *act.options, named=act.named)
+
+
+def name_of_pattern(pattern: Pattern) -> str:
+    return f"@{pattern!r}"
+
+
+def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = ()) -> ast.expr:
+    return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
+
+
+# What the calls name. Rewritten methods know these functions by names that no source can spell.
+
+
+class _Waiting(NamedTuple):
+    """An activation that is applied when the other factor is there."""
+
+    gate: Tensor
+    activation: Activation
+    act: Callable[[Tensor], Tensor]
+
+
+def _activated(gate, act):
+    if type(gate) is Tensor and is_small_product(gate):
+        return act(gate)
+    activation = forms.row_of(act)
+    if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
+        return act(gate)
+    if obstacles.of_input(gate) is not None:  # somebody may see in which order things are called
+        return act(gate)
+    return _Waiting(gate, activation, act)
+
+
+def _product(left, right):
+    if type(left) is _Waiting:
+        return forwards.pointwise(left.gate, right, left.activation, left.act)
+    if type(right) is _Waiting:
+        return forwards.pointwise(right.gate, left, right.activation, right.act, up_left=True)
+    return left * right
+
+
+_CALLS = {
+    "block": shortcut.block,
+    "block of a module": halves.block,
+    "joined": halves.joined,
+    "joined children": halves.joined_children,
+    "finished": halves.finished,
+}
+_CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
+NAMES = {f"@{name}": function for name, function in _CALLS.items()}
