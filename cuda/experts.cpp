@@ -79,7 +79,7 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   second.gemm.a = {hidden.mutable_data_ptr(), first.gemm.n};
   second.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
   second.gemm.out.data = results.mutable_data_ptr();
-  second.gemm.ctas_before = device.multiprocessors;  // behind a GEMM that fills the chip
+  second.gemm.ctas_before = device.multiprocessors;  // there is a GEMM before; nothing here asks for its size
   const WeightedSum sum{routes,
                         results.const_data_ptr(),
                         sort.row_of_slot,

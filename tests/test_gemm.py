@@ -177,7 +177,7 @@ def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
 @half_dtypes
 @pytest.mark.parametrize("rows", [33, 65, 77, 130, 200, 450])
 def test_a_row_has_the_same_bits_wherever_it_lies(fused_mlp, device, architecture, rows, dtype):
-    """Where tiles overlap, either may be stored last; and whoever adds rows to a batch finds those before unchanged."""
+    """Tiles that would pass the edge begin earlier, and so overlap: either of two may be stored last."""
     if architecture != "sm90":
         pytest.skip("its tiled kernels alone move tiles and shares inward")
     for kernel, (loop, product, *_) in enumerate(gemm_kernels.entries(architecture)):

@@ -89,7 +89,7 @@ def test_streamed_tiles_share_the_columns_out(model, kind, m, n, k):
 
 
 def test_the_time_of_torch(model):
-    """What its constants estimate, give or take 5%, has these constants."""
+    """Fitted to the estimates of some constants, give or take 5% each, it estimates the same within 5%."""
     random = np.random.default_rng(5)
     true = constants(model).torch
     timed = [point for point in points(model, bench.SHAPES[::2], bench.ROWS) if point.m >= fit.TORCH_ROWS]

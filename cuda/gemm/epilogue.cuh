@@ -38,8 +38,8 @@ __device__ __forceinline__ void prefetch(const void* data, int64_t index) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const Element*>(data) + index));
 }
 
-// Asks for the biases of a tile's columns before its sums are there: the epilogue need not wait for memory then. For as
-// many threads as there are sectors, and one more, as biases may begin within a sector.
+// Asks for the biases of a tile's columns before its sums are there: the epilogue need not wait for memory then. Each
+// of the CTA's first threads asks for one sector, and one thread more than that, as biases may begin within a sector.
 template <typename Element>
 __device__ __forceinline__ void prefetch_biases(const EpilogueArgs& epilogue, int first, int columns, int n) {
   constexpr int kSector = 32 / sizeof(Element);

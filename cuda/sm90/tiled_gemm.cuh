@@ -149,7 +149,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row());
       }
     }
-    if constexpr (Gemm::kSplitK > 1) break;  // a cluster has one tile, and the loop takes a register too many
+    if constexpr (Gemm::kSplitK > 1) break;  // a cluster has one tile, and a loop would spill a register
   }
 }
 

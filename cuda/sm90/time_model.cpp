@@ -47,11 +47,11 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const int64_t k_blocks = ceil_div(ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1), kernel.split_k);
   double loop = c.k_block * k_blocks;
   if (kernel.split_k > 1) {
-    // Many small tiles ask the L2 cache for more than it sends: this much for each multiprocessor of the chip.
-    constexpr double kBytesPerMicrosecond = 34.5 * 1980;
+    // Many small tiles ask the L2 cache for more than it sends, which is this for each multiprocessor of the chip.
+    constexpr double kBytesPerMicrosecond = 34.5 * 1980;  // where chip.clock is 1
     const double ctas = static_cast<double>(std::min<int64_t>(tiles, resident) * kernel.split_k);
-    const double bytes = ctas * k_blocks * kBlockK * 2.0 * (kernel.block_m + kernel.block_n);
-    loop = std::max(loop, bytes / (kBytesPerMicrosecond * chip.multiprocessors));
+    const double asked = ctas * k_blocks * kBlockK * 2.0 * (kernel.block_m + kernel.block_n);
+    loop = std::max(loop, asked / (kBytesPerMicrosecond * chip.multiprocessors));
   }
   double round = c.round + loop;
   if (!p.gated() && !p.linear()) round += c.activation;

@@ -58,6 +58,7 @@ double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kern
                               const Chip& chip);
 // How much of that a kernel hides behind the GEMM before it.
 double hidden_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const Chip& chip);
+// What torch's GEMM takes, with the pointwise kernel behind it.
 double torch_microseconds(const GemmProblem& problem, const TorchTime& constants, const Chip& chip);
 
 }  // namespace fused_mlp::sm90
