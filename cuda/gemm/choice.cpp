@@ -85,7 +85,11 @@ bool rows_fill(const GemmProblem& p, int64_t bytes) {
 bool torch_reads_faster(const GemmProblem& p) {
   const bool gains_more = p.gated() || is_training(p.product());
   if (!rows_fill(p, kSector)) return p.m >= (gains_more ? 64 : 9);
-  return !gains_more && p.m >= 33 && !rows_fill(p, kLine);
+  if (rows_fill(p, kLine)) return false;
+  if (!gains_more) return p.m >= 33;
+  // What the fused epilogue saves does not grow with k, and what the requests cost does.
+  constexpr int64_t kManyRows = 256, kLong = 2560;
+  return p.gated() && p.m >= kManyRows && p.k > kLong;
 }
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
@@ -116,8 +120,8 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   const bool is_long = arithmetic_microseconds(p, architecture.peak(gpu)) > kLongMicroseconds;
   if (p.linear() && (is_long || p.m > kMostPlainRows)) return false;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
-  // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more.
-  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 1.05;
+  // more than by itself, and torch's hardly any.
+  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 1.0;
   const double margin = !p.linear() ? kMarginOfActivated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
   return plan.microseconds - plan.hidden <= margin * architecture.torch_microseconds(p, gpu);
 }

@@ -179,16 +179,16 @@ class Producer {
     // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
     // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
     const int first_round = min(k_.y, k_.x + shared_.stages / kBlocks * kBlocks);
-    for (int block = k_.x; block < first_round; block += kBlocks) load<kBlocks>(block, !args_.starts_early);
+    for (int block = k_.x; block < first_round; block += kBlocks) load<kBlocks, true>(block, !args_.starts_early);
     if (args_.starts_early) {
       wait_for_previous_kernel();
       for (int block = k_.x; block < first_round; ++block) load_tokens(block - k_.x, block);
     }
-    for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks>(block, true);
+    for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks, false>(block, true);
   }
 
-  // Loads kBlocks blocks, or those that are left, as soon as there is room for all of them.
-  template <int kBlocks>
+  // Loads kBlocks blocks, or those that are left, as soon as there is room for all of them: in the first round at once.
+  template <int kBlocks, bool kFirstRound>
   __device__ __forceinline__ void load(int block, bool with_tokens) {
     const int blocks = min(kBlocks, k_.y - block);
     const auto for_each = [&](auto&& visit) {
@@ -198,13 +198,11 @@ class Producer {
       }
     };
     int stages[kBlocks];
-    RingPosition last = at_;
     for_each([&](int i) {
       stages[i] = at_.stage;
-      last = at_;
+      if (!kFirstRound) mbarrier_wait(shared_.empty(at_.stage), at_.parity);
       at_.advance();
     });
-    mbarrier_wait(shared_.empty(last.stage), last.parity);  // stages are released in their order
     for_each([&](int i) { mbarrier_arrive_expect(shared_.full(stages[i]), stage_bytes_); });
     if constexpr (Gemm::kTransposed) {
       for_each([&](int i) { tile_.load_weights(shared_.full(stages[i]), shared_.weight(stages[i], 0), block + i); });

@@ -98,7 +98,8 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
   const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
-  return (c.start + wide + c.cta * most) / chip.clock +
+  const double cta = c.cta + c.result * rows * kernel.block_n;
+  return (c.start + wide + cta * most) / chip.clock +
          bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
 }
 

@@ -46,6 +46,7 @@ class StreamedTime:
     shared_k_column: float = 0.001
     shared_k_row: float = 0.001
     tail: float = 0.1
+    result: float = 0.0001
 
 
 @dataclass
