@@ -23,13 +23,20 @@ constexpr auto kTiledTimes = [] {
   return times;
 }();
 
+// Streamed kernels for few rows are compared with those of sm_80, and others with tiled ones: each choice is fitted by
+// itself.
+const StreamedTime& streamed_time(const GemmProblem& p) {
+  if (p.m >= kTallRows) return kStreamedTall;
+  const bool few = p.m < kTiledRows;
+  if (p.gated()) return few ? kStreamedFewGated : kStreamedGated;
+  if (p.linear()) return few ? kStreamedFewPlain : kStreamedPlain;
+  return few ? kStreamedFewActivated : kStreamedActivated;
+}
+
 }  // namespace
 
 GemmPlan choose(const GemmProblem& p, const Chip& chip) {
-  const StreamedTime& streamed = p.m >= kTallRows ? kStreamedTall
-                                 : p.gated()      ? kStreamedGated
-                                 : p.linear()     ? kStreamedPlain
-                                                  : kStreamedActivated;
+  const StreamedTime& streamed = streamed_time(p);
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, chip.multiprocessors, [&](size_t index, const GemmKernel& kernel) {
     const auto consider = [&](const auto& time) {

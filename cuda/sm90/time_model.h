@@ -25,13 +25,14 @@ struct TiledTime {
   double start, round, k_block, activation;
 };
 
-// A streamed kernel. Microseconds: start + wide + (cta + result * rows * columns) * most + split + (blocks of 64 elements
-// of k per CTA) * block, where block = k_block + k_row * rows + (shared_k_column * columns + shared_k_row * rows) * most, rows is that of a
-// tile, columns its weight rows; wide is for tiles of more than kStreamedColumns columns; most is the CTAs of the
-// multiprocessor that has most of them; split is split_2 where k has at least 2 parts, plus split_4 and split_8
-// likewise. The time that the bytes take at least is longer by tail * (the part of the chip that would be idle if all
-// multiprocessors waited for that one), by what the last round of CTAs loses if they do not all find room at once, and
-// at least what the L2 cache takes to send all of it.
+// A streamed kernel. Microseconds: start + wide + (cta + result * rows * columns) * most + split +
+// (blocks of 64 elements of k per CTA) * block, where block = k_block + k_row * rows +
+// (shared_k_column * columns + shared_k_row * rows) * most, rows is that of a tile, columns its weight rows; wide is
+// for tiles of more than kStreamedColumns columns; most is the CTAs of the multiprocessor that has most of them; split
+// is split_2 where k has at least 2 parts, plus split_4 and split_8 likewise. The time that the bytes take at least is
+// longer by tail * (the part of the chip that would be idle if all multiprocessors waited for that one), by what the
+// last round of CTAs loses if they do not all find room at once, and at least what the L2 cache takes to send all of
+// it.
 struct StreamedTime {
   double start, wide, cta, split_2, split_4, split_8, k_block, k_row, shared_k_column, shared_k_row, tail, result;
 };
@@ -45,8 +46,8 @@ struct TorchTime {
   double start, share_of_bandwidth, small_block, large_block, split, pointwise_start, pointwise_share;
 };
 
-// A tiled kernel and its constants. All streamed kernels of a product have the same, and those of many rows
-// (kTallRows) others.
+// A tiled kernel and its constants. All streamed kernels of a product have the same: some for fewer than kTiledRows
+// rows, some for fewer than kTallRows, and some for more.
 struct TunedKernel {
   GemmKernel kernel;
   TiledTime time;

@@ -1,9 +1,10 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
-// kernels are fitted there to 345 products of up to 64 rows, with sm_80's kernels to choose from too, and to plain ones
-// of 65 to 2500, each call with other weights; those of tiled kernels to products on an H100 and an H200, but for gated
-// tiles of 112, 144, 176 and 208 rows, which lie between their neighbours'. The start of plain tiled kernels, clusters
-// that share k and torch's time are fitted to 1528 products of 33 to 2500 rows on an H100, most of random sizes.
-// time_model.h says what they mean, tools/tuning/fit.py how they are fitted.
+// kernels are fitted there, with other weights at each call: up to 32 rows to products with sm_80's kernels to choose
+// from too, from 33 to 64 rows to 736 products of usual and of random sizes, and to plain ones of 65 to 2500. Those of
+// tiled kernels are fitted to products on an H100 and an H200, but for gated tiles of 112, 144, 176 and 208 rows, which
+// lie between their neighbours'. The start of plain tiled kernels, clusters that share k and torch's time are fitted to
+// 1528 products of 33 to 2500 rows on an H100, most of random sizes. time_model.h says what they mean,
+// tools/tuning/fit.py how they are fitted.
 #pragma once
 
 #include "time_model.h"
@@ -43,9 +44,12 @@ constexpr TunedKernel kTuned[] = {
     {{MainLoop::kTiled, Product::kPlain, 96, 128, Schedule::kSwapped, 4}, {1.131, 4.525, 0.195, 0.171}},
     {{MainLoop::kTiled, Product::kPlain, 128, 128, Schedule::kSwapped, 4}, {0.563, 5.432, 0.279, 0.268}},
 };
-constexpr StreamedTime kStreamedGated = {1.8029, 2.37978, 1.27363, 2.0892, 0.08671, 0.75464, 0.18174, 0.00005, 0.0002, 0.0, 0.00696, 0.0};
-constexpr StreamedTime kStreamedActivated = {1.45636, 2.22956, 1.10011, 1.42318, 0.01634, 0.17867, 0.20166, 0.00064, 0.0001, 0.0, 0.05932, 0.0};
-constexpr StreamedTime kStreamedPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.00816, 0.00245, 0.15754, 0.0, 0.00042, 0.00014, 0.08728, 0.0};
+constexpr StreamedTime kStreamedFewGated = {1.8029, 2.37978, 1.27363, 2.0892, 0.08671, 0.75464, 0.18174, 0.00005, 0.0002, 0.0, 0.00696, 0.0};
+constexpr StreamedTime kStreamedFewActivated = {1.45636, 2.22956, 1.10011, 1.42318, 0.01634, 0.17867, 0.20166, 0.00064, 0.0001, 0.0, 0.05932, 0.0};
+constexpr StreamedTime kStreamedFewPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.00816, 0.00245, 0.15754, 0.0, 0.00042, 0.00014, 0.08728, 0.0};
+constexpr StreamedTime kStreamedGated = {2.56189, 0.34718, 0.26941, 1.06651, 0.04183, 0.23332, 0.13371, 0.00037, 0.00032, 0.00014, 0.00748, 0.00024};
+constexpr StreamedTime kStreamedActivated = {2.54891, 0.02855, 0.22563, 1.05952, 0.07059, 0.09108, 0.16486, 0.00033, 0.0002, 0.0004, 0.0927, 0.00028};
+constexpr StreamedTime kStreamedPlain = {2.93039, 0.08856, 0.17014, 0.50647, 0.19402, 0.03574, 0.09035, 0.00164, 0.0005, 0.00032, 0.01786, 0.00022};
 constexpr StreamedTime kStreamedTall = {3.45223, 0.81252, 0.0231, 3.20447, 0.98414, 3.55039, 0.18838, 0.00002, 0.0, 0.00004, 0.11643, 0.0};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};

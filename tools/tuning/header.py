@@ -40,7 +40,7 @@ def header(constants: Constants, name: str, gpu: Gpu) -> str:
         measured_on=braced(gpu),
         tiled="\n".join(tiled),
         streamed="\n".join(
-            f"constexpr StreamedTime kStreamed{kind.capitalize()} = {braced(astuple(time))};"
+            f"constexpr StreamedTime kStreamed{kind.title().replace('_', '')} = {braced(astuple(time))};"
             for kind, time in constants.streamed.items()
         ),
         torch=braced(astuple(constants.torch)),

@@ -6,8 +6,8 @@ from typing import NamedTuple
 LOOPS = ("Tiled", "Streamed")
 SCHEDULES = ("PingPong", "Cooperative", "Swapped", "SwappedHalfRows")
 KINDS = ("gated", "activated", "plain")  # two weights; one, with an activation; one, without
-STREAMED = (*KINDS, "tall")  # which streamed kernels have constants of their own
-TALL_ROWS = 65  # kTallRows of cuda/sm90/chip.h
+STREAMED = (*(f"few_{kind}" for kind in KINDS), *KINDS, "tall")  # which streamed kernels have constants of their own
+TILED_ROWS, TALL_ROWS = 33, 65  # as in cuda/sm90/chip.h
 
 
 class Kernel(NamedTuple):
@@ -54,7 +54,9 @@ class Point:
     @property
     def streamed(self) -> str:
         """Which constants the streamed kernels have."""
-        return self.kind if self.m < TALL_ROWS else "tall"
+        if self.m >= TALL_ROWS:
+            return "tall"
+        return self.kind if self.m >= TILED_ROWS else f"few_{self.kind}"
 
     @property
     def bytes(self) -> int:
