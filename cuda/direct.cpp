@@ -42,7 +42,8 @@ struct Steps {
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
-    check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm}, first.stream));
+    check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
+                      first.stream));
   }
 };
 
@@ -53,14 +54,15 @@ bool may_be_direct(DType dtype, int64_t) { return dtype != DType::kFloat32; }
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != mlp.device) return {};
-  const Matrix x = mlp.first.kind != NormKind::kNone ? Matrix{nullptr, mlp.in} : mlp.x;
+  const bool normed = mlp.first.kind != NormKind::kNone;
+  const Matrix x = normed ? Matrix{nullptr, mlp.in} : mlp.x;
   Steps steps{mlp,
               {{x, mlp.rows, mlp.in, mlp.dtype},
                mlp.layers[0],
                Refusal::kNone,
                gpu(mlp.device),
                current_stream(mlp.device),
-               false},
+               normed ? most_norm_ctas(mlp.rows) : 0},
               std::nullopt};
   if (!steps.first.fused()) return {};
   if (mlp.count == 2) {

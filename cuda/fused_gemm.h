@@ -24,18 +24,19 @@ struct FusedGemm {
   GemmPlan plan{};
   Refusal refusal;
 
-  // `described`: why no kernel can read the layer's weights or biases, or kNone.
+  // `described`: why no kernel can read the layer's weights or biases, or kNone. `ctas_before`: GemmProblem has it.
   FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
-            int64_t ctas_before)
+            int64_t ctas_before, bool behind_gemm = false)
       : architecture(architecture_of(gpu)),
         gpu(gpu),
         stream(stream),
-        launched_behind(ctas_before > 0 && !is_captured(stream)),
-        refusal(choose(x, layer, described, ctas_before)) {}
+        launched_behind(behind_gemm && !is_captured(stream)),
+        refusal(choose(x, layer, described, ctas_before, behind_gemm)) {}
 
   // Plans a layer of this one's result, before either is launched.
   FusedGemm behind(const PlainLayer& layer, Refusal described) const {
-    return {{{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, ctas()};
+    return {
+        {{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, ctas(), fused()};
   }
 
   bool fused() const { return refusal == Refusal::kNone; }
@@ -57,7 +58,7 @@ struct FusedGemm {
   }
 
  private:
-  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, int64_t ctas_before) {
+  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, int64_t ctas_before, bool behind_gemm) {
     problem.a = x.matrix;
     problem.weight = layer.weight;
     problem.up_weight = layer.up_weight;
@@ -68,6 +69,7 @@ struct FusedGemm {
     problem.dtype = x.dtype;
     problem.epilogue = {layer.bias, layer.up_bias, layer.activation};
     problem.ctas_before = ctas_before;
+    problem.behind_norm = ctas_before > 0 && !behind_gemm;
     if (architecture == nullptr) return Refusal::kGpu;
     return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launched_behind) : described;
   }

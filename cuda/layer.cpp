@@ -138,9 +138,9 @@ Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before) {
   return run(&gemm, rows, x, layer);
 }
 
-Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second) {
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, int64_t ctas_before) {
   const TensorRows rows(x);
-  FusedGemm gemm = fused_gemm(rows, first, 0);
+  FusedGemm gemm = fused_gemm(rows, first, ctas_before);
   FusedGemm next = behind(gemm, second);
   make_cublas_handle(next, x);
   if (!gemm.fused() || !next.fused()) {

@@ -24,11 +24,11 @@ struct Layer {
 
 inline const OptionalTensor kNoBias;
 
-// Computes a layer. `ctas_before`: of the launch before, where it is a fused GEMM; else 0.
+// Computes a layer. `ctas_before`: of the launch before, where it is a kernel of ours (GemmProblem); else 0.
 Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before = 0);
 
 // Computes a layer, and another one of its result.
-Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second);
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, int64_t ctas_before = 0);
 
 // x weight^T + bias by torch's GEMM.
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "norm.h"
+#include "overlap.cuh"
 #include "vector.cuh"
 
 namespace fused_mlp {
@@ -54,6 +55,7 @@ __device__ __forceinline__ Packed<T, Width> read_pack(const void* data, int64_t 
 // block, whose blockDim.x packs are part of a row, one of `parts`.
 template <typename T, int Width>
 __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ NormRows p, unsigned parts) {
+  wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x / parts} * blockDim.y + threadIdx.y;
   const int64_t col = (int64_t{blockIdx.x % parts} * blockDim.x + threadIdx.x) * Width;
   if (row >= p.rows || col >= p.cols) return;
@@ -80,6 +82,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant_
 // gives 0.
 template <typename T, int Width, bool Centred, Residual Place>
 __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ NormRows p) {
+  wait_for_previous_kernel();
+  allow_next_kernel();  // not before: the kernel behind reads weights at once, which an earlier one may have written
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
   const Norm& norm = p.norm;

@@ -15,11 +15,23 @@ namespace {
 // What residual.h asks of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
-    check(launch_norm(
-        {matrix(x), residual, {out.mutable_data_ptr(), x.cols}, x.rows, x.cols, dtype_of(x.tensor, "x"), norm},
-        current_stream(x.tensor)));
+    const bool overlaps = norms_overlap(gpu(x.tensor.get_device_index()).major);
+    check(launch_norm({matrix(x),
+                       residual,
+                       {out.mutable_data_ptr(), x.cols},
+                       x.rows,
+                       x.cols,
+                       dtype_of(x.tensor, "x"),
+                       norm,
+                       overlaps},
+                      current_stream(x.tensor)));
   }
 };
+
+// The CTAs of the launch before the MLP of a block, where it is the block's norm.
+int64_t ctas_before(const Around& around, const Tensor& x) {
+  return around.first.kind != 0 ? most_norm_ctas(TensorRows(x).rows) : 0;
+}
 
 }  // namespace
 
@@ -38,8 +50,9 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
-    if (!fc1_weight) return apply_layer(values, last);
-    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last);
+    if (!fc1_weight) return apply_layer(values, last, ctas_before(around, values));
+    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last,
+                        ctas_before(around, values));
   });
 }
 
@@ -58,7 +71,7 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     return apply_layers(values, {gate_weight, &up_weight, gate_bias, up_bias, activation},
-                        {down_weight, nullptr, down_bias, kNoBias, kNoActivation});
+                        {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, ctas_before(around, values));
   });
 }
 

@@ -62,6 +62,10 @@ class Case:
         pairs = (tuple(map(cast, each)) for each in (self.first, self.last))
         return Case(cast(self.x), *lists, cast(self.residual), *pairs, self.form)
 
+    def operands(self):
+        """The weights first, in their order."""
+        return [*self.weights, *self.biases, self.x, self.residual, *self.first, *self.last]
+
     def arguments(self):
         layers = [*self.weights, *self.biases]
         if len(self.weights) == 1:
@@ -152,6 +156,40 @@ def test_errors_are_no_larger_than_eager_ones(ops, device, dtype, form):
             error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
             assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING, (rows, sizes, layers)
             assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 64, 200])
+@pytest.mark.parametrize("form", [f"first {RMS}", f"of the sum {LAYER}", "sandwich"])
+def test_operands_that_were_just_written(ops, device, form, rows, captured):
+    """On a GPU the kernels of a block overlap with those before: each waits for what it reads, and for all of it."""
+    if device.type == "cpu" and captured:
+        pytest.skip("no graphs")
+    torch.manual_seed(0)
+    made = [made_case(device, torch.bfloat16, FORMS[form], 3, rows, (1024, 2816, 1024)) for _ in range(3)]
+    *sources, target = ([each for each in case.operands() if each is not None] for case in made)
+    arguments = made[-1].arguments()
+
+    def call(source):
+        for each, value in zip(reversed(target), reversed(source)):  # the weight of the first product is the last
+            each.copy_(value)
+        return ops[3](*arguments)
+
+    expected = [ops[3](*case.arguments()) for case in made[:-1]]
+    calls = [lambda source=source: call(source) for source in sources]
+    if captured:
+        calls = [replayed(call) for call in calls]
+    results = [run().clone() for _ in range(10) for run in calls]
+    assert all(torch.equal(result, expected[index % 2]) for index, result in enumerate(results))
+
+
+def replayed(call):
+    """A graph of a call, as a call."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return lambda: (graph.replay(), out)[1]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -483,6 +483,8 @@ def test_plain_products_far_below_the_time_of_torch_are_fused(
         ("gated_linear", 32, 4360, True),
         ("gated_linear", 128, 4360, False),
         ("gated_linear", 128, 4304, True),
+        ("gated_linear", 300, 4304, False),
+        ("gated_linear", 300, 1040, True),
     ],
 )
 def test_rows_in_parts_of_lines_are_torchs(fused_mlp, device, architecture, function, rows, n_in, fused):

@@ -42,7 +42,7 @@ GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const G
     const Architecture& beside = *row.architecture;
     if (&beside == &architecture || beside.choose_beside == nullptr || !beside.runs_on(gpu)) continue;
     const GemmPlan plan = beside.choose_beside(p, gpu);
-    if (plan.microseconds < kAlike * best.microseconds) best = {plan.kernel, plan.microseconds, &beside, plan.hidden};
+    if (plan.longest() < kAlike * best.longest()) best = {plan.kernel, plan.microseconds, &beside, plan.hidden};
   }
   return best;
 }
@@ -123,7 +123,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more.
   constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 1.05;
   const double margin = !p.linear() ? kMarginOfActivated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
-  return plan.microseconds - plan.hidden <= margin * architecture.torch_microseconds(p, gpu);
+  return plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }
 
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,

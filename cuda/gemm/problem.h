@@ -96,9 +96,10 @@ struct GemmProblem {
   int64_t k;
   DType dtype;
   EpilogueArgs epilogue;
-  // How many CTAs the launch before this one in the stream has, where it is a GEMM of ours that did not write the
-  // weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
+  // How many CTAs the launch before this one in the stream has at most, where it is a kernel of ours that did not write
+  // the weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
   int64_t ctas_before;
+  bool behind_norm;  // which that kernel is
   // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
   Product kind = Product::kPlain;
   TrainingMatrices training{};
@@ -109,7 +110,7 @@ struct GemmProblem {
     if (is_training(kind)) return kind;
     return up_weight.data == nullptr ? Product::kPlain : Product::kGated;
   }
-  bool follows_gemm() const { return ctas_before > 0; }
+  bool follows_ours() const { return ctas_before > 0; }
   bool gated() const { return is_gated(product()); }
   bool pair() const { return product() == Product::kPair; }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
@@ -166,8 +167,22 @@ struct GemmPlan {
   GemmKernel kernel;
   double microseconds;                         // estimated
   const Architecture* architecture = nullptr;  // whose kernel it is, where choose_gemm() has chosen it
-  double hidden = 0.0;  // microseconds of these that pass while the GEMM before drains, where it starts early
+  double hidden = 0.0;  // microseconds of these that pass while the kernel before drains, where it starts early
+
+  // What is left of its time behind the kernel before, where that leaves it room, and where it leaves it little.
+  constexpr double shortest() const { return microseconds - hidden; }
+  constexpr double longest() const {
+    constexpr double kSurelyHidden = 1.0;
+    return microseconds - (hidden < kSurelyHidden ? hidden : kSurelyHidden);
+  }
 };
+
+// What is hidden behind the kernel before, of what a GEMM there would hide. A norm is shorter (measured in blocks on an
+// H100).
+constexpr double hidden_behind(const GemmProblem& p, double gemm) {
+  constexpr double kNorm = 1.3;
+  return p.behind_norm && gemm > kNorm ? kNorm : gemm;
+}
 
 // What the memory and the tensor cores of a GPU reach, as measured on one of the architecture.
 struct Peak {

@@ -29,7 +29,7 @@ constexpr double kProductCycles = 0.01442;    // of a block, for each product of
 // activation, and with one, which takes kActivationCycles besides, however few the results.
 constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;
 constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
-constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a GEMM
+constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
 constexpr double kMarginOfLargest = 1.05;  // for tiles of kLargestTile rows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
@@ -87,7 +87,10 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
     if (!suits || !enough(tiles, listed, gpu)) continue;
     const double margin = listed.kernel.block_m == kLargestTile ? kMarginOfLargest : 1.0;
     const double estimated = margin * microseconds(p, listed, tiles, gpu);
-    if (estimated < best.microseconds) best = {listed.kernel, estimated, nullptr, p.follows_gemm() ? kHidden : 0.0};
+    const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);
+    const bool early = starts_early(p, listed.shape, std::min(tiles, side_by_side), gpu);
+    const GemmPlan plan{listed.kernel, estimated, nullptr, early ? hidden_behind(p, kHidden) : 0.0};
+    if (plan.longest() < best.longest()) best = plan;
   }
   return best;
 }

@@ -54,12 +54,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const Gpu& gpu, cudaStream_t s
   args.tiles = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns));
   const int ctas = gpu.multiprocessors * std::max(1, streamed_ctas(Gemm::kShape, gpu.shared_of_multiprocessor));
   const int grid = std::min(args.tiles, ctas);
-  // Few CTAs come to whatever multiprocessors are free first, next to one another, and share a way to L2: where each
-  // has much to read, that takes longer than the start.
-  constexpr int64_t kMuch = 768 << 10;
-  const bool spread = 3 * grid >= 2 * gpu.multiprocessors;
-  const bool pays = spread || int64_t{Gemm::kParts} * Gemm::kColumns * p.k * 2 <= kMuch;
-  args.starts_early = p.follows_gemm() && pays && gpu.major == 9;  // where that was measured
+  args.starts_early = starts_early(p, Gemm::kShape, grid, gpu);
   // CTAs that start while the kernel before drains take all of their share of a multiprocessor's shared memory:
   // otherwise the first multiprocessors to have room would get several, and others none.
   const int share = gpu.shared_of_multiprocessor / static_cast<int>(ceil_div(grid, gpu.multiprocessors)) - kSystemBytes;

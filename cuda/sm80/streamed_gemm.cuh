@@ -9,6 +9,7 @@
 // would be too many sums to add.
 #pragma once
 
+#include "../overlap.cuh"
 #include "main_loop.cuh"
 #include "rows.cuh"
 #include "streamed_store.cuh"

@@ -43,16 +43,16 @@ constexpr int64_t kSmallStreamedCta = 256 << 10;
 // Weights of more bytes than this pass through the L2 cache: it keeps none of them until they are read again.
 constexpr int64_t kPassingBytes = 50 << 20;
 
-// Whether all CTAs find room on multiprocessors that the GEMM before leaves idle.
+// Whether all CTAs find room on multiprocessors that the kernel before leaves idle.
 inline bool fits_beside_before(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors) {
   return ctas_of(p, kernel) + p.ctas_before <= multiprocessors;
 }
 
-// Whether a kernel starts while the GEMM before it drains, to read weights meanwhile, and waits for its rows of a. A
+// Whether a kernel starts while the one before it drains, to read weights meanwhile, and waits for its rows of a. A
 // tiled kernel that takes the place of CTAs as they end took up to half as long again at large widths, but for clusters
 // that share k (measured on an H100).
 inline bool starts_early(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors) {
-  if (!p.follows_gemm() || is_training(p.product())) return false;
+  if (!p.follows_ours() || is_training(p.product())) return false;
   const bool one_round = ctas_of(p, kernel) <= multiprocessors;
   if (kernel.loop == MainLoop::kStreamed) return p.m <= kernel.block_m || one_round;
   if (kernel.product != Product::kPlain) return false;

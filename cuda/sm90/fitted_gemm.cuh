@@ -8,6 +8,7 @@
 
 #include "../gemm/grouped.h"
 #include "../gemm/tile_order.cuh"
+#include "../overlap.cuh"
 #include "ring.cuh"
 #include "tiled_layout.cuh"
 #include "tiled_store.cuh"

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../gemm/grouped.h"
+#include "../overlap.cuh"
 #include "routes.cuh"
 #include "streamed_gemm.cuh"
 

@@ -34,11 +34,11 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.gemm.n = static_cast<int>(g.n);
   args.gemm.k_blocks = ceil_div(g.k, Gemm::kBlockK);
   args.gemm.blocks_together = !Gemm::kTransposed && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
-  args.gemm.starts_early = g.follows_gemm();
+  args.gemm.starts_early = g.follows_ours();
   args.routes = p.routes;
   args.limits = p.limits;
   args.blocks = p.blocks;
-  args.follows_sort = plan.sorts && !g.follows_gemm();
+  args.follows_sort = plan.sorts && !g.follows_ours();
   args.interleaved = p.interleaved;
   args.slots_of_row = p.slots_of_row;
   args.weight_rows = static_cast<int>(p.weight_rows);
@@ -52,12 +52,12 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   if (error != cudaSuccess) return error;
   const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
   // Few CTAs have longer rings. Those behind a GEMM do not: they start while it still runs.
-  const int busy = g.follows_gemm() ? Gemm::kCtasPerMultiprocessor : std::max<int>(ceil_div(ctas, multiprocessors), 3);
+  const int busy = g.follows_ours() ? Gemm::kCtasPerMultiprocessor : std::max<int>(ceil_div(ctas, multiprocessors), 3);
   const int ring = Gemm::shared_limit(std::min(busy, Gemm::kCtasPerMultiprocessor)) - kRowsBytes;
   args.gemm.stages = (ring - Gemm::kAlignment) / (Gemm::kStageBytes + 16);
   const int spread = shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes;
-  const int shared = g.follows_gemm() ? std::max(ring, spread) : ring;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_gemm() || args.follows_sort,
+  const int shared = g.follows_ours() ? std::max(ring, spread) : ring;
+  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_ours() || args.follows_sort,
                        stream);
 }
 
@@ -108,8 +108,8 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.bias_stride = p.bias_stride;
   args.bias_step = p.bias_step;
-  args.follows_sort = plan.few_rows && !g.follows_gemm();
-  args.starts_early = plan.few_rows && g.follows_gemm();
+  args.follows_sort = plan.few_rows && !g.follows_ours();
+  args.starts_early = plan.few_rows && g.follows_ours();
   args.reads_once = plan.few_rows && g.gated();
   args.blocks_together = plan.few_rows && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
 

@@ -40,8 +40,9 @@ GemmPlan choose(const GemmProblem& p, const Chip& chip) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, chip.multiprocessors, [&](size_t index, const GemmKernel& kernel) {
     const auto consider = [&](const auto& time) {
-      const double microseconds = estimated_microseconds(p, kernel, time, chip);
-      if (microseconds < best.microseconds) best = {kernel, microseconds};
+      const GemmPlan plan{kernel, estimated_microseconds(p, kernel, time, chip), nullptr,
+                          hidden_microseconds(p, kernel, chip)};
+      if (plan.longest() < best.longest()) best = plan;
     };
     if (kernel.loop == MainLoop::kStreamed) {
       consider(streamed);
@@ -49,7 +50,6 @@ GemmPlan choose(const GemmProblem& p, const Chip& chip) {
       consider(*kTiledTimes[index]);
     }
   });
-  best.hidden = hidden_microseconds(p, best.kernel, chip);
   return best;
 }
 

@@ -204,10 +204,6 @@ __device__ __forceinline__ uint4 load_once(const void* pointer, uint64_t policy)
   return v;
 }
 
-// Programmatic dependent launch: wait for the kernel before this one; let the kernel after this one start.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)

@@ -2,6 +2,7 @@
 // rows of two. One launch: every CTA counts the whole index, and copies the rows of its part of it.
 #pragma once
 
+#include "../overlap.cuh"
 #include "ptx.cuh"
 #include "routes.cuh"
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../gemm/epilogue.cuh"
+#include "../overlap.cuh"
 #include "chip.h"
 #include "ptx.cuh"
 #include "ring.cuh"

@@ -14,6 +14,7 @@
 // whose k runs through the first, and then through the second.
 #pragma once
 
+#include "../overlap.cuh"
 #include "gradient_store.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"

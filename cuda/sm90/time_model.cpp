@@ -59,10 +59,12 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   // The CTAs of a cluster add up their sums after all bytes have arrived: no read hides that.
   const double added = kernel.split_k > 1 ? c.round / chip.clock : 0.0;
   round -= added;
-  const double floor = bytes(p) / chip.bytes_per_microsecond;
+  const bool few_rows = p.m < kTallRows;
+  // Few rows of a gated product are read with less of the bandwidth than by streamed kernels.
+  constexpr double kFewRows = 1.04;
+  const double floor = (few_rows && p.gated() ? kFewRows : 1.0) * bytes(p) / chip.bytes_per_microsecond;
   // Swapped tiles of few rows are spread evenly over several rounds, and with them the bytes. Up to 64 rows that is not
   // counted on: streamed kernels have been the faster ones where it would decide.
-  const bool few_rows = p.m < kTallRows;
   const bool swapped = kernel.schedule == Schedule::kSwapped || kernel.schedule == Schedule::kSwappedHalfRows;
   const bool spread = swapped && kernel.split_k == 1 && ceil_div(p.m, kernel.block_m) * kernel.block_m <= kEvenRows;
   const bool even = spread && rounds > 1 && !few_rows;
@@ -106,8 +108,8 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
 // As measured in MLPs on an H100.
 double hidden_microseconds(const GemmProblem& p, const GemmKernel& kernel, const Chip& chip) {
   if (!starts_early(p, kernel, chip.multiprocessors)) return 0.0;
-  if (kernel.loop == MainLoop::kStreamed) return p.m < kTallRows ? 3.0 : 1.5;
-  return fits_beside_before(p, kernel, chip.multiprocessors) ? 1.5 : 0.5;
+  if (kernel.loop == MainLoop::kStreamed) return hidden_behind(p, p.m < kTallRows ? 3.0 : 1.5);
+  return hidden_behind(p, fits_beside_before(p, kernel, chip.multiprocessors) ? 1.5 : 0.5);
 }
 
 double torch_microseconds(const GemmProblem& p, const TorchTime& c, const Chip& chip) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../gemm/epilogue.cuh"
+#include "../overlap.cuh"
 #include "ptx.cuh"
 #include "routes.cuh"
 
