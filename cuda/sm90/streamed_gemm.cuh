@@ -180,11 +180,15 @@ class Producer {
     // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
     // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
     const int first_round = min(k_.y, k_.x + shared_.stages / kBlocks * kBlocks);
+    // Not unrolled: code that is run for the first time comes from memory, which takes longer than a block's copies.
+#pragma unroll 1
     for (int block = k_.x; block < first_round; block += kBlocks) load<kBlocks, true>(block, !args_.starts_early);
     if (args_.starts_early) {
       wait_for_previous_kernel();
+#pragma unroll 1
       for (int block = k_.x; block < first_round; ++block) load_tokens(block - k_.x, block);
     }
+#pragma unroll 1
     for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks, false>(block, true);
   }
 
