@@ -8,11 +8,16 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
+// Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
+constexpr int64_t kFewBlocks = 264;
+
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
-  unsigned x = kThreads;  // narrow rows share a block
+  unsigned threads = kThreads;
+  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * kUnroll) threads /= 2;
+  unsigned x = threads;  // narrow rows share a block
   while (x > 1 && int64_t{x / 2} * Width * kUnroll >= cols) x /= 2;
-  const dim3 block(x, kThreads / x);
+  const dim3 block(x, threads / x);
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * kUnroll)),
                   static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
   pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols);
