@@ -67,8 +67,8 @@ struct Kept {
 // Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
 Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output);
 
-// Whether the kernels of few rows take these layers.
-bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output);
+// Whether the kernels of few rows take these layers, of which a backward follows where `keeps`.
+bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output, bool keeps);
 
 // Runs both layers, or, without `output`, the hidden one, for x [rows, in], on AMX tiles or by torch's GEMMs.
 void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,

@@ -96,7 +96,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const std::optional<OutputLayer> output =
       second_weight ? std::optional<OutputLayer>({*second_weight, second_bias}) : std::nullopt;
   const Refusal refusal = tiles_refusal(x, hidden, output ? &*output : nullptr);
-  const bool few_rows = takes_few_rows(x, count_rows(x), hidden, output ? &*output : nullptr);
+  const bool few_rows = takes_few_rows(x, count_rows(x), hidden, output ? &*output : nullptr, false);
   PlanRecord plan;
   const char* const vector = name(std::min(isa(), Isa::kAvx512));
   const auto record = [&](const Tensor& weight, bool pointwise) {
