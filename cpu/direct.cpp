@@ -43,11 +43,11 @@ bool may_be_direct(DType dtype, int64_t rows) { return few_rows::may_pay(dtype, 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   const few_rows::Layer first = layer_of(mlp, 0);
   if (mlp.count == 1) {
-    if (!few_rows::take(mlp.rows, first, nullptr)) return {};
+    if (!few_rows::take(mlp.rows, first, nullptr, false)) return {};
     return [=](void* out) { compute(mlp, first, nullptr, out); };
   }
   const few_rows::Layer second = layer_of(mlp, 1);
-  if (!few_rows::take(mlp.rows, first, &second)) return {};
+  if (!few_rows::take(mlp.rows, first, &second, false)) return {};
   return [=](void* out) { compute(mlp, first, &second, out); };
 }
 

@@ -47,8 +47,7 @@ Bounds bounds_of(DType dtype) {
   return {1, intel ? 16 : 6};
 }
 
-// Whether vectors of the weights cross lines of the caches, as rows are no whole ones. With many rows, MKL is faster
-// then (measured on a Xeon).
+// Whether a row of the weights is no whole number of cache lines, so that vectors of the next row lie in two each.
 bool crosses_lines(const Layer& layer) {
   constexpr int64_t kLine = 64;
   return layer.in_features * element_bytes(layer.dtype) % kLine != 0;
@@ -77,14 +76,18 @@ bool may_pay(DType dtype, int64_t rows) {
   return (rows == 1 && bounds.streams_one) || (rows >= bounds.least && rows <= bounds.most);
 }
 
-bool take(int64_t rows, const Layer& hidden, const Layer* down) {
+bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
   if (!may_pay(hidden.dtype, rows)) return false;
   const int64_t block = kernels()->block;
   const auto holds = [&](const Layer& layer) { return layer.in_features >= block && layer.out_features >= block; };
   if (!holds(hidden) || (down != nullptr && !holds(*down))) return false;
-  constexpr int64_t kMostAcrossLines = 10;
-  const bool crosses = crosses_lines(hidden) || (down != nullptr && crosses_lines(*down));
-  if (crosses && rows > kMostAcrossLines && hidden.dtype == DType::kFloat32 && is_intel()) return false;
+  if (hidden.dtype == DType::kFloat32 && is_intel()) {  // where MKL is fast (measured on a Xeon)
+    // Behind these kernels, MKL's products of a backward take longer than what the forward gains.
+    if (keeps) return false;
+    constexpr int64_t kMostAcrossLines = 10;
+    const bool crosses = crosses_lines(hidden) || (down != nullptr && crosses_lines(*down));
+    if (crosses && rows > kMostAcrossLines) return false;
+  }
   if (rows > 1 || !bounds_of(hidden.dtype).streams_one) return true;
   const int64_t elements = hidden.in_features * hidden.out_features * (hidden.gated ? 2 : 1) +
                            (down == nullptr ? 0 : down->in_features * down->out_features);

@@ -10,8 +10,8 @@ const Kernels* kernels();
 // Whether they may be faster than the other ways, by measurement, for so many rows.
 bool may_pay(DType dtype, int64_t rows);
 
-// Whether they are for these layers; `down` is null where there is one layer.
-bool take(int64_t rows, const Layer& hidden, const Layer* down);
+// Whether they are for these layers; `down` is null where there is one layer. `keeps`: a backward follows.
+bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps);
 
 // Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept = {kNoMatrix, kNoMatrix});

@@ -276,11 +276,9 @@ void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer*
 
 bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output, bool keeps) {
   const DType dtype = dtype_of(x, "x");
-  // Behind these kernels, MKL's products of the backward take longer than what the forward gains (measured on a Xeon).
-  if (keeps && dtype == DType::kFloat32 && is_intel()) return false;
   if (!few_rows::may_pay(dtype, rows) || layers_refusal(hidden, output) != Refusal::kNone) return false;
   const FewRowsLayers layers(dtype, hidden, output);
-  return few_rows::take(rows, layers.first, layers.output());
+  return few_rows::take(rows, layers.first, layers.output(), keeps);
 }
 
 void run_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,

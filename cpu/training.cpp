@@ -134,7 +134,7 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
     return tiles || vectors ? plan : plan.set("refusal", code(refusal));
   };
   const OutputLayer* const output = second ? &*second : nullptr;
-  if (takes_few_rows(x, rows, hidden, output, keep) && keep) {
+  if (keep && takes_few_rows(x, rows, hidden, output, true)) {
     plan.layer().set("implementation", vector);
   } else if (keep) {
     const Refusal refusal = tiles_refusal(x, hidden, output);

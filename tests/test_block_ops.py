@@ -184,6 +184,28 @@ def test_operands_that_were_just_written(ops, device, form, rows, captured):
         torch.testing.assert_close(result, expected[index % 2], rtol=2e-2, atol=6e-2)
 
 
+def test_a_weight_that_a_norm_has_just_written(ops, device):
+    """The norm of one block lets the norm of the next start early, and that one lets a GEMM read its weights early: not
+    before the first norm has written them.
+    """
+    torch.manual_seed(0)
+    writers = [
+        made_case(device, torch.bfloat16, FORMS[f"of the result {RMS}"], 1, 2816, (64, 0, 1024)) for _ in range(3)
+    ]
+    reader = made_case(device, torch.bfloat16, FORMS[f"first {RMS}"], 3, 16, (1024, 2816, 1024))
+
+    def chain(writer, waits):
+        reader.weights[0] = ops[1](*writer.arguments())
+        if waits and device.type == "cuda":
+            torch.cuda.synchronize()
+        return ops[3](*reader.arguments())
+
+    expected = [chain(writer, True) for writer in writers]
+    assert all(each.isfinite().all() for each in expected) and not torch.equal(*expected[:2])
+    results = [chain(writers[i % 3], False) for i in range(30)]
+    assert all(torch.equal(result, expected[i % 3]) for i, result in enumerate(results))
+
+
 def replayed(call):
     """A graph of a call, as a call."""
     call()
