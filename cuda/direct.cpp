@@ -62,12 +62,13 @@ std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
                Refusal::kNone,
                gpu(mlp.device),
                current_stream(mlp.device),
-               normed ? most_norm_ctas(mlp.rows) : 0},
+               {normed ? most_norm_ctas(mlp.rows) : 0, mlp.residual.data != nullptr}},
               std::nullopt};
-  if (!steps.first.fused()) return {};
+  const auto takes = [&](const FusedGemm& gemm) { return gemm.fused() && !lacks_cublas_handle(gemm, mlp.device); };
+  if (!takes(steps.first)) return {};
   if (mlp.count == 2) {
     steps.second.emplace(steps.first.behind(mlp.layers[1], Refusal::kNone));
-    if (!steps.second->fused() || lacks_cublas_handle(*steps.second, mlp.device)) return {};
+    if (!takes(*steps.second)) return {};
   }
   return steps;
 }

@@ -19,24 +19,20 @@ struct FusedGemm {
   const Architecture* architecture;
   const Gpu& gpu;
   cudaStream_t stream;
-  bool launched_behind;  // another GEMM of ours, by the CPU: what is chosen then may not be in a graph
+  Launcher launcher;  // what is chosen where the CPU launches it may not be in a graph
   GemmProblem problem{};
   GemmPlan plan{};
   Refusal refusal;
 
-  // `described`: why no kernel can read the layer's weights or biases, or kNone. `ctas_before`: GemmProblem has it.
+  // `described`: why no kernel can read the layer's weights or biases, or kNone.
   FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
-            int64_t ctas_before, bool behind_gemm = false)
-      : architecture(architecture_of(gpu)),
-        gpu(gpu),
-        stream(stream),
-        launched_behind(behind_gemm && !is_captured(stream)),
-        refusal(choose(x, layer, described, ctas_before, behind_gemm)) {}
+            Place place)
+      : FusedGemm(x, layer, described, gpu, stream, launcher_of(place, stream), place.ctas_before, false) {}
 
   // Plans a layer of this one's result, before either is launched.
   FusedGemm behind(const PlainLayer& layer, Refusal described) const {
-    return {
-        {{nullptr, problem.n}, problem.m, problem.n, problem.dtype}, layer, described, gpu, stream, ctas(), fused()};
+    const Input x{{nullptr, problem.n}, problem.m, problem.n, problem.dtype};
+    return {x, layer, described, gpu, stream, launcher, ctas(), fused()};
   }
 
   bool fused() const { return refusal == Refusal::kNone; }
@@ -58,6 +54,19 @@ struct FusedGemm {
   }
 
  private:
+  static Launcher launcher_of(const Place& place, cudaStream_t stream) {
+    if (is_captured(stream)) return Launcher::kGraph;
+    return place.in_block ? Launcher::kCpuInBlock : Launcher::kCpu;
+  }
+
+  FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
+            Launcher launcher, int64_t ctas_before, bool behind_gemm)
+      : architecture(architecture_of(gpu)),
+        gpu(gpu),
+        stream(stream),
+        launcher(launcher),
+        refusal(choose(x, layer, described, ctas_before, behind_gemm)) {}
+
   Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, int64_t ctas_before, bool behind_gemm) {
     problem.a = x.matrix;
     problem.weight = layer.weight;
@@ -71,7 +80,7 @@ struct FusedGemm {
     problem.ctas_before = ctas_before;
     problem.behind_norm = ctas_before > 0 && !behind_gemm;
     if (architecture == nullptr) return Refusal::kGpu;
-    return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launched_behind) : described;
+    return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launcher) : described;
   }
 };
 

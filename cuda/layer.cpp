@@ -50,10 +50,10 @@ struct Described {
   }
 };
 
-FusedGemm fused_gemm(const TensorRows& x, const Layer& layer, int64_t ctas_before) {
+FusedGemm fused_gemm(const TensorRows& x, const Layer& layer, const Place& place) {
   const Described described(layer);
   const int32_t device = x.tensor.get_device_index();
-  return {input_of(x), described.layer, described.refusal, gpu(device), current_stream(device), ctas_before};
+  return {input_of(x), described.layer, described.refusal, gpu(device), current_stream(device), place};
 }
 
 FusedGemm behind(const FusedGemm& gemm, const Layer& layer) {
@@ -119,7 +119,7 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
 }  // namespace
 
 bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device) {
-  return gemm.fused() && gemm.launched_behind && !(made_cublas_handles & handle_bit(device));
+  return gemm.fused() && gemm.launcher != Launcher::kGraph && !(made_cublas_handles & handle_bit(device));
 }
 
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
@@ -131,17 +131,18 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
   return out;
 }
 
-Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before) {
+Tensor apply_layer(const Tensor& x, const Layer& layer, const Place& place) {
   const TensorRows rows(x);
-  FusedGemm gemm = fused_gemm(rows, layer, ctas_before);
+  FusedGemm gemm = fused_gemm(rows, layer, place);
   make_cublas_handle(gemm, x);
   return run(&gemm, rows, x, layer);
 }
 
-Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, int64_t ctas_before) {
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, const Place& place) {
   const TensorRows rows(x);
-  FusedGemm gemm = fused_gemm(rows, first, ctas_before);
+  FusedGemm gemm = fused_gemm(rows, first, place);
   FusedGemm next = behind(gemm, second);
+  make_cublas_handle(gemm, x);
   make_cublas_handle(next, x);
   if (!gemm.fused() || !next.fused()) {
     const Tensor hidden = run(&gemm, rows, x, first);
@@ -158,7 +159,7 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
                  const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
                  const OptionalTensor& second_bias, int64_t activation) {
   const Layer layer{weight, up_weight ? &*up_weight : nullptr, bias, up_bias, activation};
-  const FusedGemm gemm = fused_gemm(TensorRows(x), layer, 0);
+  const FusedGemm gemm = fused_gemm(TensorRows(x), layer, {});
   PlanRecord plan;
   record(gemm, layer, &plan);
   if (second_weight) {

@@ -8,6 +8,7 @@
 #include "../torch-ext/matrix.h"
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
+#include "gemm/problem.h"
 
 namespace fused_mlp {
 
@@ -24,11 +25,11 @@ struct Layer {
 
 inline const OptionalTensor kNoBias;
 
-// Computes a layer. `ctas_before`: of the launch before, where it is a kernel of ours (GemmProblem); else 0.
-Tensor apply_layer(const Tensor& x, const Layer& layer, int64_t ctas_before = 0);
+// Computes a layer.
+Tensor apply_layer(const Tensor& x, const Layer& layer, const Place& place = {});
 
 // Computes a layer, and another one of its result.
-Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, int64_t ctas_before = 0);
+Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, const Place& place = {});
 
 // x weight^T + bias by torch's GEMM.
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,

@@ -28,9 +28,8 @@ struct Cuda {
   }
 };
 
-// The CTAs of the launch before the MLP of a block, where it is the block's norm.
-int64_t ctas_before(const Around& around, const Tensor& x) {
-  return around.first.kind != 0 ? most_norm_ctas(TensorRows(x).rows) : 0;
+Place place_of(const Around& around, const Tensor& x) {
+  return {around.first.kind != 0 ? most_norm_ctas(TensorRows(x).rows) : 0, true};
 }
 
 }  // namespace
@@ -50,9 +49,8 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
-    if (!fc1_weight) return apply_layer(values, last, ctas_before(around, values));
-    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last,
-                        ctas_before(around, values));
+    if (!fc1_weight) return apply_layer(values, last, place_of(around, values));
+    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last, place_of(around, values));
   });
 }
 
@@ -71,7 +69,7 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     return apply_layers(values, {gate_weight, &up_weight, gate_bias, up_bias, activation},
-                        {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, ctas_before(around, values));
+                        {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, place_of(around, values));
   });
 }
 

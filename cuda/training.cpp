@@ -71,11 +71,10 @@ class TrainingGemm {
     problem_.epilogue.activation = activation;
   }
 
-  // `launched`: by the CPU, not by a graph.
-  void choose(bool launched = false) {
+  void choose(Launcher launcher = Launcher::kGraph) {
     architecture_ = architecture_of(gpu(device_));
     if (architecture_ == nullptr) return;
-    refusal_ = described_ ? choose_gemm(*architecture_, problem_, gpu(device_), &plan_, launched)
+    refusal_ = described_ ? choose_gemm(*architecture_, problem_, gpu(device_), &plan_, launcher)
                           : Refusal::kColumnMajorWeight;
   }
 
@@ -138,7 +137,7 @@ struct InputGradient : TrainingGemm {
       : TrainingGemm(Product::kPair, dgate, weight, kNoActivation) {
     problem_.training.second_a = dup;
     described_ = described_ && describe_weight(up_weight, &problem_.training.second_weight);
-    choose(!is_captured(current_stream(weight)));
+    choose(is_captured(current_stream(weight)) ? Launcher::kGraph : Launcher::kCpu);
   }
 
   void launch(const Tensor& dx) {
@@ -288,7 +287,7 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
   }
   Tensor out = hidden;
   if (second_weight) {
-    out = apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, fused.ctas());
+    out = apply_layer(hidden, {*second_weight, nullptr, second_bias, kNoBias, kNoActivation}, {fused.ctas()});
   }
   return {out, gate, up ? *up : new_dense(x, {0})};
 }

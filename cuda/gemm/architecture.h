@@ -44,10 +44,9 @@ extern const Architecture kArchitecture;
 const Architecture* architecture_of(const Gpu& gpu);
 
 // kNone, with the plan in *plan, where a kernel of the architecture, which is the GPU's own, or of one considered
-// beside it, is to compute the product; else why torch is to. `launched_behind`: the CPU launches it, behind a GEMM of
-// ours; a graph's launch costs nothing for each of its kernels.
+// beside it, is to compute the product; else why torch is to.
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
-                    bool launched_behind = false);
+                    Launcher launcher = Launcher::kGraph);
 
 // Whether a plan rests on a model of a GPU that nobody has measured.
 bool guesses(const GemmPlan& plan, const Gpu& gpu);

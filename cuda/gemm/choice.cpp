@@ -58,10 +58,13 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
                       [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
-// The CPU takes 30 us at least for a call with two products of ours: where it launches them, and not a graph, it never
-// waits for those that take about half of that each. A call of torch's GEMM keeps it busy for 10 to 12 us more than a
-// launch of ours (measured on hosts of an H100 and an H200).
-constexpr double kLaunchedMicroseconds = 16.5;
+// Where the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for 10 to 50 us more than a
+// launch of ours. A model that is not captured is waited for by its GPU where its products are short (measured in
+// models of 15 types on an H200). So a product of up to kNeverAwaited microseconds is ours whatever torch's takes, and
+// one of up to kSometimesAwaited where it is estimated to take hardly longer than torch's. In a call alone that may be
+// 6 us, as nobody knows what else the CPU has to do; beside a block there is an attention.
+constexpr double kNeverAwaited = 16.5, kSometimesAwaited = 100.0;
+constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher::kCpuInBlock ? 20.0 : 6.0; }
 // A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
 // launches them, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
@@ -126,8 +129,17 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   return plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }
 
+// Whether a product of inference is taken for the CPU's time that it saves.
+bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu,
+                    Launcher launcher) {
+  if (launcher == Launcher::kGraph) return false;
+  if (plan.microseconds <= kNeverAwaited) return rows_fill(p, kSector);
+  return plan.microseconds <= kSometimesAwaited && !torch_reads_faster(p) &&
+         plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
+}
+
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
-                    bool launched_behind) {
+                    Launcher launcher) {
   const Refusal refusal = architecture.refusal(p);
   if (refusal != Refusal::kNone) return refusal;
   const bool training = is_training(p.product());
@@ -144,34 +156,32 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
   if (training) {
     if (torch_reads_faster(p)) return Refusal::kTorchIsFaster;
     *plan = fastest(architecture, p, gpu);
-    const bool hidden = launched_behind && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
+    const bool hidden = launcher != Launcher::kGraph && p.pair() && plan->microseconds <= kLaunchedPairMicroseconds;
     const bool faster = plan->microseconds < composed_microseconds(p, architecture.peak(gpu));
     return hidden || faster ? Refusal::kNone : Refusal::kTorchIsFaster;
   }
 
-  // A call takes the GPU's time or the CPU's, whichever is longer. The CPU's counts behind a fused GEMM, which has
-  // already saved time, where no graph launches it.
   *plan = fastest(architecture, p, gpu);
   const bool faster = !torch_reads_faster(p) && is_faster(architecture, p, *plan, gpu);
-  const bool hidden = launched_behind && plan->microseconds <= kLaunchedMicroseconds && rows_fill(p, kSector);
-  return faster || hidden ? Refusal::kNone : Refusal::kTorchIsFaster;
+  return faster || saves_cpu_time(architecture, p, *plan, gpu, launcher) ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
 
 // A choice that was made, with all that it rests on.
 struct Choice {
   const Architecture* architecture;
   Gpu gpu;
-  bool launched_behind;
+  Launcher launcher;
   GemmProblem problem;
   GemmPlan plan;
   Refusal refusal;
 
   size_t slot(size_t count) const {
-    const auto mixed = static_cast<uint64_t>(problem.n * 31 + problem.k) * 31 + problem.m * 7 + launched_behind;
+    const auto mixed =
+        static_cast<uint64_t>(problem.n * 31 + problem.k) * 31 + problem.m * 7 + static_cast<int>(launcher);
     return mixed * 0x9E3779B97F4A7C15u >> 32 & (count - 1);
   }
   bool answers(const Choice& asked) const {
-    return architecture == asked.architecture && launched_behind == asked.launched_behind && gpu == asked.gpu &&
+    return architecture == asked.architecture && launcher == asked.launcher && gpu == asked.gpu &&
            problem == asked.problem;
   }
 };
@@ -202,16 +212,16 @@ const Architecture* architecture_of(const Gpu& gpu) {
 }
 
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
-                    bool launched_behind) {
-  if (forced_architecture != nullptr) return choose_anew(architecture, p, gpu, plan, launched_behind);
+                    Launcher launcher) {
+  if (forced_architecture != nullptr) return choose_anew(architecture, p, gpu, plan, launcher);
   // A choice takes the CPU 3 us (H100 host), and a model asks for the same few again and again.
   constexpr size_t kChoices = 64;
   thread_local std::unique_ptr<Choice[]> made;
   if (made == nullptr) made = std::make_unique<Choice[]>(kChoices);
-  Choice asked{&architecture, gpu, launched_behind, placed(p), {}, {}};
+  Choice asked{&architecture, gpu, launcher, placed(p), {}, {}};
   Choice& choice = made[asked.slot(kChoices)];
   if (!choice.answers(asked)) {
-    asked.refusal = choose_anew(architecture, p, gpu, &asked.plan, launched_behind);
+    asked.refusal = choose_anew(architecture, p, gpu, &asked.plan, launcher);
     choice = asked;
   }
   *plan = choice.plan;

@@ -116,6 +116,15 @@ struct GemmProblem {
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
+// Where the first product of a call stands.
+struct Place {
+  int64_t ctas_before = 0;  // GemmProblem has it
+  bool in_block = false;    // of a model, which a call with a residual or a norm computes
+};
+
+// What launches a product. A graph's launch costs nothing for each of its kernels.
+enum class Launcher { kGraph, kCpu, kCpuInBlock };
+
 // The bounds of a gated product, as gpt-oss has them: gates count as `limit` at most, ups as that in magnitude, and
 // `up_offset` is added to the ups.
 struct GateLimits {
