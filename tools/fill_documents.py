@@ -79,8 +79,8 @@ def main() -> None:
 
 def parts() -> dict[str, str]:
     tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
-        "models": models_table("h100-models", "h200-models-compiled"),
-        "models-h200": models_table("h200-models"),
+        "models": models_table("h200-models", "h200-models-compiled"),
+        "models-h100": models_table("h100-models"),
         "generate": generate_table("h100-generate"),
         "generate-h200": generate_table("h200-generate"),
         "generate-mixture": generate_table("h200-generate-mixture"),
@@ -95,8 +95,8 @@ def parts() -> dict[str, str]:
     }
     sentences = {
         "machine": machine(),
-        "models-machine": models_machine("h100-models"),
-        "models-machine-h200": models_machine("h200-models"),
+        "models-machine": models_machine("h200-models"),
+        "models-machine-h100": models_machine("h100-models"),
         "training-machine": training_machine(),
         "sweep": sweep_sentence(),
         "between": between_sentence(),
