@@ -71,6 +71,7 @@ class TrainingGemm {
     problem_.epilogue.activation = activation;
   }
 
+  // `launcher` matters to a pair alone.
   void choose(Launcher launcher = Launcher::kGraph) {
     architecture_ = architecture_of(gpu(device_));
     if (architecture_ == nullptr) return;

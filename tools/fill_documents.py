@@ -309,7 +309,7 @@ def between_graphs_sentence() -> str:
     return (
         f"At {len(found)} shapes drawn at random it takes {statistics.median(found):.2f} at the median on an "
         f"{measured['machine']['gpu']}, {max(found):.3f} at worst, and over 1 at "
-        f"{sum(ratio > 1 for ratio in found) or 'none'}."
+        f"{sum(ratio > 1 for ratio in found) or 'none'} of them."
     )
 
 

@@ -46,7 +46,7 @@ const Architecture* architecture_of(const Gpu& gpu);
 // kNone, with the plan in *plan, where a kernel of the architecture, which is the GPU's own, or of one considered
 // beside it, is to compute the product; else why torch is to.
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
-                    Launcher launcher = Launcher::kGraph);
+                    Launcher launcher);
 
 // Whether a plan rests on a model of a GPU that nobody has measured.
 bool guesses(const GemmPlan& plan, const Gpu& gpu);

@@ -58,11 +58,11 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
                       [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
-// Where the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for 10 to 50 us more than a
-// launch of ours. In an eager model whose products are short, the GPU waits for the CPU (measured in models of 15
+// Where the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for at least 10 us more than
+// a launch of ours. In an eager model whose products are short, the GPU waits for the CPU (measured in models of 15
 // types on an H200). So a product of up to kNeverAwaited microseconds is ours whatever torch's takes, and one of up to
-// kSometimesAwaited where it is estimated to take hardly longer than torch's: 6 us in a call alone, of which nobody
-// knows what else the CPU has to do, and 20 in a block, which has an attention beside it.
+// kSometimesAwaited where it is estimated to take at most hardly_longer() microseconds more than torch's. That is more
+// in a block, where the CPU also has an attention to launch; of a call alone nobody knows what else there is to launch.
 constexpr double kNeverAwaited = 16.5, kSometimesAwaited = 100.0;
 constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher::kCpuInBlock ? 20.0 : 6.0; }
 // A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it

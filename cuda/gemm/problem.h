@@ -116,10 +116,10 @@ struct GemmProblem {
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
-// Where the first product of a call stands.
+// What surrounds the first product of a call.
 struct Place {
-  int64_t ctas_before = 0;  // GemmProblem has it
-  bool in_block = false;    // of a model, which a call with a residual or a norm computes
+  int64_t ctas_before = 0;  // that of GemmProblem
+  bool in_block = false;    // whether the call computes a block of a model: an MLP with its residual
 };
 
 // What launches a product. A graph's launch costs nothing for each of its kernels.
