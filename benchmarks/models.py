@@ -5,8 +5,10 @@
     python benchmarks/models.py --from build/models.json           show what such a run has written; measure nothing
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
-so every variant is built several times from the same seed, and all copies take turns that are long enough for the clock
-to settle. A figure is the median over the copies of each copy's median; the spread is that of the copies.
+so both variants are built several times from the same seed. In a turn a copy of each runs, long enough for the clock to
+settle, one right after the other: a host's processor may be half as fast for seconds, and whoever waits for it then is
+slow. A ratio is that of such neighbours. A figure is the median over the copies of each copy's median over its turns;
+the spread is that of the copies.
 
 "In place" is the CPU time of a layer behind its attention, inside the running model, where the caches hold what the
 rest of the model left there: that of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and
@@ -19,6 +21,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -177,13 +180,12 @@ def built(work: Workload, fused_mlp) -> nn.Module:
     return model
 
 
-def variants(work: Workload, modes: list[str], copies: int, fused_mlp) -> dict[str, list[Callable]]:
-    """By name ("eager", "eager fused", ...), the copies as callables."""
-    made = {}
-    for mode in modes:
-        for name, package in ((mode, None), (f"{mode} fused", fused_mlp)):
-            models = [built(work, package) for _ in range(copies)]
-            made[name] = models if mode == "eager" else [torch.compile(each, mode=MODES[mode]) for each in models]
+def variants(work: Workload, mode: str, copies: int, fused_mlp) -> dict[str, list[Callable]]:
+    """The copies of the original and of the fused model as callables, by name: "eager" and "eager fused" and so on."""
+    made = {mode: None, f"{mode} fused": fused_mlp}
+    for name, package in made.items():
+        models = [built(work, package) for _ in range(copies)]
+        made[name] = models if mode == "eager" else [torch.compile(each, mode=MODES[mode]) for each in models]
     return made
 
 
@@ -201,19 +203,24 @@ def check_alike(work: Workload, made: dict[str, list[Callable]], inputs: dict[st
 
 
 def turns(made: dict[str, list[Callable]], inputs: dict[str, torch.Tensor], given) -> dict[str, list[float]]:
-    """Milliseconds of a forward, by variant: the median over the turns of each copy."""
+    """By variant the milliseconds of a forward, and as "ratio" the fused one's to the original's: of each copy the
+    median over its turns.
+    """
     taken = {}
-    for copy in range(given.copies):  # variants that are compared have their turns one after the other
-        for name, models in made.items():
-            forward = partial(models[copy], **inputs)
-            calls = measure.iterations_within(forward, given.seconds * 1e6)
-            taken[name, copy] = partial(turn, forward, calls)
+    for copy, models in enumerate(zip(*made.values(), strict=True)):
+        forwards = {name: partial(model, **inputs) for name, model in zip(made, models, strict=True)}
+        calls = {name: measure.iterations_within(run, given.seconds * 1e6) for name, run in forwards.items()}
+        taken[copy] = partial(turn, forwards, calls)
     found = measure.in_turns(taken, given.rounds)
-    return {name: [found[name, copy]["wall_us"] / 1e3 for copy in range(given.copies)] for name in made}
+    return {name: [found[copy][name] for copy in taken] for name in (*made, "ratio")}
 
 
-def turn(forward: Callable, calls: int) -> dict[str, float]:
-    return {"wall_us": measure.wall_microseconds(forward, calls)}
+def turn(forwards: dict[str, Callable], calls: dict[str, int]) -> dict[str, float]:
+    """One variant after the other, in random order."""
+    shuffled = random.sample(list(forwards), len(forwards))
+    times = {name: measure.wall_microseconds(forwards[name], calls[name]) / 1e3 for name in shuffled}
+    original, fused = (times[name] for name in forwards)
+    return times | {"ratio": fused / original}
 
 
 class Timed(nn.Module):
@@ -267,8 +274,8 @@ def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, f
     return {name: statistics.median(itertools.chain(*some)) / 1e3 for name, some in taken.items()}
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
+def summary(values: list[float], name: str = "ms") -> dict[str, float]:
+    return {name: statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def run(given) -> dict:
@@ -276,16 +283,20 @@ def run(given) -> dict:
     chosen = [work for work in WORKLOADS if not given.models or work.name in given.models]
     found = {"machine": {**measure.machine(), "copies": given.copies, "transformers": transformers.__version__}}
     found["results"] = results = []
+    # All copies share the code of a class. Past the limit of what is compiled from one, they would run uncompiled.
+    torch._dynamo.config.recompile_limit = max(2 * given.copies, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     with torch.inference_mode(), tqdm(total=len(chosen) * len(given.modes), disable=None) as progress:
         for work in chosen:
             result = {"model": work.name, "size": work.size, "dtype": str(work.dtype).removeprefix("torch.")}
-            result["variants"] = {}
+            result["variants"], result["ratios"] = {}, {}
             inputs = work.inputs()
             for mode in given.modes:
                 progress.set_description(f"{work.title}, {mode}")
-                made = variants(work, [mode], given.copies, fused_mlp)
+                made = variants(work, mode, given.copies, fused_mlp)
                 check_alike(work, made, inputs)
                 times = turns(made, inputs, given)
+                result["ratios"][mode] = summary(times.pop("ratio"), "ratio")
                 result["variants"] |= {name: summary(each) for name, each in times.items()}
                 del made
                 torch._dynamo.reset()
@@ -298,10 +309,6 @@ def run(given) -> dict:
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     return found
-
-
-def ratio(variants: dict, mode: str) -> float:
-    return variants[f"{mode} fused"]["ms"] / variants[mode]["ms"]
 
 
 def measured_modes(results: list[dict]) -> list[str]:
@@ -325,7 +332,7 @@ def print_table(found: dict) -> None:
                 row += ["", ""]
                 continue
             spread = (figures[mode]["high"] - figures[mode]["low"]) / figures[mode]["ms"]
-            row += [f"{figures[mode]['ms']:.2f} ±{50 * spread:.0f}%", f"{ratio(figures, mode):.2f}"]
+            row += [f"{figures[mode]['ms']:.2f} ±{50 * spread:.0f}%", f"{result['ratios'][mode]['ratio']:.2f}"]
         place = result.get("in_place_us")
         row.append(f"{place['eager']:.0f} -> {place['eager fused']:.0f} us" if place else "")
         table.add_row(*row)
@@ -343,13 +350,12 @@ def plot(found: dict, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.42 * len(results)), layout="constrained")
     for shift, mode in zip((-0.22, 0.0, 0.22), measured_modes(results), strict=False):
         for row, result in enumerate(results):
-            if mode not in result["variants"]:
+            if mode not in result["ratios"]:
                 continue
-            plain, fused = result["variants"][mode], result["variants"][f"{mode} fused"]
-            ends = (fused["low"] / plain["ms"], fused["high"] / plain["ms"])
+            ratio = result["ratios"][mode]
             color = {"eager": "#d62728", "compiled": "#1f77b4", "graphs": "#2ca02c"}[mode]
-            axes.plot(ends, (row + shift,) * 2, color=color, linewidth=1)
-            axes.plot(fused["ms"] / plain["ms"], row + shift, "o", color=color, label=mode if row == 0 else None)
+            axes.plot((ratio["low"], ratio["high"]), (row + shift,) * 2, color=color, linewidth=1)
+            axes.plot(ratio["ratio"], row + shift, "o", color=color, label=mode if row == 0 else None)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(results)), [f"{r['model']} {r['size']}" for r in results])
     axes.invert_yaxis()

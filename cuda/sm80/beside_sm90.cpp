@@ -16,21 +16,21 @@ constexpr int kRowTiles = 2;
 // Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
 constexpr int64_t kLineElements = 64;
 
-// Fitted to products of 1 to 64 rows on an H100 and an H200, each call with other weights. The estimates are compared
-// with those of sm_90a's streamed kernels (cuda/sm90/tuning.h).
-constexpr double kStart = 1.804;              // microseconds
-constexpr double kRound = 0.298;              // microseconds
+// Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, each call with other weights, together with those of
+// sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/tuning.h).
+constexpr double kStart = 1.714;              // microseconds
+constexpr double kRound = 0.311;              // microseconds
 constexpr double kShareOfBandwidth = 0.9335;  // of the nominal one
-constexpr double kRowBytesPerCycle = 225.4;   // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 39.5;  // of rows of both operands, for a CTA
-constexpr double kBlockCycles = 230.0;        // of a block of k
-constexpr double kProductCycles = 0.01442;    // of a block, for each product of two elements of its rows, by one warp
+constexpr double kRowBytesPerCycle = 192.5;   // that L2 sends each multiprocessor besides
+constexpr double kAloneBytesPerCycle = 38.0;  // of rows of both operands, for a CTA
+constexpr double kBlockCycles = 359.0;        // of a block of k
+constexpr double kProductCycles = 0.0107;     // of a block, for each product of two elements of its rows, by one warp
 // Between two rounds of a product that is not gated, until a tile's results are stored: for each of them without an
 // activation, and with one, which takes kActivationCycles besides, however few the results.
 constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;
 constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
 constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
-constexpr double kMarginOfLargest = 1.05;  // for tiles of kLargestTile rows, whose estimates are the least certain
+constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are the least certain
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
