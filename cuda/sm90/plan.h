@@ -60,8 +60,10 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
 // size.
 template <typename Visitor>
 void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& visit) {
-  constexpr int64_t kStreamedTiles = 4;  // of rows at most: each of them reads all the weights
-  int fitting = 0;                       // the rows of the smallest tile that all rows fit in: a larger is only emptier
+  // Every tile of rows reads all the weights. Few rows of a gated product read those that L2 does not keep once.
+  const bool once = p.gated() && p.m < kTiledRows && 4 * p.n * p.k > kPassingBytes;
+  const int64_t most_tiles = once ? 1 : 4;
+  int fitting = 0;  // the rows of the smallest tile that all rows fit in: a larger is only emptier
   for (size_t i = 0; i < std::size(kKernels); ++i) {
     const GemmKernel kernel = kKernels[i];
     if (kernel.product != p.product()) continue;
@@ -73,7 +75,7 @@ void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& vis
       continue;
     }
     const int64_t tiles = ceil_div(p.m, kernel.block_m);
-    if (p.m < kTallRows ? tiles > kStreamedTiles : tiles > 1 || !p.linear()) continue;
+    if (p.m < kTallRows ? tiles > most_tiles : tiles > 1 || !p.linear()) continue;
     if (fitting > 0 && kernel.block_m > fitting) continue;
     if (tiles == 1 && fitting == 0) fitting = kernel.block_m;
     for_each_cut(p, kernel, multiprocessors, [&](const GemmKernel& cut) { visit(i, cut); });

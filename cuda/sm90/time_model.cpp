@@ -23,11 +23,11 @@ double bounded(double time, double floor) {
 }
 
 // How much longer all bytes take because the last CTAs, fewer than find room at once, cannot read as fast as all: what
-// they read takes kLeast at least of the time that a full round takes.
-double last_round(double ctas, double room) {
-  constexpr double kLeast = 0.48;
+// they read takes a part at least of the time that a full round takes. With few rows there is less else to wait for.
+double last_round(const GemmProblem& p, double ctas, double room) {
+  const double least = p.m < kTiledRows ? 0.6 : 0.48;
   const double left = std::fmod(ctas, room) / room;
-  return ctas > room && left > 0.0 ? 1.0 + std::max(0.0, kLeast - left) * room / ctas : 1.0;
+  return ctas > room && left > 0.0 ? 1.0 + std::max(0.0, least - left) * room / ctas : 1.0;
 }
 
 // The time that the L2 cache takes to send every streamed CTA its part of the weights and the rows of a.
@@ -98,7 +98,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   constexpr double kTogether = 0.955, kAlone = 1.04;
   const double share = blocks_together(p) > 1 ? kTogether : p.m < kTallRows ? kAlone : 1.0;
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
-  const double floor = from_memory * last_round(ctas, usable * streamed_ctas(kernel.columns()));
+  const double floor = from_memory * last_round(p, ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
   const double cta = c.cta + c.result * rows * kernel.block_n;
   return (c.start + wide + cta * most) / chip.clock +
