@@ -160,7 +160,7 @@ COMPILED = {"compiled": "fused, compiled", "graphs": "fused, in CUDA graphs"}  #
 def models_table(name: str, compiled_name: str = "") -> str:
     """Times of the forward of whole models, fused against not; those of compiled models are another run's."""
     found = run(compiled_name)["results"] if compiled_name else []
-    compiled = {(each["model"], each["size"]): each["ratios"] for each in found}
+    compiled = {(each["model"], each["size"]): each for each in found}
     modes = COMPILED if compiled_name else {}
     rows = []
     for result in run(name)["results"]:
@@ -170,7 +170,7 @@ def models_table(name: str, compiled_name: str = "") -> str:
             (
                 f"{result['model']}, {result['size']}",
                 f"{times['eager']['ms']:.2f} ± {models_spread_of(times):.0f}%",
-                models_ratio(result["ratios"], "eager"),
+                models_ratio(result, "eager"),
                 f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
                 *(models_ratio(others, mode) for mode in modes),
             )
@@ -179,10 +179,19 @@ def models_table(name: str, compiled_name: str = "") -> str:
     return documents.table(heads, rows, left=1)
 
 
-def models_ratio(ratios: dict, mode: str) -> str:
-    """Nothing where those of the copies lie further apart than fusing could make them."""
-    found = ratios.get(mode)
-    return f"{found['ratio']:.2f}" if found and found["high"] - found["low"] <= 0.25 * found["ratio"] else ""
+def models_ratio(result: dict, mode: str) -> str:
+    """That of neighbouring turns, where the run has it; nothing where copies lie further apart than fusing could make
+    them.
+    """
+    times = result.get("variants", {})
+    if mode not in times:
+        return ""
+    original, fused = times[mode], times[f"{mode} fused"]
+    ratio = result.get("ratios", {}).get(mode)
+    figures = [(ratio, "ratio")] if ratio else [(original, "ms"), (fused, "ms")]
+    if any(each["high"] - each["low"] > 0.25 * each[median] for each, median in figures):
+        return ""
+    return f"{ratio['ratio'] if ratio else fused['ms'] / original['ms']:.2f}"
 
 
 def models_spread_of(times: dict) -> float:
