@@ -283,6 +283,7 @@ bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, co
 
 void run_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
               const Kept* kept) {
+  if (x.size(0) == 0) return;
   if (takes_few_rows(x, x.size(0), hidden, output, kept != nullptr)) return run_few_rows(x, hidden, output, out, kept);
   run_products(x, hidden, output, out, kept);
 }
