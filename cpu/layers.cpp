@@ -268,6 +268,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumula
 
 void run_products(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output, const Tensor& out,
                   const Kept* kept) {
+  if (x.size(0) == 0) return;
 #if defined(__x86_64__)
   if (tiles_refusal(x, hidden, output) == Refusal::kNone) return run_tiles(x, hidden, output, out, kept);
 #endif

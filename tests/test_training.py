@@ -37,6 +37,17 @@ def step(call, made, retain=False):
     return result.detach(), *torch.autograd.grad(result, wanted, grad, retain_graph=retain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@memories
+@functions
+def test_no_rows(fused_mlp, device, function, memory, dtype):
+    made = leaves(operands(function, (0,), (64, 128, 64), device=device, dtype=dtype))
+    call = getattr(fused_mlp, function)
+    found = step(lambda made: call(**made, activation="silu", memory=memory), made)
+    for ours, eager in zip(found, step(lambda made: reference.eager(function, made, "silu"), made), strict=True):
+        assert ours.shape == eager.shape and not ours.any()
+
+
 @pytest.mark.parametrize("of", [None, ("x",), ("up_weight", "fc1_bias", "gate_weight"), ("down_weight", "fc2_weight")])
 @pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512), (64, 96, 48)])
 @functions
