@@ -29,8 +29,9 @@ venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set)))
 build: $(call installed,build) ## build the kernel for CPUs and, where there is an nvcc, for CUDA, into build/, and Triton alone for others
 	$(python) tools/build.py
 
+# A worker that is started again runs the file that ended it again, and ends again.
 test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
-	$(python) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(python) -m pytest --numprocesses logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
 	$(python) tools/release.py check

@@ -7,8 +7,8 @@
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
 so both variants are built several times from the same seed. In a turn a copy of each runs, long enough for the clock to
 settle, one right after the other: a host's processor may be half as fast for seconds, and whoever waits for it then is
-slow. A ratio is that of such neighbours. A figure is the median over the copies of each copy's median over its turns;
-the spread is that of the copies.
+slow. Each runs at a random depth of Python's stack, as its time depends on that. A ratio is that of such neighbours. A
+figure is the median over the copies of each copy's median over its turns; the spread is that of the copies.
 
 "In place" is the CPU time of a layer behind its attention, inside the running model, where the caches hold what the
 rest of the model left there: that of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and
@@ -264,11 +264,15 @@ def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, f
         for name, package in (("eager", None), ("eager fused", fused_mlp)):
             models.append(built(work, package))
             taken.setdefault(name, []).append(time_behind(models[-1], work.attention))
+
+    def some_forwards(model: nn.Module) -> None:
+        for _ in range(6):
+            model(**inputs)
+            measure.synchronize()
+
     for turn in range(rounds + 1):
         for model in models:
-            for _ in range(6):
-                model(**inputs)
-                measure.synchronize()
+            measure.at_any_depth(partial(some_forwards, model))
         for nanoseconds in itertools.chain(*taken.values()) if turn == 0 else ():
             nanoseconds.clear()  # the first turn warms up
     return {name: statistics.median(itertools.chain(*some)) / 1e3 for name, some in taken.items()}
