@@ -124,7 +124,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   if (p.linear() && (is_long || p.m > kMostPlainRows)) return false;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more.
-  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 1.05;
+  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.97;
   const double margin = !p.linear() ? kMarginOfActivated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
   return plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }

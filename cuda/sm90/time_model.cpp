@@ -72,17 +72,22 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double time = rounds * added + (rounds - 1) * bounded(round, floor_of_full) +
                       bounded(c.start / chip.clock + round, floor - (rounds - 1) * floor_of_full);
   // Few tiles, several rounds of small ones, and weights of one product that come from memory alone are bound by what a
-  // multiprocessor receives at most.
+  // multiprocessor receives at most: less with few rows and of two weights, and less from memory that has less to give
+  // (measured on an H100 and an H200).
   const bool passes = !p.gated() && 2 * p.n * p.k > kPassingBytes;
   if (is_training(p.product()) || !(few_rows || rounds > 1 || passes)) return time;
-  constexpr double kReceivedPerMicrosecond = 48.0 * 1980;  // bytes, where chip.clock is 1
+  constexpr double kReceived = 56.0 * 1980, kLessReceived = 48.0 * 1980;  // bytes, where chip.clock is 1
+  constexpr double kSharesOfMemory = 4.2;
+  const double from_memory = kSharesOfMemory * chip.bytes_per_microsecond / chip.multiprocessors;
+  const double from_l2 = (few_rows || p.gated() ? kLessReceived : kReceived) * chip.clock;
+  const double received_per_microsecond = passes ? std::min(from_l2, from_memory) : from_l2;
   const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
   const double received = 2.0 * rounds * rows * p.k / kernel.split_k;
   // The constants of gated kernels were measured with a part of the weights in L2 from call to call, those of streamed
   // ones with all of them in memory. To compare the two, tiled kernels start later here.
   constexpr double kLater = 1.25;
   const double later = few_rows && p.gated() ? kLater : 0.0;
-  return later + std::max(time, received / (kReceivedPerMicrosecond * chip.clock));
+  return later + std::max(time, received / received_per_microsecond);
 }
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {

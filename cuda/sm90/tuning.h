@@ -1,11 +1,11 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
 // kernels are fitted with other weights at each call. Up to 32 rows sm_80's kernels are there to choose from too: gated
 // and activated products are fitted together with cuda/sm80/beside_sm90.cpp, to 2821 products on an H100 and an H200.
-// From 33 to 64 rows they are fitted to 736 products of usual and of random sizes on an H100, and to plain ones of 65
-// to 2500. Those of tiled kernels are fitted to products on an H100 and an H200, but for gated tiles of 112, 144, 176
-// and 208 rows, which lie between their neighbours'. The start of plain tiled kernels, clusters that share k and
-// torch's time are fitted to 1528 products of 33 to 2500 rows on an H100, most of random sizes. time_model.h says what
-// they mean, tools/tuning/fit.py how they are fitted.
+// From 33 to 64 rows they are fitted to 736 products of usual and of random sizes on an H100. Those of tiled kernels are
+// fitted to products on an H100 and an H200, but for gated tiles of 112, 144, 176 and 208 rows, which lie between their
+// neighbours'. Those of products with one weight, of streamed kernels from 65 rows on and of torch's GEMM are fitted to
+// 1072 products of 33 to 4096 rows and random sizes on an H100 and 1422 on an H200. time_model.h says what they mean,
+// tools/tuning/fit.py how they are fitted.
 #pragma once
 
 #include "time_model.h"
@@ -30,20 +30,20 @@ constexpr TunedKernel kTuned[] = {
     {{MainLoop::kTiled, Product::kGated, 176, 128, Schedule::kSwappedHalfRows, 1}, {0.396, 1.335, 0.505, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 208, 128, Schedule::kSwappedHalfRows, 1}, {0.13, 1.66, 0.596, 0.0}},
     {{MainLoop::kTiled, Product::kGated, 224, 128, Schedule::kSwappedHalfRows, 1}, {0.0, 1.823, 0.641, 0.0}},
-    {{MainLoop::kTiled, Product::kPlain, 128, 192, Schedule::kPingPong, 1}, {3.517, 0.0, 0.476, 2.094}},
-    {{MainLoop::kTiled, Product::kPlain, 128, 160, Schedule::kPingPong, 1}, {3.825, 0.0, 0.403, 1.524}},
-    {{MainLoop::kTiled, Product::kPlain, 128, 144, Schedule::kPingPong, 1}, {3.494, 0.0, 0.376, 1.612}},
-    {{MainLoop::kTiled, Product::kPlain, 128, 128, Schedule::kPingPong, 1}, {2.632, 0.0, 0.329, 1.524}},
-    {{MainLoop::kTiled, Product::kPlain, 48, 128, Schedule::kSwapped, 1}, {1.905, 0.114, 0.17, 1.132}},
-    {{MainLoop::kTiled, Product::kPlain, 64, 128, Schedule::kSwapped, 1}, {1.665, 0.329, 0.188, 1.234}},
-    {{MainLoop::kTiled, Product::kPlain, 80, 128, Schedule::kSwapped, 1}, {1.441, 0.666, 0.219, 1.303}},
-    {{MainLoop::kTiled, Product::kPlain, 96, 128, Schedule::kSwapped, 1}, {1.397, 0.926, 0.259, 1.628}},
-    {{MainLoop::kTiled, Product::kPlain, 112, 128, Schedule::kSwapped, 1}, {1.386, 1.071, 0.291, 1.22}},
-    {{MainLoop::kTiled, Product::kPlain, 160, 128, Schedule::kSwapped, 1}, {1.437, 1.11, 0.433, 2.363}},
-    {{MainLoop::kTiled, Product::kPlain, 208, 128, Schedule::kSwapped, 1}, {1.694, 0.852, 0.56, 2.419}},
-    {{MainLoop::kTiled, Product::kPlain, 64, 128, Schedule::kSwapped, 4}, {1.739, 3.211, 0.184, 0.098}},
-    {{MainLoop::kTiled, Product::kPlain, 96, 128, Schedule::kSwapped, 4}, {1.131, 4.525, 0.195, 0.171}},
-    {{MainLoop::kTiled, Product::kPlain, 128, 128, Schedule::kSwapped, 4}, {0.563, 5.432, 0.279, 0.268}},
+    {{MainLoop::kTiled, Product::kPlain, 128, 192, Schedule::kPingPong, 1}, {3.46, 0.0, 0.498, 1.628}},
+    {{MainLoop::kTiled, Product::kPlain, 128, 160, Schedule::kPingPong, 1}, {3.823, 0.0, 0.418, 1.062}},
+    {{MainLoop::kTiled, Product::kPlain, 128, 144, Schedule::kPingPong, 1}, {3.754, 0.0, 0.377, 1.204}},
+    {{MainLoop::kTiled, Product::kPlain, 128, 128, Schedule::kPingPong, 1}, {2.103, 0.0, 0.34, 1.321}},
+    {{MainLoop::kTiled, Product::kPlain, 48, 128, Schedule::kSwapped, 1}, {1.919, 0.104, 0.172, 1.198}},
+    {{MainLoop::kTiled, Product::kPlain, 64, 128, Schedule::kSwapped, 1}, {1.796, 0.3, 0.178, 1.489}},
+    {{MainLoop::kTiled, Product::kPlain, 80, 128, Schedule::kSwapped, 1}, {1.266, 0.506, 0.218, 1.417}},
+    {{MainLoop::kTiled, Product::kPlain, 96, 128, Schedule::kSwapped, 1}, {1.112, 0.861, 0.266, 1.738}},
+    {{MainLoop::kTiled, Product::kPlain, 112, 128, Schedule::kSwapped, 1}, {1.183, 1.054, 0.291, 1.552}},
+    {{MainLoop::kTiled, Product::kPlain, 160, 128, Schedule::kSwapped, 1}, {1.156, 0.915, 0.438, 1.703}},
+    {{MainLoop::kTiled, Product::kPlain, 208, 128, Schedule::kSwapped, 1}, {1.306, 0.732, 0.566, 1.591}},
+    {{MainLoop::kTiled, Product::kPlain, 64, 128, Schedule::kSwapped, 4}, {1.645, 3.142, 0.18, 0.097}},
+    {{MainLoop::kTiled, Product::kPlain, 96, 128, Schedule::kSwapped, 4}, {0.882, 4.603, 0.208, 0.166}},
+    {{MainLoop::kTiled, Product::kPlain, 128, 128, Schedule::kSwapped, 4}, {0.517, 5.032, 0.298, 0.266}},
 };
 constexpr StreamedTime kStreamedFewGated = {2.96613, 0.57606, 0.28697, 0.77976, 0.03203, 0.01024, 0.13069, 0.00031, 0.00016, 0.0004, 0.00456, 0.00023};
 constexpr StreamedTime kStreamedFewActivated = {2.01352, 0.11018, 0.51091, 0.77795, 0.00638, 0.0072, 0.1328, 0.00182, 0.00023, 0.00003, 0.00098, 0.00028};
@@ -51,10 +51,10 @@ constexpr StreamedTime kStreamedFewPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.008
 constexpr StreamedTime kStreamedGated = {2.56189, 0.34718, 0.26941, 1.06651, 0.04183, 0.23332, 0.13371, 0.00037, 0.00032, 0.00014, 0.00748, 0.00024};
 constexpr StreamedTime kStreamedActivated = {2.54891, 0.02855, 0.22563, 1.05952, 0.07059, 0.09108, 0.16486, 0.00033, 0.0002, 0.0004, 0.0927, 0.00028};
 constexpr StreamedTime kStreamedPlain = {2.93039, 0.08856, 0.17014, 0.50647, 0.19402, 0.03574, 0.09035, 0.00164, 0.0005, 0.00032, 0.01786, 0.00022};
-constexpr StreamedTime kStreamedTall = {3.45223, 0.81252, 0.0231, 3.20447, 0.98414, 3.55039, 0.18838, 0.00002, 0.0, 0.00004, 0.11643, 0.0};
+constexpr StreamedTime kStreamedTall = {3.96741, 0.81253, 0.02311, 2.23184, 0.98437, 3.55683, 0.20308, 2e-05, 0.0, 5e-05, 0.16909, 0.0};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
-constexpr TorchTime kTorch = {2.576, 0.837, 0.1061, 0.3352, 4.3622, 1.5445, 1.963};
+constexpr TorchTime kTorch = {3.2275, 0.8787, 0.096, 0.3937, 3.3529, 0.7909, 2.281};
 constexpr Peak kPeak = {3.0e6, 750e6};
 // clang-format on
 
