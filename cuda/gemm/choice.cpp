@@ -69,6 +69,7 @@ constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher:
 // launches them, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
 
+constexpr int64_t kTorchRows = 33;            // with fewer, products of ours take less time, but for some of few inputs
 constexpr int64_t kSector = 32, kLine = 128;  // bytes that memory is read in, and of a request
 
 // Whether the rows of the operands are whole pieces of so many bytes.
@@ -89,7 +90,7 @@ bool torch_reads_faster(const GemmProblem& p) {
   const bool gains_more = p.gated() || is_training(p.product());
   if (!rows_fill(p, kSector)) return p.m >= (gains_more ? 64 : 9);
   if (rows_fill(p, kLine)) return false;
-  if (!gains_more) return p.m >= 33;
+  if (!gains_more) return p.m >= kTorchRows;
   // What the fused epilogue saves does not grow with k, and what the requests cost does.
   constexpr int64_t kManyRows = 256, kLong = 2560;
   return p.gated() && p.m >= kManyRows && p.k > kLong;
@@ -115,7 +116,6 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
 // Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
-  constexpr int64_t kTorchRows = 33;  // with fewer, ours take less time but for some products of few inputs
   if (p.gated() || p.m < kTorchRows) return true;
   // Of a long product, or of more rows than were measured, ours can save little, and the estimates are least certain.
   constexpr double kLongMicroseconds = 60.0;
