@@ -1,6 +1,7 @@
 """What the benchmarks say of their figures: where fusing pays and where not. Nothing is timed here to be believed."""
 
 import gc
+import inspect
 import json
 import re
 import sys
@@ -236,6 +237,18 @@ def test_times_are_of_one_call(monkeypatch):
     figures = measure.compare({ms: partial(call, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
     for ms in (1, 8):
         assert figures[ms]["wall_us"] == pytest.approx(ms * 1e3)
+
+
+def test_turns_begin_anywhere_in_a_chunk_of_the_stack():
+    """The calls of a turn at one depth, and those of turns together at most depths that there are in a chunk."""
+    turns = []
+    for _ in range(600):
+        depths = []
+        measure.wall_microseconds(lambda depths=depths: depths.append(len(inspect.stack(0))), 3)
+        turns.append(depths)
+    assert all(len(depths) == 3 and len(set(depths)) == 1 for depths in turns)
+    found = {depths[0] for depths in turns}
+    assert len(found) > 120 and max(found) - min(found) < 150
 
 
 def test_garbage_of_earlier_calls_is_no_memory_of_this_one(device):
