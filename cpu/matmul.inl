@@ -6,15 +6,27 @@ using vectors::Product;
 // So many rows of a have sums in registers at once, two vectors of each.
 constexpr int64_t kRowsOfSums = kWidth / 2;
 
-// So many rows of b are multiplied before their sums go to memory. Rows lie in pages of their own, of which a processor
-// keeps track of some hundreds.
-constexpr int64_t kDepthAtOnce = 64;
-
-// So many rows of a pass over b together, where it takes several panels of that depth.
-constexpr int64_t kRowsOfPass = 256;
+constexpr int64_t kDepthAtMost = 256;  // rows of b in a panel of one block
 
 // How many blocks of columns are multiplied at once: as many as leave half of the registers free.
 constexpr int blocks_of(int rows) { return streams_of(rows) > 1 ? streams_of(rows) / 2 : 1; }
+
+// How a product is cut: into passes of rows of a, groups of blocks of columns, and panels of rows of b.
+struct Cut {
+  int64_t rows, blocks, depth;
+  bool packs;  // whether panels are copied, so that their rows are adjacent
+};
+
+// A few rows are multiplied with all columns, so that b is read, or the result of a short product written, as it lies.
+// Rows of b lie in pages of their own then, of which a processor keeps track of some hundreds. Many rows have a panel
+// and the sums of their group in L1 and L2.
+FUSED_MLP_INLINE Cut cut_of(const Product& product, int64_t blocks) {
+  constexpr int64_t kShort = 64;
+  if (product.rows <= kRowsOfSums) return {kRowsOfSums, blocks, kShort, product.by_columns};
+  if (product.depth <= kShort && !product.by_columns) return {kRowsOfSums, blocks, kShort, false};
+  constexpr int64_t kRowsOfPass = 256, kBlocksOfGroup = 4;
+  return {kRowsOfPass, blocks < kBlocksOfGroup ? blocks : kBlocksOfGroup, kDepthAtMost, true};
+}
 
 // A panel of b: rows of it, in some blocks of columns.
 template <typename T>
@@ -126,35 +138,35 @@ FUSED_MLP_INLINE void pack(const BFloat16* weights, int64_t row_stride, int64_t 
 }
 
 template <typename T>
-Panel<T> panel_of(const Product& product, int64_t depth, int64_t count, int64_t block, int64_t blocks, T* packed) {
-  Panel<T> panel{{}, product.b.row_stride, count};
+FUSED_MLP_INLINE void copy_rows(const T* from, int64_t row_stride, int64_t depth, T* panel) {
+  for (int64_t k = 0; k < depth; ++k) __builtin_memcpy(panel + k * kBlock, from + k * row_stride, kBlock * sizeof(T));
+}
+
+template <typename T>
+Panel<T> panel_of(const Product& product, bool packs, int64_t depth, int64_t count, int64_t block, int64_t blocks,
+                  T* packed) {
+  Panel<T> panel{{}, packs ? kBlock : product.b.row_stride, count};
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t column = BlockOf(product.cols, block + i).begin;
+    T* const to = packed + i * count * kBlock;
     if (product.by_columns) {
-      T* const to = packed + i * kDepthAtOnce * kBlock;
       pack(row<T>(product.b, column) + depth, product.b.row_stride, count, to);
-      panel.block[i] = to;
-      panel.row_stride = kBlock;
-    } else {
-      panel.block[i] = row<T>(product.b, depth) + column;
+    } else if (packs) {
+      copy_rows(row<T>(product.b, depth) + column, product.b.row_stride, count, to);
     }
+    panel.block[i] = packs ? to : row<T>(product.b, depth) + column;
   }
   return panel;
 }
 
-// With one panel, a few rows of a are multiplied with all columns, so that they are written as they lie.
-FUSED_MLP_INLINE int64_t rows_of_pass(const Product& product) {
-  return product.depth <= kDepthAtOnce ? kRowsOfSums : kRowsOfPass;
-}
-
-FUSED_MLP_INLINE int64_t sums_size(const Product& product, int64_t blocks) {
-  if (product.depth <= kDepthAtOnce) return 0;
-  return (product.rows < kRowsOfPass ? product.rows : kRowsOfPass) * (blocks | 1) * kBlock;
+FUSED_MLP_INLINE int64_t sums_size(const Product& product, const Cut& cut) {
+  if (product.depth <= cut.depth) return 0;
+  return (product.rows < cut.rows ? product.rows : cut.rows) * (cut.blocks | 1) * kBlock;
 }
 
 static int64_t scratch_size(const Product& product, int64_t blocks) {
-  const int64_t widened = product.dtype == DType::kFloat32 ? 0 : rows_of_pass(product) * kDepthAtOnce;
-  return sums_size(product, blocks) + widened;
+  const Cut cut = cut_of(product, blocks);
+  return sums_size(product, cut) + (product.dtype == DType::kFloat32 ? 0 : cut.rows * cut.depth);
 }
 
 // Rows of a, `count` of their elements from `depth` on; those of bf16 are widened to memory.
@@ -165,9 +177,9 @@ FUSED_MLP_INLINE Factors factors_of(const Product& product, int64_t begin, int64
   const T* const a = static_cast<const T*>(product.a) + begin * row_step + depth * depth_step;
   if constexpr (kIsBf16<T>) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t k = 0; k < count; ++k) wide[r * kDepthAtOnce + k] = widened(a[r * row_step + k * depth_step]);
+      for (int64_t k = 0; k < count; ++k) wide[r * count + k] = widened(a[r * row_step + k * depth_step]);
     }
-    return {wide, kDepthAtOnce, 1};
+    return {wide, count, 1};
   } else {
     return {a, row_step, depth_step};
   }
@@ -175,32 +187,38 @@ FUSED_MLP_INLINE Factors factors_of(const Product& product, int64_t begin, int64
 
 template <typename T>
 void multiply_as(const Product& product, int64_t begin, int64_t end, int64_t first, int64_t last, float* scratch) {
-  alignas(64) T packed[4 * kDepthAtOnce * kBlock];
-  float* const wide = scratch + sums_size(product, last - first);
-  const int64_t pass = rows_of_pass(product), stride = ((last - first) | 1) * kBlock;
-  for (; begin < end; begin += pass) {
-    const int64_t rows = end - begin < pass ? end - begin : pass, parts = ceil_div(rows, kRowsOfSums);
-    for (int64_t depth = 0; depth < product.depth; depth += kDepthAtOnce) {
-      const int64_t count = product.depth - depth < kDepthAtOnce ? product.depth - depth : kDepthAtOnce;
-      const Factors a = factors_of<T>(product, begin, rows, depth, count, wide);
-      for (int64_t block = first, blocks = 1; block < last; block += blocks) {
-        blocks = 1;
-        visit_rows<kRowsOfSums>(rows, [&]<int kRows>() {
-          if (parts == 1 && block + blocks_of(kRows) <= last) blocks = blocks_of(kRows);
-        });
-        const Panel<T> panel = panel_of(product, depth, count, block, blocks, packed);
-        for (int64_t p = 0; p < parts; ++p) {  // the panel is in a cache, after the first
-          const int64_t from = rows * p / parts, some = rows * (p + 1) / parts - from;
-          float* const sums = scratch + from * stride + (block - first) * kBlock;
-          const Part part{&product, begin + from, block, sums, stride, depth == 0, depth + count == product.depth};
-          const Factors of_part{a.data + from * a.row_step, a.row_step, a.depth_step};
-          visit_rows<kRowsOfSums>(some, [&]<int kRows>() {
-            if (blocks == 1) {
-              multiply_part<T, kRows, 1>(part, of_part, panel);
-            } else {
-              multiply_part<T, kRows, blocks_of(kRows)>(part, of_part, panel);
-            }
+  alignas(64) T packed[kDepthAtMost * kBlock];
+  const Cut cut = cut_of(product, last - first);
+  const int64_t stride = (cut.blocks | 1) * kBlock;
+  float* const wide = scratch + sums_size(product, cut);
+  const int64_t passes = ceil_div(end - begin, cut.rows);
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t row = begin + (end - begin) * pass / passes;
+    const int64_t rows = begin + (end - begin) * (pass + 1) / passes - row, parts = ceil_div(rows, kRowsOfSums);
+    for (int64_t group = first; group < last; group += cut.blocks) {
+      const int64_t group_end = last - group < cut.blocks ? last : group + cut.blocks;
+      for (int64_t depth = 0; depth < product.depth; depth += cut.depth) {
+        const int64_t count = product.depth - depth < cut.depth ? product.depth - depth : cut.depth;
+        const Factors a = factors_of<T>(product, row, rows, depth, count, wide);
+        for (int64_t block = group, blocks = 1; block < group_end; block += blocks) {
+          blocks = 1;
+          visit_rows<kRowsOfSums>(rows, [&]<int kRows>() {
+            if (cut.rows == kRowsOfSums && block + blocks_of(kRows) <= group_end) blocks = blocks_of(kRows);
           });
+          const Panel<T> panel = panel_of(product, cut.packs, depth, count, block, blocks, packed);
+          for (int64_t p = 0; p < parts; ++p) {  // the panel is in a cache, after the first
+            const int64_t from = rows * p / parts, some = rows * (p + 1) / parts - from;
+            float* const sums = scratch + from * stride + (block - group) * kBlock;
+            const Part part{&product, row + from, block, sums, stride, depth == 0, depth + count == product.depth};
+            const Factors of_part{a.data + from * a.row_step, a.row_step, a.depth_step};
+            visit_rows<kRowsOfSums>(some, [&]<int kRows>() {
+              if (blocks == 1) {
+                multiply_part<T, kRows, 1>(part, of_part, panel);
+              } else {
+                multiply_part<T, kRows, blocks_of(kRows)>(part, of_part, panel);
+              }
+            });
+          }
         }
       }
     }
