@@ -58,3 +58,6 @@ extern const few_rows::Kernels kFewRows;
 namespace fused_mlp::avx512 {
 extern const few_rows::Kernels kFewRows;
 }
+namespace fused_mlp::avx512_bf16 {
+extern const few_rows::Kernels kFewRows;  // for bfloat16 alone
+}

@@ -1,5 +1,6 @@
 // The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
-// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b.
+// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b. With FUSED_MLP_DOTS it has
+// the kernels for bfloat16 alone, by add_dots(sums, a, b), which adds the products of the pair in each lane.
 
 using few_rows::Kept;
 using few_rows::Layer;
@@ -8,6 +9,55 @@ using few_rows::Rows;
 
 // So many rows of x have sums in registers at once.
 constexpr int64_t kRowsAtOnce = 8;
+
+// Rows that have sums in registers together.
+struct PartOfRows {
+  int64_t first, count;
+};
+
+// A block of a row as it is multiplied: bf16 as it is where there are dot products, else widened.
+#ifdef FUSED_MLP_DOTS
+typedef VecBits Operand;
+constexpr int64_t kPreparedBlock = kWidth;  // words of a block of prepared rows
+
+FUSED_MLP_INLINE Operand operand(const BFloat16* from) {
+  Operand x;
+  __builtin_memcpy(&x, from, sizeof(x));
+  return x;
+}
+FUSED_MLP_INLINE Operand prepared(const float* from) { return operand(reinterpret_cast<const BFloat16*>(from)); }
+FUSED_MLP_INLINE void prepare(float* to, Pair values) { store(reinterpret_cast<BFloat16*>(to), values); }
+FUSED_MLP_INLINE void add_products(Vec& sums, const Operand& a, const Operand& b) {
+  sums = add_dots(sums, (Vec)a, (Vec)b);
+}
+
+// Five to seven rows take as long as eight: where so many are left, the last part begins inside of the one before.
+FUSED_MLP_INLINE PartOfRows part_of(int64_t rows, int64_t part) {
+  const int64_t first = part * kRowsAtOnce, left = rows - first;
+  if (left >= kRowsAtOnce) return {first, kRowsAtOnce};
+  if (part == 0 || left <= kRowsAtOnce / 2) return {first, left};
+  return {rows - kRowsAtOnce, kRowsAtOnce};
+}
+#else
+typedef Pair Operand;
+constexpr int64_t kPreparedBlock = kBlock;
+
+template <typename T>
+FUSED_MLP_INLINE Operand operand(const T* from) {
+  return load(from);
+}
+FUSED_MLP_INLINE Operand prepared(const float* from) { return load(from); }
+FUSED_MLP_INLINE void prepare(float* to, Pair values) { store(to, values); }
+FUSED_MLP_INLINE void add_products(Vec& sums, const Operand& a, const Operand& b) {
+  sums += a.half[0] * b.half[0];
+  sums += a.half[1] * b.half[1];
+}
+
+FUSED_MLP_INLINE PartOfRows part_of(int64_t rows, int64_t part) {
+  const int64_t parts = ceil_div(rows, kRowsAtOnce), first = rows * part / parts;
+  return {first, rows * (part + 1) / parts - first};
+}
+#endif
 
 // Where a block of features lies, and how many of them no earlier block has.
 struct BlockOf {
@@ -28,6 +78,11 @@ struct Mask {
 FUSED_MLP_INLINE Pair masked(Pair x, const Mask& mask) {
   for (int h = 0; h < 2; ++h) x.half[h] = (Vec)((VecBits)x.half[h] & mask.half[h]);
   return x;
+}
+
+// Likewise of bf16 in pairs.
+FUSED_MLP_INLINE VecBits masked(VecBits pairs, const Mask& mask) {
+  return pairs & ((mask.half[0] & 0xffffu) | (mask.half[1] & 0xffff0000u));
 }
 
 template <typename T>
@@ -89,27 +144,24 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
     const T* weights = static_cast<const T*>(projection.weight) + (begin + f) * projection.row_stride;
     Vec sums[kStreams][kRows] = {}, earlier[kStreams][kRows] = {};
     const auto add = [&](int64_t from, int64_t to, const auto& kept) __attribute__((always_inline)) {
-      Pair values[kStreams];
+      Operand values[kStreams];
 #pragma GCC unroll 8
       for (int s = 0; s < kStreams; ++s) {
         const T* at = weights + s * projection.row_stride + from;
         __builtin_prefetch(at + kStreams * projection.row_stride);
-        values[s] = kept(load(at));
+        values[s] = kept(operand(at));
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const Pair row = load(x.data + r * x.stride + to);
+        const Operand row = prepared(x.data + r * x.stride + to);
 #pragma GCC unroll 8
-        for (int s = 0; s < kStreams; ++s) {
-          sums[s][r] += values[s].half[0] * row.half[0];
-          sums[s][r] += values[s].half[1] * row.half[1];
-        }
+        for (int s = 0; s < kStreams; ++s) add_products(sums[s][r], values[s], row);
       }
     };
     for (int64_t first = 0; first < last; first += kBlocksOfSum) {
       const int64_t end = first + kBlocksOfSum < last ? first + kBlocksOfSum : last;
       for (int64_t b = first; b < end; ++b) {
-        add(b * kBlock, b * kBlock, [](Pair values) __attribute__((always_inline)) { return values; });
+        add(b * kBlock, b * kPreparedBlock, [&](Operand values) __attribute__((always_inline)) { return values; });
       }
 #pragma GCC unroll 8
       for (int s = 0; s < kStreams; ++s) {
@@ -120,8 +172,8 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
         }
       }
     }
-    add(in_features - kBlock, last * kBlock,
-        [&](Pair values) __attribute__((always_inline)) { return masked(values, mask); });
+    add(in_features - kBlock, last * kPreparedBlock,
+        [&](Operand values) __attribute__((always_inline)) { return masked(values, mask); });
 #pragma GCC unroll 8
     for (int s = 0; s < kStreams; ++s) {
 #pragma GCC unroll 8
@@ -169,8 +221,8 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
       for (int h = 0; h < 2; ++h) values.half[h] *= factors.half[h];
     }
     if (out.data == nullptr) {
-      store(next.data + r * next.stride + index * kBlock,
-            without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count));
+      prepare(next.data + r * next.stride + index * kPreparedBlock,
+              without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count));
       continue;
     }
     store_block<T>(out, r, block, values);
@@ -201,7 +253,7 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
   for (int64_t index = begin; index < end; ++index) {
     const int64_t feature = BlockOf(layer.out_features, index).begin;
     for (int64_t part = 0; part < parts; ++part) {  // the block of weights is in a cache, after the first
-      const int64_t first = x.count * part / parts, count = x.count * (part + 1) / parts - first;
+      const auto [first, count] = part_of(x.count, part);
       const Rows some{x.data + first * x.stride, x.stride, count};
       auto multiplied = multiply<T, 1>;
       visit_rows<kRowsAtOnce>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
@@ -215,8 +267,12 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
 }
 
 static void project(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix out, Rows next, Kept kept) {
+#ifdef FUSED_MLP_DOTS
+  project_as<BFloat16>(layer, x, begin, end, out, next, kept);
+#else
   const auto project = layer.dtype == DType::kFloat32 ? project_as<float> : project_as<BFloat16>;
   project(layer, x, begin, end, out, next, kept);
+#endif
 }
 
 template <typename T>
@@ -225,14 +281,18 @@ void prepare_as(Matrix x, int64_t features, Rows rows) {
     for (int64_t index = 0; index * kBlock < features; ++index) {
       const BlockOf block(features, index);
       const Pair values = load(row<T>(x, r) + block.begin);
-      store(rows.data + r * rows.stride + index * kBlock, without_others<T>(values, block.count));
+      prepare(rows.data + r * rows.stride + index * kPreparedBlock, without_others<T>(values, block.count));
     }
   }
 }
 
-static void prepare(DType dtype, Matrix x, int64_t features, Rows rows) {
+static void prepare_rows([[maybe_unused]] DType dtype, Matrix x, int64_t features, Rows rows) {
+#ifdef FUSED_MLP_DOTS
+  prepare_as<BFloat16>(x, features, rows);
+#else
   const auto prepare = dtype == DType::kFloat32 ? prepare_as<float> : prepare_as<BFloat16>;
   prepare(x, features, rows);
+#endif
 }
 
-const few_rows::Kernels kFewRows = {kBlock, prepare, project};
+const few_rows::Kernels kFewRows = {kBlock, prepare_rows, project};

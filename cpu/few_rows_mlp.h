@@ -4,8 +4,8 @@
 
 namespace fused_mlp::few_rows {
 
-// The kernels of the best instruction set that this CPU has, or null.
-const Kernels* kernels();
+// The name of the instruction set of their kernels.
+const char* instruction_set(DType dtype);
 
 // Whether they may be faster than the other ways, by measurement, for so many rows.
 bool may_pay(DType dtype, int64_t rows);

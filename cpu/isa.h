@@ -3,11 +3,11 @@
 namespace fused_mlp {
 
 // The instruction sets for which the kernels are compiled. Each includes those before it.
-enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
+enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-// The best instruction set that this CPU and its operating system support, or the one that the environment variable
-// FUSED_MLP_CPU_ISA names (scalar, avx2, avx512 or amx; read once). Raises an error if the variable names anything
-// else, or an instruction set that is not supported.
+// The best instruction set that this CPU and its operating system support and run fast, or the one that the environment
+// variable FUSED_MLP_CPU_ISA names (scalar, avx2, avx512, avx512_bf16 or amx; read once). Raises an error if the
+// variable names anything else, or an instruction set that is not supported.
 Isa isa();
 
 // Whether Intel made this processor.

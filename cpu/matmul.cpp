@@ -20,6 +20,7 @@ const Kernels* kernels() {
 #if defined(__x86_64__)
   switch (isa()) {
     case Isa::kAmx:
+    case Isa::kAvx512Bf16:
     case Isa::kAvx512:
       return &avx512::kProducts;
     case Isa::kAvx2:

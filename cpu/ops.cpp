@@ -6,6 +6,7 @@
 
 #include "../torch-ext/elementwise.h"
 #include "../torch-ext/operands.h"
+#include "few_rows_mlp.h"
 #include "isa.h"
 #include "layers.h"
 #include "matmul.h"
@@ -16,6 +17,7 @@ const PointwiseKernels& pointwise() {
 #if defined(__x86_64__)
   switch (isa()) {
     case Isa::kAmx:
+    case Isa::kAvx512Bf16:
     case Isa::kAvx512:
       return avx512::kPointwise;
     case Isa::kAvx2:
@@ -102,7 +104,8 @@ std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up
   const auto record = [&](const Tensor& weight, bool pointwise) {
     const bool tiles = refusal == Refusal::kNone;
     const bool vectors = !tiles && vectors::takes_layer(dtype_of(x, "x"), count_rows(x), weight);
-    plan.layer().set("implementation", few_rows || vectors ? vector : tiles ? "amx" : "torch");
+    const char* const streamed = few_rows::instruction_set(dtype_of(x, "x"));
+    plan.layer().set("implementation", few_rows ? streamed : vectors ? vector : tiles ? "amx" : "torch");
     if (few_rows || tiles) return;
     vectors ? plan.set("kernel", "matmul") : plan.set("refusal", code(refusal));
     if (pointwise) plan.set("pointwise", vector);

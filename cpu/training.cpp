@@ -9,6 +9,7 @@
 #include "../torch-ext/operands.h"
 #include "../torch-ext/tensor_rows.h"
 #include "amx_matmul.h"
+#include "few_rows_mlp.h"
 #include "isa.h"
 #include "layers.h"
 #include "matmul.h"
@@ -135,7 +136,7 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
   };
   const OutputLayer* const output = second ? &*second : nullptr;
   if (keep && takes_few_rows(x, rows, hidden, output, true)) {
-    plan.layer().set("implementation", vector);
+    plan.layer().set("implementation", few_rows::instruction_set(dtype));
   } else if (keep) {
     const Refusal refusal = tiles_refusal(x, hidden, output);
     const bool vectors = refusal != Refusal::kNone && vectors::takes_layer(dtype, rows, first.weight);
@@ -158,7 +159,7 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
 int64_t least_recorded(const Tensor& x) {
   if (isa() == Isa::kScalar) return 1 << 17;
   if (dtype_of(x, "x") == DType::kFloat32) return has_wide_vectors() ? 1 << 12 : 1 << 13;
-  return isa() == Isa::kAvx512 ? 1 << 20 : 0;
+  return isa() == Isa::kAvx512 || isa() == Isa::kAvx512Bf16 ? 1 << 20 : 0;
 }
 
 std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,

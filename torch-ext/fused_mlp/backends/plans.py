@@ -31,6 +31,7 @@ _SCHEDULES = {
     "swapped": "tiles of a height that fills the chip",
     "swapped_half_rows": "tiles of a height that fills the chip",
 }
+_VECTORS = ("avx2", "avx512", "avx512_bf16")
 _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in its epilogue"}
 
 
@@ -38,8 +39,8 @@ _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in
 class Part:
     """How one layer of a call is computed.
 
-    ``implementation`` is "sm90", "sm80", "amx", "avx512" or "avx2", where one kernel does the GEMM and all that follows
-    it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and
+    ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2", where one kernel does the GEMM and
+    all that follows it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and
     ``pointwise`` says where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda",
     or the instruction set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as
     cuda/gemm/problem.h does, and on a CPU "matmul" for products by themselves; ``basis`` is "model" where it was
@@ -66,10 +67,10 @@ class Part:
             return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
         if self.implementation == "amx":
             return "GEMMs on AMX tiles" if self.kernel == "matmul" else "fused GEMM on AMX tiles"
-        if self.implementation in ("avx2", "avx512") and self.kernel == "matmul":
+        if self.implementation in _VECTORS and self.kernel == "matmul":
             pointwise = f" and {self.pointwise} pointwise kernels" if self.pointwise else ""
             return f"GEMMs of our own in {self.implementation}{pointwise}"
-        if self.implementation in ("avx2", "avx512"):
+        if self.implementation in _VECTORS:
             return f"few rows, the weights stream past them, in {self.implementation}"
         split = f", k split in {self.split_k}" if self.split_k > 1 else ""
         basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
