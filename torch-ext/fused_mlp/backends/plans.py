@@ -40,11 +40,11 @@ class Part:
     """How one layer of a call is computed.
 
     ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2", where one kernel does the GEMM and
-    all that follows it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of :data:`REFUSALS`, and
-    ``pointwise`` says where activation and gate are applied: None (there are none), "epilogue" (torch's own), "cuda",
-    or the instruction set of the CPU's pointwise kernels. The other fields name a fused GPU kernel as
-    cuda/gemm/problem.h does, and on a CPU "matmul" for products by themselves; ``basis`` is "model" where it was
-    chosen by a model of the GPU's times, not by measured ones.
+    all that follows it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of
+    :data:`REFUSALS`, and ``pointwise`` says where activation and gate are applied: None (there are none), "epilogue"
+    (torch's own), "cuda", or the instruction set of the CPU's pointwise kernels. The other fields name a fused GPU
+    kernel as cuda/gemm/problem.h does, and on a CPU "matmul" for products by themselves; ``basis`` is "model" where it
+    was chosen by a model of the GPU's times, not by measured ones.
     """
 
     layer: str
