@@ -77,7 +77,7 @@ Bounds bounds_of(DType dtype) {
   const bool intel = is_intel(), wide = isa() != Isa::kAvx2;
   if (dtype == DType::kFloat32) {
     if (intel) return wide ? Bounds{4, 15, true} : Bounds{2, 12, true};
-    return {1, wide ? 20 : 15};
+    return {1, has_wide_vectors() ? 16 : wide ? 20 : 15};
   }
   if (isa() == Isa::kAmx) return {1, 4};
   if (!wide) return {1, 20};

@@ -41,7 +41,7 @@ struct Bounds {
 };
 
 Bounds bounds_of(DType dtype, bool by_columns) {
-  constexpr int64_t kAll = std::numeric_limits<int64_t>::max(), kLeastToPack = 21;
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max(), kLeastToPack = 17;
   const bool all = dtype == DType::kBFloat16 ? isa() == Isa::kAvx2 : has_wide_vectors();
   if (by_columns) return {kLeastToPack, all ? kAll : 0};
   if (all) return {1, kAll};
