@@ -196,7 +196,8 @@ def changed_alike(fused_mlp, way, kind, device, change):
         change(module)
         module.to(device)
     dtype = next(model.parameters(), x).dtype
-    x, tolerance = x.to(dtype), 3e-2 if dtype is torch.bfloat16 else 1e-4
+    # Behind a norm, a gradient in bfloat16 is what is left of larger terms: eager's own error is up to 0.026.
+    x, tolerance = x.to(dtype), 6e-2 if dtype is torch.bfloat16 else 1e-4
     got, expected = outcomes(fused, x), outcomes(model, x)
     if isinstance(expected, bool) or isinstance(got, bool):
         assert got == expected
