@@ -29,7 +29,7 @@ venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set)))
 build: $(call installed,build) ## build the kernel for CPUs and, where there is an nvcc, for CUDA, into build/, and Triton alone for others
 	$(python) tools/build.py
 
-# A worker that is started again runs the file that ended it again, and ends again.
+# A worker that replaced a crashed one would run the same file from its start, and crash too.
 test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
 	$(python) -m pytest --numprocesses logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 

@@ -25,7 +25,11 @@ struct Layer {
   int64_t activation;
 };
 
-// Rows of x as they are multiplied: fp32, in blocks, `stride` elements apart.
+// How many rows of x have sums in registers at once.
+constexpr int64_t kRowsAtOnce = 8;
+
+// Rows of x as they are multiplied, in blocks, `stride` floats apart: fp32, or for dot products bf16, whose blocks take
+// half of the place.
 struct Rows {
   float* data;
   int64_t stride;

@@ -3,12 +3,10 @@
 // the kernels for bfloat16 alone, by add_dots(sums, a, b), which adds the products of the pair in each lane.
 
 using few_rows::Kept;
+using few_rows::kRowsAtOnce;
 using few_rows::Layer;
 using few_rows::Projection;
 using few_rows::Rows;
-
-// So many rows of x have sums in registers at once.
-constexpr int64_t kRowsAtOnce = 8;
 
 // Rows that have sums in registers together.
 struct PartOfRows {

@@ -16,6 +16,9 @@ namespace {
 // widened values do as well.
 bool by_dots(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAvx512Bf16; }
 
+// Whether that was measured to pay for more rows than widened values do.
+bool by_fast_dots(DType dtype) { return by_dots(dtype) && has_wide_vectors(); }
+
 // The kernels of the best instruction set that this CPU has, or null.
 const Kernels* kernels(DType dtype) {
 #if defined(__x86_64__)
@@ -68,7 +71,7 @@ constexpr int64_t kMostRowsByDots = 24, kMostCachedRows = 48;
 
 // With more rows than have sums at once, a block of weights is read again, with other rows: from L2, if both find room.
 bool fits_l2(int64_t rows, const Layer& layer) {
-  constexpr int64_t kRowsAtOnce = 8, kL2Bytes = 1 << 20;
+  constexpr int64_t kL2Bytes = 1 << 20;
   const int64_t weights = kernels(layer.dtype)->block * (layer.gated ? 2 : 1);
   return rows <= kRowsAtOnce || (weights + rows) * layer.in_features * element_bytes(layer.dtype) <= kL2Bytes;
 }
@@ -81,7 +84,7 @@ Bounds bounds_of(DType dtype) {
   }
   if (isa() == Isa::kAmx) return {1, 4};
   if (!wide) return {1, 20};
-  if (by_dots(dtype) && has_wide_vectors()) return {1, kMostCachedRows};
+  if (by_fast_dots(dtype)) return {1, kMostCachedRows};
   return {1, intel ? 16 : 6};
 }
 
@@ -115,7 +118,7 @@ bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
     const bool crosses = crosses_lines(hidden) || (down != nullptr && crosses_lines(*down));
     if (crosses && rows > kMostAcrossLines) return false;
   }
-  const bool dots = by_dots(hidden.dtype) && has_wide_vectors();
+  const bool dots = by_fast_dots(hidden.dtype);
   if (dots && !(fits_l2(rows, hidden) && (down == nullptr || fits_l2(rows, *down)))) return false;
   const bool is_small_alone = rows == 1 && bounds_of(hidden.dtype).streams_one;
   if (!is_small_alone && !(dots && rows > kMostRowsByDots)) return true;

@@ -77,7 +77,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const bool passes = !p.gated() && 2 * p.n * p.k > kPassingBytes;
   if (is_training(p.product()) || !(few_rows || rounds > 1 || passes)) return time;
   constexpr double kReceived = 56.0 * 1980, kLessReceived = 48.0 * 1980;  // bytes, where chip.clock is 1
-  constexpr double kSharesOfMemory = 4.2;  // at most; other multiprocessors' misses have the same bytes in L2 for it
+  constexpr double kSharesOfMemory = 4.2;  // at most: most of what it receives, another one has read into L2
   const double from_memory = kSharesOfMemory * chip.bytes_per_microsecond / chip.multiprocessors;
   const double from_l2 = (few_rows || p.gated() ? kLessReceived : kReceived) * chip.clock;
   const double received_per_microsecond = passes ? std::min(from_l2, from_memory) : from_l2;
