@@ -41,6 +41,7 @@ void compute(const PlainMlp& mlp, const few_rows::Layer& first, const few_rows::
 bool may_be_direct(DType dtype, int64_t rows) { return few_rows::may_pay(dtype, rows); }
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
+  if (mlp.layers[0].transposed || mlp.layers[1].transposed) return {};
   const few_rows::Layer first = layer_of(mlp, 0);
   if (mlp.count == 1) {
     if (!few_rows::take(mlp.rows, first, nullptr, false)) return {};

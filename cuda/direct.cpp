@@ -1,13 +1,17 @@
-// MLPs and their blocks where all kernels are ours, without tensors.
+// MLPs and their blocks without tensors, by our kernels and torch's GEMMs.
 #include "../torch-ext/direct.h"
 
 #include <optional>
 
 #include "fused_gemm.h"
+#include "lent.h"
 #include "norm.h"
+#include "torch_layer.h"
 
 namespace fused_mlp {
 namespace {
+
+Refusal refusal_of(const PlainLayer& layer) { return layer.transposed ? Refusal::kColumnMajorWeight : Refusal::kNone; }
 
 // Queues the kernels of an MLP, one behind the other.
 struct Steps {
@@ -17,39 +21,59 @@ struct Steps {
 
   void operator()(void* out) {
     std::optional<Scratch> normed, hidden;
-    const void* x = mlp.x.data;
-    if (norms_first()) {
-      x = normed.emplace(bytes(mlp.in)).data();
-      norm(mlp.x, kNoMatrix, {const_cast<void*>(x), mlp.in}, mlp.in, mlp.first);
+    OptionalTensor activated;
+    Matrix x = mlp.x;
+    if (mlp.first.kind != NormKind::kNone) {
+      x = {normed.emplace(bytes(mlp.in)).data(), mlp.in};
+      norm(mlp.x, kNoMatrix, x, mlp.in, mlp.first);
     }
     if (second) {
-      first.launch(x, hidden.emplace(bytes(mlp.layers[0].out)).data());
-      x = hidden->data();
+      const int64_t features = mlp.layers[0].out;
+      if (is_activated_by_torch()) {
+        activated = torch_activated(Lender(mlp).rows(x, mlp.in), lent(0).get());
+        x = {activated->mutable_data_ptr(), features};
+      } else {
+        const Matrix result{hidden.emplace(bytes(features)).data(), features};
+        compute(&first, 0, x, result.data);
+        x = result;
+      }
     }
+    const int number = mlp.count - 1;
     FusedGemm& last = second ? *second : first;
-    if (mlp.residual.data == nullptr) return last.launch(x, out);
     // A norm or a scale behind the MLP takes a kernel of its own, which then adds the residual too.
-    if (mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
-      return last.launch(x, out, mlp.residual, mlp.last.factor);
+    if (mlp.residual.data != nullptr && mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
+      return last.launch(x.data, out, mlp.residual, mlp.last.factor);
     }
-    last.launch(x, out);
-    const int64_t features = mlp.layers[mlp.count - 1].out;
-    norm({out, features}, mlp.residual, {out, features}, features, mlp.last);
+    compute(&last, number, x, out);
+    if (mlp.residual.data == nullptr) return;
+    const Matrix result{out, mlp.layers[number].out};
+    norm(result, mlp.residual, result, result.row_stride, mlp.last);
   }
 
-  bool norms_first() const { return mlp.first.kind != NormKind::kNone; }
+  // Whether the first layer is one that torch makes the result of.
+  bool is_activated_by_torch() const { return !first.fused() && torch_has_epilogue(lent(0).get()); }
 
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
+  int64_t in(int number) const { return number == 0 ? mlp.in : mlp.layers[number - 1].out; }
+  LentLayer lent(int number) const { return {Lender(mlp), mlp.layers[number], in(number)}; }
+
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
     check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
                       first.stream));
+  }
+
+  void compute(FusedGemm* gemm, int number, const Matrix& x, void* out) const {
+    if (gemm->fused()) return gemm->launch(x.data, out);
+    const Lender lender(mlp);
+    const int64_t features = mlp.layers[number].out;
+    torch_layer(lender.rows(x, in(number)), lent(number).get(), lender.rows({out, features}, features));
   }
 };
 
 }  // namespace
 
-bool may_be_direct(DType dtype, int64_t) { return dtype != DType::kFloat32; }
+bool may_be_direct(DType, int64_t) { return true; }
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   int current = -1;
@@ -59,16 +83,17 @@ std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   Steps steps{mlp,
               {{x, mlp.rows, mlp.in, mlp.dtype},
                mlp.layers[0],
-               Refusal::kNone,
+               refusal_of(mlp.layers[0]),
                gpu(mlp.device),
                current_stream(mlp.device),
                {normed ? most_norm_ctas(mlp.rows) : 0, mlp.residual.data != nullptr}},
               std::nullopt};
-  const auto takes = [&](const FusedGemm& gemm) { return gemm.fused() && !lacks_cublas_handle(gemm, mlp.device); };
-  if (!takes(steps.first)) return {};
+  if (lacks_cublas_handle(steps.first, mlp.device)) return {};
   if (mlp.count == 2) {
-    steps.second.emplace(steps.first.behind(mlp.layers[1], Refusal::kNone));
-    if (!takes(*steps.second)) return {};
+    steps.second.emplace(steps.first.behind(mlp.layers[1], refusal_of(mlp.layers[1])));
+    if (lacks_cublas_handle(*steps.second, mlp.device)) return {};
+  } else if (steps.is_activated_by_torch()) {
+    return {};  // it would not be in the tensor given
   }
   return steps;
 }

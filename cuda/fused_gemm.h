@@ -41,7 +41,7 @@ struct FusedGemm {
   // Whether the kernel adds its results to rows that lie like these.
   bool adds_to(const Matrix& addend) const {
     const bool pairs = reinterpret_cast<uintptr_t>(addend.data) % 4 == 0 && addend.row_stride % 2 == 0;
-    return pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;
+    return fused() && pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;
   }
 
   // Computes the layer, and addend + factor * that where there is an addend.

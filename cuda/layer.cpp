@@ -10,22 +10,10 @@
 #include "device.h"
 #include "fused_gemm.h"
 #include "gemm/record.h"
-#include "pointwise.h"
+#include "torch_layer.h"
 
 namespace fused_mlp {
 namespace {
-
-using torch::headeronly::ScalarType;
-
-Matrix dense_matrix(const Tensor& tensor, int64_t cols) { return {tensor.mutable_data_ptr(), cols}; }
-
-// Whether torch's GEMM can do the whole layer: cuBLASLt adds a bias and applies tanh-GELU in its epilogue. In float32
-// the activation is left to the pointwise kernel, and where there are no input features torch does not apply it.
-// cuBLASLt has ReLU too, but does not document that a NaN passes through it.
-bool torch_has_epilogue(const Layer& layer) {
-  return static_cast<Activation>(layer.activation) == Activation::kGeluTanh && layer.up_weight == nullptr &&
-         layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
-}
 
 Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_of(x.tensor, "x")}; }
 
@@ -61,28 +49,6 @@ FusedGemm behind(const FusedGemm& gemm, const Layer& layer) {
   return gemm.behind(described.layer, described.refusal);
 }
 
-// The layer by torch's GEMM with its epilogue, or by torch's GEMMs and a pointwise kernel that overwrites the first
-// one's result.
-Tensor torch_layer(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Layer& layer) {
-  if (torch_has_epilogue(layer)) {
-    const Tensor rows = matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1});
-    constexpr int32_t kUseGelu = 1;
-    AtenTensorHandle out = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__addmm_activation(layer.bias->get(), rows.get(),
-                                                             transposed(layer.weight).get(), 1.0, 1.0, kUseGelu, &out));
-    return view_of(Tensor(out), out_sizes, dense_strides(out_sizes));
-  }
-  const Tensor out = torch_linear(x, out_sizes, layer.weight, layer.bias);
-  const bool gated = layer.up_weight != nullptr;
-  if (!gated && static_cast<Activation>(layer.activation) == Activation::kLinear) return out;
-  const TensorRows rows(out);
-  const Tensor up = gated ? torch_linear(x, out_sizes, *layer.up_weight, layer.up_bias) : out;
-  check(launch_act_and_mul(dense_matrix(out, rows.cols), gated ? dense_matrix(up, rows.cols) : kNoMatrix,
-                           dense_matrix(out, rows.cols), rows.rows, rows.cols, dtype_of(out, "x"), layer.activation,
-                           current_stream(out)));
-  return out;
-}
-
 // A bit for each GPU on which this thread has had torch make a cuBLAS handle.
 thread_local uint64_t made_cublas_handles = 0;
 uint64_t handle_bit(int32_t device) { return uint64_t{1} << device % 64; }
@@ -97,10 +63,17 @@ void make_cublas_handle(const FusedGemm& gemm, const Tensor& like) {
 }
 
 Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
-  const auto out_sizes = with_last_size(x, layer.weight.size(0));
-  if (!gemm->fused()) return torch_layer(rows, out_sizes, layer);
+  const int64_t n = layer.weight.size(0);
+  const auto out_sizes = with_last_size(x, n);
+  if (!gemm->fused() && torch_has_epilogue(layer)) {
+    return view_of(torch_activated(matrix_view(rows), layer), out_sizes, dense_strides(out_sizes));
+  }
   const Tensor out = new_dense(x, out_sizes);
-  gemm->launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr());
+  if (gemm->fused()) {
+    gemm->launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr());
+  } else {
+    torch_layer(matrix_view(rows), layer, matrix_view(out, {rows.rows, n}, {n, 1}));
+  }
   return out;
 }
 
@@ -120,15 +93,6 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
 
 bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device) {
   return gemm.fused() && gemm.launcher != Launcher::kGraph && !(made_cublas_handles & handle_bit(device));
-}
-
-Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
-                    const OptionalTensor& bias) {
-  const int64_t n = weight.size(0);
-  const Tensor out = new_dense(x.tensor, out_sizes);
-  linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(
-      matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1}), weight, bias);
-  return out;
 }
 
 Tensor apply_layer(const Tensor& x, const Layer& layer, const Place& place) {

@@ -1,5 +1,4 @@
-// A layer on a GPU: one fused GEMM where the GPU's architecture has one that suits it, and otherwise torch's GEMMs
-// followed by a pointwise kernel.
+// A layer on a GPU: one fused GEMM where the GPU's architecture has one that suits it, and otherwise torch's.
 #pragma once
 
 #include <vector>
@@ -30,10 +29,6 @@ Tensor apply_layer(const Tensor& x, const Layer& layer, const Place& place = {})
 
 // Computes a layer, and another one of its result.
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, const Place& place = {});
-
-// x weight^T + bias by torch's GEMM.
-Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
-                    const OptionalTensor& bias);
 
 inline std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());

@@ -16,6 +16,7 @@
 #include "gemm/record.h"
 #include "layer.h"
 #include "pointwise.h"
+#include "torch_layer.h"
 
 namespace fused_mlp {
 namespace {

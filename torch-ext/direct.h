@@ -10,9 +10,11 @@
 namespace fused_mlp {
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one. Weights are [out, in], and their rows, as
-// the biases, have adjacent elements; a bias may be null.
+// the biases, have adjacent elements; where transposed, the matrices described are those that weights are transposes
+// of. A bias may be null.
 struct PlainLayer {
   Matrix weight, up_weight;
+  bool transposed;
   const void *bias, *up_bias;
   int64_t out;
   int64_t activation;
@@ -34,7 +36,7 @@ struct PlainMlp {
 bool may_be_direct(DType dtype, int64_t rows);
 
 // Returns what computes an MLP into adjacent rows, on a GPU by torch's current stream. It is empty where the op has to
-// be called: its kernels are not all ours, or the MLP is on another device than the current one.
+// be called: there is no such code for its layers, or the MLP is on another device than the current one.
 std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
 
 }  // namespace fused_mlp

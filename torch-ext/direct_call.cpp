@@ -84,11 +84,12 @@ class Reader {
   }
 
   // Reads a weight that has so many inputs.
-  bool read_weight(Py_ssize_t place, int64_t in, Matrix* matrix, int64_t* out) const {
+  bool read_weight(Py_ssize_t place, int64_t in, Matrix* matrix, int64_t* out, bool* transposed) const {
     dlpack::Tensor weight;
     if (!read_tensor(at(place), 2, &weight) || weight.sizes[0] == 0 || weight.sizes[1] != in) return false;
-    if (weight.strides[1] != 1 && in != 1) return false;
-    *matrix = {weight.data, weight.strides[0]};
+    *transposed = weight.strides[1] != 1 && in != 1;
+    if (*transposed && weight.strides[0] != 1) return false;
+    *matrix = {weight.data, weight.strides[*transposed ? 1 : 0]};
     *out = weight.sizes[0];
     return true;
   }
@@ -110,14 +111,16 @@ class Reader {
     first.activation = integer(biases + form_.weights);
     first.up_weight = kNoMatrix;
     first.up_bias = nullptr;
-    if (!read_weight(1, mlp->in, &first.weight, &first.out) || !read_vector(biases, first.out, &first.bias)) {
+    if (!read_weight(1, mlp->in, &first.weight, &first.out, &first.transposed) ||
+        !read_vector(biases, first.out, &first.bias)) {
       return false;
     }
     if (form_.packed && !split(mlp->dtype, &first)) return false;
     if (parts == 2) {
       int64_t out;
-      if (!read_weight(2, mlp->in, &first.up_weight, &out) || out != first.out ||
-          !read_vector(biases + 1, out, &first.up_bias)) {
+      bool transposed;
+      if (!read_weight(2, mlp->in, &first.up_weight, &out, &transposed) || out != first.out ||
+          transposed != first.transposed || !read_vector(biases + 1, out, &first.up_bias)) {
         return false;
       }
     }
@@ -126,7 +129,7 @@ class Reader {
     second.up_weight = kNoMatrix;
     second.up_bias = nullptr;
     second.activation = static_cast<int64_t>(Activation::kLinear);
-    return read_weight(1 + parts, first.out, &second.weight, &second.out) &&
+    return read_weight(1 + parts, first.out, &second.weight, &second.out, &second.transposed) &&
            read_vector(biases + parts, second.out, &second.bias);
   }
 
@@ -138,7 +141,8 @@ class Reader {
       return static_cast<const char*>(data) + elements * element_bytes(dtype);
     };
     const int64_t stride = layer->weight.row_stride;
-    layer->up_weight = {const_cast<char*>(behind(layer->weight.data, layer->out * stride)), stride};
+    const int64_t half = layer->transposed ? layer->out : layer->out * stride;
+    layer->up_weight = {const_cast<char*>(behind(layer->weight.data, half)), stride};
     if (layer->bias != nullptr) layer->up_bias = behind(layer->bias, layer->out);
     if (form_.up_first) {
       std::swap(layer->weight, layer->up_weight);

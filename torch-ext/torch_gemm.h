@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "tensor_rows.h"
 #include "torch_binding.h"
 
 // torch's GEMMs, called without its dispatcher, which takes more time than a small product does.
@@ -27,6 +28,8 @@ inline Tensor matrix_view(const Tensor& tensor, std::array<int64_t, 2> sizes, st
                           int64_t offset = 0) {
   return view_of(tensor, sizes, strides, offset);
 }
+
+inline Tensor matrix_view(const TensorRows& x) { return matrix_view(x.tensor, {x.rows, x.cols}, {x.row_stride, 1}); }
 
 inline Tensor transposed(const Tensor& weight) {
   return matrix_view(weight, {weight.size(1), weight.size(0)}, {weight.stride(1), weight.stride(0)});

@@ -1,0 +1,52 @@
+#include "torch_layer.h"
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+
+#include "../torch-ext/operands.h"
+#include "../torch-ext/torch_gemm.h"
+#include "device.h"
+#include "pointwise.h"
+
+namespace fused_mlp {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr auto linear_into_rows = linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>;
+
+Matrix dense_matrix(const Tensor& rows) { return {rows.mutable_data_ptr(), rows.size(1)}; }
+
+}  // namespace
+
+bool torch_has_epilogue(const Layer& layer) {
+  return static_cast<Activation>(layer.activation) == Activation::kGeluTanh && layer.up_weight == nullptr &&
+         layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
+}
+
+Tensor torch_activated(const Tensor& x, const Layer& layer) {
+  constexpr int32_t kUseGelu = 1;
+  AtenTensorHandle out = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__addmm_activation(layer.bias->get(), x.get(), transposed(layer.weight).get(),
+                                                           1.0, 1.0, kUseGelu, &out));
+  return Tensor(out);
+}
+
+void torch_layer(const Tensor& x, const Layer& layer, const Tensor& out) {
+  linear_into_rows(out, x, layer.weight, layer.bias);
+  const bool gated = layer.up_weight != nullptr;
+  if (!gated && layer.activation == kNoActivation) return;
+  const Tensor up = gated ? new_dense(out, out.sizes()) : out;
+  if (gated) linear_into_rows(up, x, *layer.up_weight, layer.up_bias);
+  check(launch_act_and_mul(dense_matrix(out), gated ? dense_matrix(up) : kNoMatrix, dense_matrix(out), out.size(0),
+                           out.size(1), dtype_of(out, "x"), layer.activation, current_stream(out)));
+}
+
+Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
+                    const OptionalTensor& bias) {
+  const int64_t n = weight.size(0);
+  const Tensor out = new_dense(x.tensor, out_sizes);
+  linear_into_rows(matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x), weight, bias);
+  return out;
+}
+
+}  // namespace fused_mlp
