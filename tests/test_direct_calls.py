@@ -242,9 +242,8 @@ def test_vmap(fused_mlp, kind):
     torch.testing.assert_close(torch.func.vmap(fused)(x), module(x), rtol=0, atol=5e-2)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "block, packed"]
-)  # its LayerNorm has tangents of float32
+# A LayerNorm of the input has tangents of float32.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("block, packed", "block, first by columns")])
 def test_jvp(fused_mlp, kind):
     module, fused = fused_pair(fused_mlp, kind)
     x = x_of(4, 3, 64)

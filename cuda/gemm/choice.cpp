@@ -64,7 +64,7 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
 // kSometimesAwaited where it is estimated to take at most hardly_longer() microseconds more than torch's. That is more
 // in a block, where the CPU also has an attention to launch; of a call alone nobody knows what else there is to launch.
 constexpr double kNeverAwaited = 16.5, kSometimesAwaited = 100.0;
-constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher::kCpuInBlock ? 20.0 : 6.0; }
+constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher::kCpuInBlock ? 10.0 : 6.0; }
 // A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
 // launches them, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
