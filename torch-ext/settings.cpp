@@ -8,11 +8,11 @@ namespace {
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",     "parameter", "linear",       "dropout",   "identity", "gelu",      "function",   "builtin",
-    "method",     "module",    "call",         "original",  "known",    "kernels",   "composites", "linears",
-    "norms",      "ops",       "dtypes",       "on_device", "refusal",  "every_gpu", "parts",      "least_recorded",
-    "least_work", "blocks",    "is_inference", "quiet",     "autocast", "composed",  "modes",      "empty",
-    "unchanged",  "exchange",  "is_negated",   "dispatched"};
+    "tensor",     "parameter", "linear",       "dropout",    "identity",  "gelu",      "function",   "builtin",
+    "method",     "module",    "call",         "original",   "known",     "kernels",   "composites", "linears",
+    "norms",      "ops",       "dtypes",       "on_device",  "refusal",   "every_gpu", "parts",      "least_recorded",
+    "least_work", "blocks",    "is_inference", "quiet",      "autocast",  "composed",  "modes",      "empty",
+    "unchanged",  "exchange",  "is_negated",   "empty_like", "dispatched"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;
@@ -38,7 +38,7 @@ bool configure(PyObject* given) {
     }
     Py_INCREF(*place++);
   }
-  if (!configure_direct_calls(read.exchange, read.is_negated, read.dispatched)) return false;
+  if (!configure_direct_calls(read.exchange, read.is_negated, read.empty_like, read.dispatched)) return false;
   settings = read;
   static const Names made;
   made_names = &made;

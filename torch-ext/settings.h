@@ -45,6 +45,7 @@ struct Settings {
   PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
   PyObject* exchange;      // the arguments of configure_direct_calls()
   PyObject* is_negated;
+  PyObject* empty_like;
   PyObject* dispatched;
 };
 extern Settings settings;

@@ -158,6 +158,7 @@ if plain is not None:
             ),
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None) if _DISPATCHED else None,
             "is_negated": Tensor.is_neg,
+            "empty_like": torch.empty_like,
             "dispatched": _DISPATCHED,
         }
     )
