@@ -23,18 +23,10 @@ bool by_fast_dots(DType dtype) { return by_dots(dtype) && has_wide_vectors(); }
 const Kernels* kernels(DType dtype) {
 #if defined(__x86_64__)
   if (by_dots(dtype)) return &avx512_bf16::kFewRows;
-  switch (isa()) {
-    case Isa::kAmx:
-    case Isa::kAvx512Bf16:
-    case Isa::kAvx512:
-      return &avx512::kFewRows;
-    case Isa::kAvx2:
-      return &avx2::kFewRows;
-    case Isa::kScalar:
-      break;
-  }
-#endif
+  return widest(avx512::kFewRows, avx2::kFewRows);
+#else
   return nullptr;
+#endif
 }
 
 // Bytes of weights worth a thread.

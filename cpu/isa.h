@@ -19,4 +19,11 @@ bool has_wide_vectors();
 // Its name in that variable.
 const char* name(Isa isa);
 
+// The one of two tables of kernels that was compiled for the widest vectors in use; null where none are.
+template <typename Kernels>
+const Kernels* widest(const Kernels& avx512, const Kernels& avx2) {
+  if (isa() >= Isa::kAvx512) return &avx512;
+  return isa() == Isa::kAvx2 ? &avx2 : nullptr;
+}
+
 }  // namespace fused_mlp

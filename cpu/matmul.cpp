@@ -18,18 +18,10 @@ namespace {
 
 const Kernels* kernels() {
 #if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::kAmx:
-    case Isa::kAvx512Bf16:
-    case Isa::kAvx512:
-      return &avx512::kProducts;
-    case Isa::kAvx2:
-      return &avx2::kProducts;
-    case Isa::kScalar:
-      break;
-  }
-#endif
+  return widest(avx512::kProducts, avx2::kProducts);
+#else
   return nullptr;
+#endif
 }
 
 // The numbers of rows, of a or of both where a is read by columns, for which these kernels were measured to take less

@@ -15,16 +15,7 @@ namespace fused_mlp {
 
 const PointwiseKernels& pointwise() {
 #if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::kAmx:
-    case Isa::kAvx512Bf16:
-    case Isa::kAvx512:
-      return avx512::kPointwise;
-    case Isa::kAvx2:
-      return avx2::kPointwise;
-    case Isa::kScalar:
-      break;
-  }
+  if (const PointwiseKernels* vectors = widest(avx512::kPointwise, avx2::kPointwise)) return *vectors;
 #endif
   return scalar::kPointwise;
 }
