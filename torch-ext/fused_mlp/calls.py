@@ -140,7 +140,8 @@ def experts_mlp(
     if result is None:
         chosen = _experts_backend(given, form)
         compute = _composed_experts if chosen is None else chosen.experts_mlp
-        result = compute(*flat, *given[3:], *form)
+        arguments = (*flat, *given[3:], *form)
+        result = dispatch.op_or_parts(compute, arguments, lambda: _composed_experts(*arguments))
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 
@@ -165,7 +166,9 @@ def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Opt
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
     """The result of a call of ``experts_mlp`` that autograd follows, by one op each way; None where it has parts."""
-    return experts_training.run(given, form) if are_trained(given, form) else None
+    if not are_trained(given, form):
+        return None
+    return dispatch.op_or_parts(experts_training.run, (given, form), lambda: _composed_experts(*given, *form))
 
 
 def are_trained(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
@@ -296,7 +299,8 @@ def _checked(
         return _recorded(op, composed, given, activation, memory)
     if composition_reason(*given) is not None:
         return composed(*given, activation)
-    return getattr(dispatch.select(op, given[0]), op)(*given, activation)
+    compute = getattr(dispatch.select(op, given[0]), op)
+    return dispatch.op_or_parts(compute, (*given, activation), lambda: composed(*given, activation))
 
 
 def _recorded(
@@ -310,7 +314,8 @@ def _recorded(
     """The result of a call that autograd follows: one op each way, or the composed parts."""
     cast = autocast(given)
     if recording_reason(op, cast, activation, memory) is None:
-        return training.run(op, cast, activation, memory, *up_first)
+        operands_of_op = (op, cast, activation, memory, *up_first)
+        return dispatch.op_or_parts(training.run, operands_of_op, lambda: composed(*given, activation, *up_first))
     if memory == training.RECOMPUTED and not training.is_transformed():
         return checkpoint(composed, *given, activation, *up_first, use_reentrant=False, preserve_rng_state=False)
     return composed(*given, activation, *up_first)
@@ -407,7 +412,11 @@ def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     implementation = dispatch.select("act_and_mul", gate, gate.numel() if recorded else None)
     if recorded and implementation is not reference:
         return _ActAndMul.apply(gate, up, activation, implementation)
-    return implementation.act_and_mul(gate, up, activation)
+    return _computed_act_and_mul(implementation, gate, up, activation)
+
+
+def _computed_act_and_mul(implementation: ModuleType, *given: Any) -> Tensor:
+    return dispatch.op_or_parts(implementation.act_and_mul, given, lambda: reference.act_and_mul(*given))
 
 
 class _ActAndMul(torch.autograd.Function):
@@ -415,7 +424,7 @@ class _ActAndMul(torch.autograd.Function):
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, activation: int, implementation) -> Tensor:
-        return implementation.act_and_mul(gate, up, activation)
+        return _computed_act_and_mul(implementation, gate, up, activation)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -427,6 +436,7 @@ class _ActAndMul(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
         composed = torch.is_grad_enabled() or _ambient_reason() is not None
-        implementation = reference if composed else ctx.implementation
-        gate_grad, up_grad = implementation.act_and_mul_backward(grad, gate, up, ctx.activation)
+        backward = (reference if composed else ctx.implementation).act_and_mul_backward
+        given = grad, gate, up, ctx.activation
+        gate_grad, up_grad = dispatch.op_or_parts(backward, given, lambda: reference.act_and_mul_backward(*given))
         return gate_grad, up_grad, None, None

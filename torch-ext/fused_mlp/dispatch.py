@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from types import ModuleType
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .backends import native, reference, triton
+
+_T = TypeVar("_T")
 
 _BACKENDS: Dict[str, ModuleType] = {"triton": triton, "torch": reference}
 if native.DEVICE_TYPE is not None:
@@ -111,6 +113,25 @@ def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:
     if not measured or _open_blocks[-1].name != "auto" or triton.refusal(op, x) is not None:
         return None
     return triton if native.is_hopper(x) else None
+
+
+def op_or_parts(op: Callable[..., _T], given: Sequence[Any], parts: Callable[[], _T]) -> _T:
+    """``op(*given)``; where a function of torch's fails in it, ``parts()``: the same by torch's operations.
+
+    Behind torch's stable ABI an error has neither its class nor its reason. The parts raise it with both, as where
+    memory runs out, or find the room that the op did not.
+    """
+    if torch.compiler.is_compiling():  # a graph runs no Python
+        return op(*given)
+    try:
+        return op(*given)
+    except RuntimeError as error:
+        if _TORCH_FAILED not in str(error):
+            raise
+    return parts()
+
+
+_TORCH_FAILED = " API call failed at "  # what torch's headers say of it
 
 
 def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, str]:

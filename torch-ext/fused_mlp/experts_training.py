@@ -68,7 +68,10 @@ class _Experts(torch.autograd.Function):
         else:
             bits = sum(need << place for place, need in enumerate(needs))
             given = (grad, sorted_x, kept, index, weights, gate_up, down)
-            found = native.experts_training_backward(*given, ctx.form.activation, bits)
+            composed = ((x, weights, gate_up, down), index, grad, needs, ctx.form)
+            operands = (*given, ctx.form.activation, bits)
+            backward = native.experts_training_backward
+            found = dispatch.op_or_parts(backward, operands, lambda: _composed_gradients(*composed))
         found = iter(found)
         return (*[next(found) if need else None for need in needs], None, None)
 

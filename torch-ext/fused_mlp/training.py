@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import dispatch
 from ._ops import add_op_namespace_prefix
 from .activations import ACTIVATIONS
 from .backends import native, plans, reference
@@ -186,7 +187,9 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         found = _composed_gradients(saved[:7], grad, ctx.needs_input_grad, activation, up_first)
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
-        found = backward(grad, *saved[:6], gate, up, activation, bits, up_first)
+        composed = (saved[:7], grad, ctx.needs_input_grad, activation, up_first)
+        operands = (grad, *saved[:6], gate, up, activation, bits, up_first)
+        found = dispatch.op_or_parts(backward, operands, lambda: _composed_gradients(*composed))
     return in_places((*found, None))
 
 
