@@ -7,21 +7,21 @@
 
 namespace fused_mlp {
 
-constexpr int kSumThreads = 512;
+constexpr int kColumnSumThreads = 512;
 constexpr int kSumColumns = 32;  // of a block
 constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 
 // The rows that a block reads at once: threads beside each other share a row.
 template <int Width>
-constexpr int kSumRows = kSumThreads / (kSumColumns / Width);
+constexpr int kSumRows = kColumnSumThreads / (kSumColumns / Width);
 
 // A block sums `part_rows` rows of its columns. A thread adds up a few rows and then adds that to its sums, always in
 // the same order: results are the same in every call, and rounding errors stay small with many rows.
 template <typename In, typename Out, int Width>
-__global__ void __launch_bounds__(kSumThreads, 2)
+__global__ void __launch_bounds__(kColumnSumThreads, 2)
     column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Out* out) {
   using Vec = Packed<In, Width>;
-  constexpr int kLanes = kSumColumns / Width, kWarps = kSumThreads / 32;
+  constexpr int kLanes = kSumColumns / Width, kWarps = kColumnSumThreads / 32;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
   const int64_t col = int64_t{blockIdx.x} * kSumColumns + lane * Width;
   const int64_t begin = int64_t{blockIdx.y} * part_rows, end = min(rows, begin + part_rows);

@@ -1,7 +1,7 @@
 """Compiles the CUDA code with a toolkit of which PyPI has no nvcc, to see whether that version takes it.
 
 The device code goes through NVRTC, which has nvcc's front end, and ptxas. NVRTC refuses host code: so it gets the
-headers that define the kernels, and the names of the kernels that a build by nvcc made of them. The C++ files go
+headers of device code, and the names of the kernels that a build by nvcc made of them. The C++ files go
 through the C++ compiler, with the toolkit's headers. The launches in the .cu files are all that is not seen.
 """
 
@@ -16,10 +16,11 @@ import project
 from . import plan
 from .toolchain import BuildError
 
-# NVRTC has no standard library. CUDA's own has the two headers that the kernels use; cuda.h asks for the C ones.
+# NVRTC has no standard library. CUDA's own has the headers that the kernels use; cuda.h asks for the C ones.
 STANDARD_HEADERS = {
     "cstdint": "#include <cuda/std/cstdint>\nusing namespace cuda::std;\n",
     "type_traits": "#include <cuda/std/type_traits>\nnamespace std { using namespace cuda::std; }\n",
+    "limits": "#include <cuda/std/limits>\nnamespace std { using namespace cuda::std; }\n",
     "stdint.h": '#include "cstdint"\n',
     "stdlib.h": "",
 }
@@ -73,11 +74,11 @@ def kernels(compiled: Path) -> list[str]:
 def compile(toolkit: Toolkit, section: plan.Section, names: list[str], arch: str, out: Path) -> Cubin:
     """The named kernels of a section for one capability, as the file `out`."""
     number = arch.removesuffix("+PTX").replace(".", "")
-    headers = [source for source in section.sources if "__global__" in (project.ROOT / source).read_text()]
-    includes = [*toolkit.includes, *{(project.ROOT / header).parent for header in headers}]
+    headers = device_headers(section)
+    includes = [*toolkit.includes, *{header.parent for header in headers}]
     options = [f"--gpu-architecture=compute_{number}", "--std=c++20", "--device-as-default-execution-space"]
     options += [f"--include-path={include}" for include in includes]
-    text = "".join(f'#include "{Path(header).name}"\n' for header in headers if header.endswith(".cuh"))
+    text = "".join(f'#include "{header.name}"\n' for header in headers)
     out.parent.mkdir(parents=True, exist_ok=True)
     ptx = out.with_suffix(".ptx")
     ptx.write_bytes(_ptx(toolkit.nvrtc(), text, names, options))
@@ -86,6 +87,12 @@ def compile(toolkit: Toolkit, section: plan.Section, names: list[str], arch: str
     if result.returncode != 0:
         raise BuildError(f"ptxas {toolkit.version} for {arch}: {_first_error(result.stderr)}")
     return Cubin(out.stat().st_size, *losses(result.stderr))
+
+
+def device_headers(section: plan.Section) -> list[Path]:
+    """Those that define kernels, or what they are made of."""
+    paths = [project.ROOT / source for source in section.sources if source.endswith(".cuh")]
+    return [path for path in paths if re.search("__(global|device)__", path.read_text())]
 
 
 def losses(messages: str) -> tuple[int, int]:
