@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "fused_gemm.h"
-#include "lent.h"
 #include "norm.h"
+#include "tensor_views.h"
 #include "torch_layer.h"
 
 namespace fused_mlp {
@@ -30,7 +30,7 @@ struct Steps {
     if (second) {
       const int64_t features = mlp.layers[0].out;
       if (is_activated_by_torch()) {
-        activated = torch_activated(Lender(mlp).rows(x, mlp.in), lent(0).get());
+        activated = torch_activated(TensorViews(mlp).rows(x, mlp.in), layer_views(0).get());
         x = {activated->mutable_data_ptr(), features};
       } else {
         const Matrix result{hidden.emplace(bytes(features)).data(), features};
@@ -51,12 +51,12 @@ struct Steps {
   }
 
   // Whether the first layer is one that torch makes the result of.
-  bool is_activated_by_torch() const { return !first.fused() && torch_has_epilogue(lent(0).get()); }
+  bool is_activated_by_torch() const { return !first.fused() && torch_has_epilogue(layer_views(0).get()); }
 
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
   int64_t in(int number) const { return number == 0 ? mlp.in : mlp.layers[number - 1].out; }
-  LentLayer lent(int number) const { return {Lender(mlp), mlp.layers[number], in(number)}; }
+  LayerViews layer_views(int number) const { return {TensorViews(mlp), mlp.layers[number], in(number)}; }
 
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
     check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
@@ -65,9 +65,9 @@ struct Steps {
 
   void compute(FusedGemm* gemm, int number, const Matrix& x, void* out) const {
     if (gemm->fused()) return gemm->launch(x.data, out);
-    const Lender lender(mlp);
+    const TensorViews views(mlp);
     const int64_t features = mlp.layers[number].out;
-    torch_layer(lender.rows(x, in(number)), lent(number).get(), lender.rows({out, features}, features));
+    torch_layer(views.rows(x, in(number)), layer_views(number).get(), views.rows({out, features}, features));
   }
 };
 

@@ -10,8 +10,8 @@
 namespace fused_mlp {
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one. Weights are [out, in], and their rows, as
-// the biases, have adjacent elements; where transposed, the matrices described are those that weights are transposes
-// of. A bias may be null.
+// the biases, have adjacent elements. Where `transposed`, memory holds them as [in, out], and the matrices describe
+// that. A bias may be null.
 struct PlainLayer {
   Matrix weight, up_weight;
   bool transposed;

@@ -74,7 +74,7 @@ class Reader {
   PyObject* new_result(const PlainMlp& mlp) const {
     static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
     const int64_t out = mlp.layers[mlp.count - 1].out;
-    // This takes two thirds of the time of new_empty.
+    // This takes two thirds of the time of new_empty (measured on a CPU).
     if (out == mlp.in && is_contiguous(x_)) return PyObject_CallFunctionObjArgs(empty_like, at(0), nullptr);
     Owned sizes(PyTuple_New(x_.dims));
     for (int d = 0; sizes && d < x_.dims; ++d) {

@@ -314,8 +314,8 @@ def _recorded(
     """The result of a call that autograd follows: one op each way, or the composed parts."""
     cast = autocast(given)
     if recording_reason(op, cast, activation, memory) is None:
-        operands_of_op = (op, cast, activation, memory, *up_first)
-        return dispatch.op_or_parts(training.run, operands_of_op, lambda: composed(*given, activation, *up_first))
+        arguments = (op, cast, activation, memory, *up_first)
+        return dispatch.op_or_parts(training.run, arguments, lambda: composed(*given, activation, *up_first))
     if memory == training.RECOMPUTED and not training.is_transformed():
         return checkpoint(composed, *given, activation, *up_first, use_reentrant=False, preserve_rng_state=False)
     return composed(*given, activation, *up_first)

@@ -69,9 +69,9 @@ class _Experts(torch.autograd.Function):
             bits = sum(need << place for place, need in enumerate(needs))
             given = (grad, sorted_x, kept, index, weights, gate_up, down)
             composed = ((x, weights, gate_up, down), index, grad, needs, ctx.form)
-            operands = (*given, ctx.form.activation, bits)
+            arguments = (*given, ctx.form.activation, bits)
             backward = native.experts_training_backward
-            found = dispatch.op_or_parts(backward, operands, lambda: _composed_gradients(*composed))
+            found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
         found = iter(found)
         return (*[next(found) if need else None for need in needs], None, None)
 

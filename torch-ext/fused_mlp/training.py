@@ -188,8 +188,8 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
         composed = (saved[:7], grad, ctx.needs_input_grad, activation, up_first)
-        operands = (grad, *saved[:6], gate, up, activation, bits, up_first)
-        found = dispatch.op_or_parts(backward, operands, lambda: _composed_gradients(*composed))
+        arguments = (grad, *saved[:6], gate, up, activation, bits, up_first)
+        found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
     return in_places((*found, None))
 
 

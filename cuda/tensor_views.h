@@ -11,20 +11,20 @@
 namespace fused_mlp {
 
 // Makes tensors of what an MLP reads and writes.
-class Lender {
+class TensorViews {
  public:
-  explicit Lender(const PlainMlp& mlp)
+  explicit TensorViews(const PlainMlp& mlp)
       : rows_(mlp.rows), dtype_(scalar_type(mlp.dtype)), device_(torch::headeronly::DeviceType::CUDA, mlp.device) {}
 
   Tensor rows(const Matrix& matrix, int64_t cols) const {
-    return lend(matrix.data, {rows_, cols}, {matrix.row_stride, 1});
+    return view(matrix.data, {rows_, cols}, {matrix.row_stride, 1});
   }
   Tensor weight(const Matrix& matrix, const PlainLayer& layer, int64_t in) const {
-    if (layer.transposed) return lend(matrix.data, {layer.out, in}, {1, matrix.row_stride});
-    return lend(matrix.data, {layer.out, in}, {matrix.row_stride, 1});
+    if (layer.transposed) return view(matrix.data, {layer.out, in}, {1, matrix.row_stride});
+    return view(matrix.data, {layer.out, in}, {matrix.row_stride, 1});
   }
   OptionalTensor bias(const void* data, const PlainLayer& layer) const {
-    return data == nullptr ? kNoBias : lend(const_cast<void*>(data), {layer.out}, {1});
+    return data == nullptr ? kNoBias : view(const_cast<void*>(data), {layer.out}, {1});
   }
 
  private:
@@ -35,7 +35,7 @@ class Lender {
     return dtype == DType::kFloat16 ? ScalarType::Half : ScalarType::BFloat16;
   }
 
-  Tensor lend(void* data, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) const {
+  Tensor view(void* data, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) const {
     return torch::stable::from_blob(data, sizes, strides, device_, dtype_);
   }
 
@@ -45,14 +45,14 @@ class Lender {
 };
 
 // The weights and biases of a layer. Holds the tensors that get() refers to.
-class LentLayer {
+class LayerViews {
  public:
-  LentLayer(const Lender& lender, const PlainLayer& layer, int64_t in)
-      : weight_(lender.weight(layer.weight, layer, in)),
-        bias_(lender.bias(layer.bias, layer)),
-        up_bias_(lender.bias(layer.up_bias, layer)),
+  LayerViews(const TensorViews& views, const PlainLayer& layer, int64_t in)
+      : weight_(views.weight(layer.weight, layer, in)),
+        bias_(views.bias(layer.bias, layer)),
+        up_bias_(views.bias(layer.up_bias, layer)),
         activation_(layer.activation) {
-    if (layer.up_weight.data != nullptr) up_weight_ = lender.weight(layer.up_weight, layer, in);
+    if (layer.up_weight.data != nullptr) up_weight_ = views.weight(layer.up_weight, layer, in);
   }
 
   Layer get() const { return {weight_, up_weight_ ? &*up_weight_ : nullptr, bias_, up_bias_, activation_}; }
