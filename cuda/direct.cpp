@@ -21,22 +21,20 @@ struct Steps {
 
   void operator()(void* out) {
     std::optional<Scratch> normed, hidden;
-    OptionalTensor activated;
+    OptionalTensor torch_hidden;
     Matrix x = mlp.x;
     if (mlp.first.kind != NormKind::kNone) {
       x = {normed.emplace(bytes(mlp.in)).data(), mlp.in};
       norm(mlp.x, kNoMatrix, x, mlp.in, mlp.first);
     }
-    if (second) {
+    if (second && first.fused()) {
       const int64_t features = mlp.layers[0].out;
-      if (is_activated_by_torch()) {
-        activated = torch_activated(TensorViews(mlp).rows(x, mlp.in), layer_views(0).get());
-        x = {activated->mutable_data_ptr(), features};
-      } else {
-        const Matrix result{hidden.emplace(bytes(features)).data(), features};
-        compute(&first, 0, x, result.data);
-        x = result;
-      }
+      const Matrix result{hidden.emplace(bytes(features)).data(), features};
+      first.launch(x.data, result.data);
+      x = result;
+    } else if (second) {
+      torch_hidden = torch_layer(TensorViews(mlp).rows(x, mlp.in), layer_views(0).get());
+      x = {torch_hidden->mutable_data_ptr(), mlp.layers[0].out};
     }
     const int number = mlp.count - 1;
     FusedGemm& last = second ? *second : first;
@@ -44,14 +42,20 @@ struct Steps {
     if (mlp.residual.data != nullptr && mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
       return last.launch(x.data, out, mlp.residual, mlp.last.factor);
     }
-    compute(&last, number, x, out);
+    if (last.fused()) {
+      last.launch(x.data, out);
+    } else {
+      const TensorViews views(mlp);
+      const int64_t features = mlp.layers[number].out;
+      torch_layer_into(views.rows({out, features}, features), views.rows(x, in(number)), layer_views(number).get());
+    }
     if (mlp.residual.data == nullptr) return;
     const Matrix result{out, mlp.layers[number].out};
     norm(result, mlp.residual, result, result.row_stride, mlp.last);
   }
 
-  // Whether the first layer is one that torch makes the result of.
-  bool is_activated_by_torch() const { return !first.fused() && torch_has_epilogue(layer_views(0).get()); }
+  // Whether torch makes the result of the first layer.
+  bool first_is_made_by_torch() const { return !first.fused() && torch_has_epilogue(layer_views(0).get()); }
 
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
@@ -61,13 +65,6 @@ struct Steps {
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
     check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
                       first.stream));
-  }
-
-  void compute(FusedGemm* gemm, int number, const Matrix& x, void* out) const {
-    if (gemm->fused()) return gemm->launch(x.data, out);
-    const TensorViews views(mlp);
-    const int64_t features = mlp.layers[number].out;
-    torch_layer(views.rows(x, in(number)), layer_views(number).get(), views.rows({out, features}, features));
   }
 };
 
@@ -92,8 +89,8 @@ std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   if (mlp.count == 2) {
     steps.second.emplace(steps.first.behind(mlp.layers[1], refusal_of(mlp.layers[1])));
     if (lacks_cublas_handle(*steps.second, mlp.device)) return {};
-  } else if (steps.is_activated_by_torch()) {
-    return {};  // it would not be in the tensor given
+  } else if (steps.first_is_made_by_torch()) {
+    return {};
   }
   return steps;
 }

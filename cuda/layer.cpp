@@ -63,17 +63,12 @@ void make_cublas_handle(const FusedGemm& gemm, const Tensor& like) {
 }
 
 Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer& layer) {
-  const int64_t n = layer.weight.size(0);
-  const auto out_sizes = with_last_size(x, n);
-  if (!gemm->fused() && torch_has_epilogue(layer)) {
-    return view_of(torch_activated(matrix_view(rows), layer), out_sizes, dense_strides(out_sizes));
+  const auto out_sizes = with_last_size(x, layer.weight.size(0));
+  if (!gemm->fused()) {
+    return view_of(torch_layer(matrix_view(rows), layer), out_sizes, dense_strides(out_sizes));
   }
   const Tensor out = new_dense(x, out_sizes);
-  if (gemm->fused()) {
-    gemm->launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr());
-  } else {
-    torch_layer(matrix_view(rows), layer, matrix_view(out, {rows.rows, n}, {n, 1}));
-  }
+  gemm->launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr());
   return out;
 }
 

@@ -23,7 +23,13 @@ bool torch_has_epilogue(const Layer& layer) {
          layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
 }
 
-Tensor torch_activated(const Tensor& x, const Layer& layer) {
+Tensor torch_layer(const Tensor& x, const Layer& layer) {
+  if (!torch_has_epilogue(layer)) {
+    const std::vector<int64_t> sizes{x.size(0), layer.weight.size(0)};
+    const Tensor out = new_dense(x, sizes);
+    torch_layer_into(out, x, layer);
+    return out;
+  }
   constexpr int32_t kUseGelu = 1;
   AtenTensorHandle out = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__addmm_activation(layer.bias->get(), x.get(), transposed(layer.weight).get(),
@@ -31,7 +37,7 @@ Tensor torch_activated(const Tensor& x, const Layer& layer) {
   return Tensor(out);
 }
 
-void torch_layer(const Tensor& x, const Layer& layer, const Tensor& out) {
+void torch_layer_into(const Tensor& out, const Tensor& x, const Layer& layer) {
   linear_into_rows(out, x, layer.weight, layer.bias);
   const bool gated = layer.up_weight != nullptr;
   if (!gated && layer.activation == kNoActivation) return;

@@ -10,11 +10,12 @@ namespace fused_mlp {
 // cuBLASLt has ReLU too, but does not document that a NaN passes through it.
 bool torch_has_epilogue(const Layer& layer);
 
-// Computes such a layer of x [rows, in]. torch makes the result, [rows, n].
-Tensor torch_activated(const Tensor& x, const Layer& layer);
+// Computes a layer of x [rows, in]: [rows, n].
+Tensor torch_layer(const Tensor& x, const Layer& layer);
 
-// Computes any other layer of x [rows, in] into out [rows, n], whose rows follow one another.
-void torch_layer(const Tensor& x, const Layer& layer, const Tensor& out);
+// The same into out, whose rows follow one another, of a layer without such an epilogue: torch cannot be given the
+// result of one.
+void torch_layer_into(const Tensor& out, const Tensor& x, const Layer& layer);
 
 // x weight^T + bias by torch's GEMM.
 Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, const Tensor& weight,
