@@ -6,9 +6,9 @@
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
 so both variants are built several times from the same seed. In a turn a copy of each runs, long enough for the clock to
-settle, one right after the other: a host's processor may be half as fast for seconds, and whoever waits for it then is
-slow. Each runs at a random depth of Python's stack, as its time depends on that. A ratio is that of such neighbours. A
-figure is the median over the copies of each copy's median over its turns; the spread is that of the copies.
+settle, one right after the other, at a random depth of Python's stack, as its time depends on that. A ratio is that of
+such neighbours. A figure is the median over the copies of each copy's median over its turns; the spread is that of the
+copies.
 
 "In place" is the CPU time of a layer behind its attention, inside the running model, where the caches hold what the
 rest of the model left there: that of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and
@@ -21,7 +21,6 @@ import gc
 import itertools
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -202,27 +201,6 @@ def check_alike(work: Workload, made: dict[str, list[Callable]], inputs: dict[st
                 sys.exit(f"{work.title}, {name}: the output differs by {difference:.1e} from the original's")
 
 
-def turns(made: dict[str, list[Callable]], inputs: dict[str, torch.Tensor], given) -> dict[str, list[float]]:
-    """By variant the milliseconds of a forward, and as "ratio" the fused one's to the original's: of each copy the
-    median over its turns.
-    """
-    taken = {}
-    for copy, models in enumerate(zip(*made.values(), strict=True)):
-        forwards = {name: partial(model, **inputs) for name, model in zip(made, models, strict=True)}
-        calls = {name: measure.iterations_within(run, given.seconds * 1e6) for name, run in forwards.items()}
-        taken[copy] = partial(turn, forwards, calls)
-    found = measure.in_turns(taken, given.rounds)
-    return {name: [found[copy][name] for copy in taken] for name in (*made, "ratio")}
-
-
-def turn(forwards: dict[str, Callable], calls: dict[str, int]) -> dict[str, float]:
-    """One variant after the other, in random order."""
-    shuffled = random.sample(list(forwards), len(forwards))
-    times = {name: measure.wall_microseconds(forwards[name], calls[name]) / 1e3 for name in shuffled}
-    original, fused = (times[name] for name in forwards)
-    return times | {"ratio": fused / original}
-
-
 class Timed(nn.Module):
     """Stands around a module."""
 
@@ -278,8 +256,9 @@ def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, f
     return {name: statistics.median(itertools.chain(*some)) / 1e3 for name, some in taken.items()}
 
 
-def summary(values: list[float], name: str = "ms") -> dict[str, float]:
-    return {name: statistics.median(values), "low": min(values), "high": max(values)}
+def summary(copies: list[dict[str, float]], what: str) -> dict[str, float]:
+    values = [figures[what] for figures in copies]
+    return {what: statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def run(given) -> dict:
@@ -299,10 +278,11 @@ def run(given) -> dict:
                 progress.set_description(f"{work.title}, {mode}")
                 made = variants(work, mode, given.copies, fused_mlp)
                 check_alike(work, made, inputs)
-                times = turns(made, inputs, given)
-                result["ratios"][mode] = summary(times.pop("ratio"), "ratio")
-                result["variants"] |= {name: summary(each) for name, each in times.items()}
-                del made
+                calls = {name: [partial(model, **inputs) for model in models] for name, models in made.items()}
+                figures = measure.copies_in_turns(calls, given.rounds, given.seconds * 1e6)
+                result["ratios"][mode] = summary(figures[f"{mode} fused"], "ratio")
+                result["variants"] |= {name: summary(each, "ms") for name, each in figures.items()}
+                del made, calls
                 torch._dynamo.reset()
                 gc.collect()
                 progress.update()

@@ -33,6 +33,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 # Of each variant: their times differ by several percent, those of eager ones by more on a busy host.
 COPIES, COMPILED_COPIES = 7, 3
+TURN_US = 50_000  # single short calls differ by more than what fusing gains
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -113,9 +114,8 @@ def copies_of(name):
     return COMPILED_COPIES if "torch.compile" in name else COPIES
 
 
-def median_of(figures):
-    """Each figure's median over copies of a model."""
-    return {what: statistics.median(copied[what] for copied in figures) for what in figures[0]}
+def median_of(copies, what):
+    return statistics.median(figures[what] for figures in copies)
 
 
 @torch.inference_mode()
@@ -132,17 +132,17 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         "torch.compile": lambda: torch.compile(copy.deepcopy(model)),
         "fuse_mlps, torch.compile": lambda: torch.compile(copy.deepcopy(fused)),
     }
-    made = {(name, number): way() for number in range(COPIES) for name, way in ways.items() if number < copies_of(name)}
+    calls = {name: [partial(way(), **inputs) for _ in range(copies_of(name))] for name, way in ways.items()}
     reference = wide_reference(model, inputs, answer)
     answers = {}
-    for (name, _), variant in tqdm(made.items(), desc="warming up", leave=False, disable=None):
-        variant(**inputs)
-        answers[name] = answer(variant(**inputs)).double()
-    calls = {key: partial(variant, **inputs) for key, variant in made.items()}
-    found = measure.compare(calls, budget_us=50_000)  # single short calls differ by more than what fusing gains
-    figures = {name: median_of([found[name, number] for number in range(copies_of(name))]) for name in ways}
+    for name in tqdm(ways, desc="warming up", leave=False, disable=None):
+        for call in calls[name]:
+            call()
+        answers[name] = answer(call()).double()
+    figures = measure.copies_in_turns(calls, rounds=5, budget_us=TURN_US)
 
-    table = Table(title=f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", ""))
+    title = f"{title}, {device.type}, {next(model.parameters()).dtype}".replace("torch.", "")
+    table = Table(title=title, caption="speed-ups compare runs right after one another")
     columns = ["", "time", "speed-up", "largest error", *(["GPU launches"] if device.type == "cuda" else [])]
     for column in columns:
         table.add_column(column, justify="left" if column == "" else "right")
@@ -152,11 +152,12 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
         error = answers[name] - reference
         row = [
             name,
-            f"{figures[name]['wall_us'] / 1e3:.2f} ms",
-            f"{figures['original']['wall_us'] / figures[name]['wall_us']:.2f}x",
+            f"{median_of(figures[name], 'ms'):.2f} ms",
+            f"{1 / median_of(figures[name], 'ratio'):.2f}x",
             f"{error.abs().max():.1e}",
         ]
-        table.add_row(*row, *([f"{figures[name]['kernels']:.0f}"] if device.type == "cuda" else []))
+        launches = f"{measure.gpu_microseconds(calls[name][0], 3)[1]:.0f}" if device.type == "cuda" else None
+        table.add_row(*row, *([launches] if launches else []))
         if name not in ("original", "torch.compile"):
             if error.norm() > 1.1 * original_error:
                 faults.append(f"{title}, {name}: error {error.norm():.2e}, the original's {original_error:.2e}")

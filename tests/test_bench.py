@@ -239,6 +239,23 @@ def test_times_are_of_one_call(monkeypatch):
         assert figures[ms]["wall_us"] == pytest.approx(ms * 1e3)
 
 
+def test_ratios_are_of_neighbours(monkeypatch):
+    """On a host that becomes slower with every call, a ratio of medians would tell how late a variant ran."""
+    now, slowness = 0.0, 1.0
+
+    def call(seconds):
+        nonlocal now, slowness
+        now += seconds * slowness
+        slowness *= 1.0001
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
+    made = {"original": [partial(call, 2e-3)] * 3, "half": [partial(call, 1e-3)] * 2}
+    figures = measure.copies_in_turns(made, rounds=5, budget_us=16_000)
+    assert {name: len(copies) for name, copies in figures.items()} == {"original": 3, "half": 2}
+    assert all(copy["ratio"] == 1.0 and copy["ms"] >= 2.0 for copy in figures["original"])
+    assert all(copy["ratio"] == pytest.approx(0.5, rel=0.01) and copy["ms"] >= 1.0 for copy in figures["half"])
+
+
 def test_turns_begin_anywhere_in_a_chunk_of_the_stack():
     """The calls of a turn at one depth, and those of turns together at most depths that there are in a chunk."""
     turns = []

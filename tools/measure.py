@@ -5,12 +5,13 @@ A machine that slows down as it warms up, or is busy for a while, then slows all
 
 import contextlib
 import gc
+import itertools
 import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -156,6 +157,35 @@ def compare(
     """
     turns = {name: partial(_turn, run, iterations_within(run, budget_us)) for name, run in providers.items()}
     return in_turns(turns, rounds)
+
+
+def copies_in_turns(
+    made: Mapping[str, Sequence[Callable[[], object]]], rounds: int, budget_us: float
+) -> dict[str, list[dict[str, float]]]:
+    """Figures of each copy of each variant: the milliseconds of a call, ``ms``, and their ``ratio`` to the first's.
+
+    In a turn a copy of each variant runs, in random order, one right after the other: a host's processor may be half as
+    fast for seconds, and whoever waits for it then is slow. A ratio is that of such neighbours. Figures are medians
+    over the rounds. There may be fewer copies of a variant than of the first one.
+    """
+    turns = {}
+    for copy, runs in enumerate(itertools.zip_longest(*made.values())):
+        there = {name: run for name, run in zip(made, runs, strict=True) if run is not None}
+        turns[copy] = partial(_neighbours, there, {name: iterations_within(there[name], budget_us) for name in there})
+    found = in_turns(turns, rounds)
+    return {
+        name: [{what: found[copy][f"{name} {what}"] for what in ("ms", "ratio")} for copy in range(len(made[name]))]
+        for name in made
+    }
+
+
+def _neighbours(runs: Mapping[str, Callable[[], object]], iterations: Mapping[str, int]) -> dict[str, float]:
+    shuffled = random.sample(list(runs), len(runs))
+    times = {name: wall_microseconds(runs[name], iterations[name]) / 1e3 for name in shuffled}
+    first = times[next(iter(runs))]
+    return {f"{name} ms": time for name, time in times.items()} | {
+        f"{name} ratio": time / first for name, time in times.items()
+    }
 
 
 def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
