@@ -9,6 +9,7 @@ from torch import nn
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTLayerScale
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
@@ -39,6 +40,7 @@ KNOWN = {
     HeliumRMSNorm: RMS,
     Llama4TextRMSNorm: RMS,
     MoshiRMSNorm: RMS,
+    Gemma4RMSNorm: RMS,
     T5LayerNorm: RMS,
     GemmaRMSNorm: RMS_OF_ONE_MORE,
     Qwen3NextRMSNorm: RMS_OF_ONE_MORE,
@@ -170,6 +172,12 @@ ENDINGS = {
             "self.weight.dtype in [torch.float16, torch.bfloat16]: y = x.to(self.weight.dtype)",
         )
     },
+    **{
+        f"under {test}": f"x = x * {{scale}}\n    if {test}: x = x * self.weight\n    return x.to(dtype)"
+        for test in ("not self.training", "x.is_cuda", "self.config.scaled", "self.weight is not None", "torch")
+    },
+    "or else": "x = x * {scale}\n    if self.training: x = x * self.weight\n    else: x = 1\n    return x.to(dtype)",
+    "returned early": "if self.training: return (x * self.weight * {scale}).to(dtype)\n    return x.to(dtype)",
     "shown": "print(x)\n    return (self.weight * x * {scale}).to(dtype)",
 }
 
@@ -195,6 +203,18 @@ def test_what_is_written_is_read(norms, written):
     assert norms.code_of(kind) == RMS and norms.known[kind].eps == "variance_epsilon"
     kind = written(f"return ((self.weight.float() + 1) * (x * {ROOT})).to(dtype)")
     assert norms.code_of(kind) == RMS_OF_ONE_MORE
+
+
+def test_a_condition_is_asked_at_each_call(fused_mlp, device, calls):
+    """The weight is read where an attribute of the module itself is True, and not where it was when it was read."""
+    module, fused = fused_pair(fused_mlp, device, Gemma4RMSNorm)
+    x = x_of(device)
+    for with_scale, taken in ((True, [RMS]), (False, []), (1, []), (True, [RMS])):
+        calls.clear()
+        module.norm.with_scale = fused.norm.with_scale = with_scale
+        with torch.no_grad():
+            assert_close(fused(x), module(x))
+        assert calls == taken
 
 
 @pytest.mark.parametrize("name", [*NEARLY, *ENDINGS])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 from types import FunctionType
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import nn
 from . import obstacles
 from .casts import cast_of
 from .effects import readable
+from .names import is_name
 from .source import value_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
@@ -28,8 +29,8 @@ LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-e
 class Norm(NamedTuple):
     """A class of norms: its code, the attribute that is its eps if it has one, and what has to stay as it is for that.
 
-    ``absent`` are names that a module must not have itself, as ``PyDict`` items to look for; ``hidden`` are those that
-    its class must not have.
+    ``own`` are items of a module's dictionary: a name and its value, or a name alone that must not be there. ``hidden``
+    are names that its class must not have.
     """
 
     code: int
@@ -37,7 +38,7 @@ class Norm(NamedTuple):
     of_torch: bool
     has_bias: bool
     unchanged: Tuple[Tuple[Any, str, Any], ...]
-    absent: Tuple[Tuple[str], ...] = ()
+    own: Tuple[Tuple[Any, ...], ...] = ()
     hidden: Tuple[str, ...] = ()
     weight: str = "weight"
 
@@ -100,14 +101,16 @@ def _read(kind: type, forward: FunctionType) -> Optional[Norm]:
     reader = _Reader(kind)
     value = reader.returned(forward, [_X])
     functions = [(kind, "__call__", obstacles._CALL), (kind, "forward", forward), *reader.used]
-    absent = tuple((name,) for owner, name, _ in reader.used if owner is kind)
+    own = [(name,) for owner, name, _ in reader.used if owner is kind]
+    own += [(name, True) for name in reader.true]
     if isinstance(value, _Scaled) or value == _Value(("weight", "x")):
         weight = value.weight if isinstance(value, _Scaled) else "weight"
-        return Norm(SCALE, None, False, False, tuple(functions), absent, (weight,), weight)
+        return Norm(SCALE, None, False, False, tuple(functions), tuple(own), (weight, *reader.true), weight)
     code = _PRODUCTS.get(value.factors) if isinstance(value, _Value) and not value.wide else None
     if code is None or reader.eps is None:
         return None
-    return Norm(code, reader.eps, False, False, tuple(functions), absent, ("weight", reader.eps))
+    hidden = ("weight", reader.eps, *reader.true)
+    return Norm(code, reader.eps, False, False, tuple(functions), tuple(own), hidden)
 
 
 class _Reader:
@@ -117,6 +120,7 @@ class _Reader:
         self._kind = kind
         self.eps: Optional[str] = None
         self.used: List[Tuple[Any, str, Any]] = []  # what is called by its name in a class or in torch
+        self.true: List[str] = []  # the attributes that have to be True for what was read to be what runs
 
     def returned(self, function: FunctionType, given: List[_Any]) -> _Any:
         """What a method returns; None where that is not understood."""
@@ -125,7 +129,7 @@ class _Reader:
             return None
         names = [argument.arg for argument in tree.args.args]
         scope = _Scope(function, names[0], dict(zip(names[1:], given)))
-        for statement in tree.body[int(ast.get_docstring(tree, clean=False) is not None) :]:
+        for statement in self._taken(tree.body[int(ast.get_docstring(tree, clean=False) is not None) :], scope):
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return self._value(statement.value, scope) if statement is tree.body[-1] else None
             statement = self._done(statement, scope)
@@ -136,6 +140,16 @@ class _Reader:
                 return None
             scope.values[target.id] = value
         return None
+
+    def _taken(self, statements: List[ast.stmt], scope: _Scope) -> Iterator[ast.stmt]:
+        """The statements that run where the attributes that a condition is are True."""
+        for statement in statements:
+            test = statement.test if isinstance(statement, ast.If) and not statement.orelse else None
+            if isinstance(test, ast.Attribute) and is_name(test.value, scope.instance):
+                self.true.append(test.attr)
+                yield from self._taken(statement.body, scope)
+            else:
+                yield statement
 
     def _done(self, statement: ast.stmt, scope: _Scope) -> ast.stmt:
         """The statement that is as good as one: of a cast to the weight's dtype where that has 16 bits, the cast alone.
