@@ -211,6 +211,68 @@ class Scaling(Around):
         return hidden_states
 
 
+class OwnScale(Around):
+    """BEiT's: the scale is a parameter of the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(32))
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        hidden_states = self.scale * self.dropout(hidden_states)
+        return hidden_states + residual
+
+
+class Parallel(Around):
+    """Cohere's: attention has the normed values too, and the residual is a sum."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        attended = hidden_states.flip(1)
+        values = self.mlp(hidden_states)
+        return residual + attended + values
+
+
+class Settled(Sandwich):
+    """Gemma 4's: what its configuration decides stands between the MLP and its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubles, self.flips = False, True
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.before(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        if self.doubles:
+            hidden_states = 2 * hidden_states
+        hidden_states = self.norm(hidden_states)
+        hidden_states = residual + hidden_states
+        if self.flips:
+            hidden_states = hidden_states.flip(1).contiguous()
+        return hidden_states
+
+
+class SettledTwice(Around):
+    """Molmo 2's: the norm is in front of the MLP, or behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_after = False
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        if not self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        return residual + hidden_states
+
+
 KINDS = {
     OfConv1D: (1.0, LAYER, NONE, False),
     Halves: (1.0, NONE, LAYER, True),
@@ -227,6 +289,10 @@ KINDS = {
     Multiplied: (0.22, RMS, NONE, False),
     HalfAndNorm: (0.5, NONE, LAYER, True),
     Scaling: (1.0, LAYER, SCALE, False),
+    OwnScale: (1.0, LAYER, SCALE, False),
+    Parallel: (1.0, NONE, NONE, False),
+    Settled: (1.0, RMS, RMS, False),
+    SettledTwice: (1.0, LAYER, NONE, False),
 }
 
 
@@ -250,6 +316,26 @@ def test_one_op(fused_mlp, device, blocks, kind, mode):
         assert_close(got, expected)
         assert got.is_contiguous()
     assert blocks == 3 * [KINDS[kind]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "calls"),
+    [
+        (Settled, "doubles", []),
+        (Settled, "flips", [KINDS[Settled]]),
+        (SettledTwice, "norm_after", [(1.0, NONE, LAYER, False)]),
+    ],
+)
+def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, kind, name, calls):
+    module, fused = fused_pair(fused_mlp, device, kind)
+    x, before = x_of(device), getattr(module, name)
+    for value, expected in ((not before, calls), (before, [KINDS[kind]])):
+        blocks.clear()
+        for each in (module, fused):
+            setattr(each, name, value)
+        with torch.no_grad():
+            assert_close(fused(x), module(x))
+        assert blocks == expected
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -451,27 +537,52 @@ def test_the_mode_of_the_mlp_alone(fused_mlp, device, blocks):
 
 # What is done to a factor, and to a scale.
 FACTORS = {
-    "another": (0.7, True),
-    "no float": (2, False),
-    "a tensor": (torch.tensor(0.3), False),
-    "a tensor of features": (torch.arange(32.0), False),
+    "another": (0.7, (0.7, RMS, NONE, False)),
+    "no float": (2, None),
+    "a tensor": (torch.tensor(0.3), None),
+    "a tensor of features": (torch.arange(32.0), (1.0, RMS, SCALE, False)),
 }
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_another_factor(fused_mlp, device, blocks, factor):
     module, fused = fused_pair(fused_mlp, device, Multiplied)
-    x, (value, is_one) = x_of(device), FACTORS[factor]
+    x, (value, call) = x_of(device), FACTORS[factor]
     blocks.clear()
     for each in (module, fused):
         each.residual_multiplier = value.to(device) if isinstance(value, torch.Tensor) else value
     with torch.no_grad():
         assert_close(fused(x), module(x))
-    assert len(blocks) == is_one
+    assert blocks == ([call] if call else [])
     for each in (module, fused):
         each.residual_multiplier = None
         with pytest.raises(TypeError):
             each(x)
+
+
+OWN_SCALES = {
+    "one for all": (lambda: torch.randn(1), False),
+    "a number": (lambda: torch.randn(()), False),
+    "for each row too": (lambda: torch.randn(7, 32), False),
+    "another dtype": (lambda: torch.randn(32, dtype=torch.float64), False),
+    "strided": (lambda: torch.randn(64)[::2], True),
+    "of ones": (lambda: torch.ones(32), True),
+}
+
+
+@pytest.mark.parametrize("name", OWN_SCALES)
+def test_another_scale_of_its_own(fused_mlp, device, blocks, name):
+    module, fused = fused_pair(fused_mlp, device, OwnScale)
+    make, is_one = OWN_SCALES[name]
+    scale = nn.Parameter(make().to(device))
+    module.scale = fused.scale = scale
+    blocks.clear()
+    x = x_of(device)[:, :7]
+    with torch.no_grad():
+        got, expected = fused(x), module(x)
+    assert_close(got, expected)
+    assert got.dtype == expected.dtype
+    assert blocks == ([KINDS[OwnScale]] if is_one else [])
 
 
 SCALES = {

@@ -21,17 +21,31 @@ Answer is_refused(PyObject* x) {
   return refused ? answer(refused.get() != Py_None) : kError;
 }
 
+// Whether a factor is a scale of the features that a weight gives.
+Answer scales_features(PyObject* factor, PyObject* weight, PyObject* dtype) {
+  if (!is_tensor(factor)) return kNo;
+  const Py_ssize_t features = PyObject_Size(weight), size = PyObject_Size(factor);
+  if (features < 0 || size < 0) return kError;
+  return size == features && number_of_elements(factor) == size ? has_attribute(factor, names().dtype, dtype) : kNo;
+}
+
 // Puts what is around an MLP into a tuple, as the op has it from a place on.
 Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
-  if (class_of(block.residual) != settings.tensor || !PyFloat_CheckExact(block.factor)) return kNo;
+  if (class_of(block.residual) != settings.tensor) return kNo;
   PyObject* last = norm_behind(block.behind, recording);
   if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool norms_sum = block.last != Py_None;
   if (norms_sum && last != Py_None) return kNo;
   if (norms_sum) last = block.last;
   PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
+  PyObject *factor = block.factor, *scale = none, *scales = code;
+  if (!PyFloat_CheckExact(factor)) {
+    const Answer fits = last == none ? scales_features(factor, PyTuple_GetItem(operands, place / 2 - 1), dtype) : kNo;
+    if (fits != kYes) return fits;
+    scale = factor, scales = names().scale, factor = names().one;
+  }
   PyObject* const sum = norms_sum ? Py_True : Py_False;
-  PyObject* const given[] = {block.residual, block.factor, none, none, zero, code, none, none, zero, code, sum};
+  PyObject* const given[] = {block.residual, factor, none, none, zero, code, scale, none, zero, scales, sum};
   static_assert(std::size(given) == kBlockOperands);
   for (Py_ssize_t i = 0; i < kBlockOperands; ++i) {
     if (put(operands, place + i, given[i]) != kYes) return kError;

@@ -19,7 +19,8 @@ struct Mlp {
 };
 
 // What is around an MLP in its block: the norm of its input; behind its last projection what may pass values on, and
-// among that a norm or a scale; a factor; the sum with the residual; and the norm of that. None where there is no norm.
+// among that a norm or a scale; a factor, which is a number or a scale; the sum with the residual; and the norm of
+// that. None where there is no norm.
 struct Block {
   PyObject* first;
   Objects behind;

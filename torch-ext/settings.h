@@ -1,5 +1,6 @@
 #pragma once
 
+#include "norm.h"
 #include "registration.h"  // and with it Python.h
 
 // What compiled code asks Python's objects about, and by which names.
@@ -72,7 +73,8 @@ struct Names {
   PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
-  PyObject* no_norm = PyLong_FromSsize_t(0);  // its code
+  PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
+  PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* numel = PyUnicode_InternFromString("numel");

@@ -77,7 +77,7 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    residual_first: bool,
+    order: Tuple[bool, bool],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,
@@ -92,7 +92,7 @@ def block(
             return found
     module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
     values = module(x if first is None else first(x))
-    return shortcut.around(values, behind, factor, residual, residual_first, last)
+    return shortcut.around(values, behind, factor, residual, order, last)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:

@@ -39,9 +39,9 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
         return
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
-        scaled, factor = _factored(summed.part(other))
+        scaled, factor, factor_first = _factored(summed.part(other))
         inner, behind, norm = _behind(scaled, role)
-        if inner.half is not None or not isinstance(residual, ast.Name) or None not in (norm, last):
+        if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
             continue
         site, first = _whole(inner, role), inner
         if is_call(inner.node, role, Role.WHOLE):
@@ -52,7 +52,7 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
             hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
             _, first = _applied(hidden, role)
         is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-        block = Block(site, behind, factor, residual, residual is left, is_normed, last=last)
+        block = Block(site, behind, factor, residual, residual is left, factor_first, is_normed, last=last)
         x = first.part(first.node.args[0])
         if x.half is None and is_call(x.node, role, Role.NORM):
             normed = dataclasses.replace(site, inputs=(x.node.args[0],), read=site.read | x.read)
@@ -60,14 +60,21 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
         yield block
 
 
-def _factored(value: Value) -> Tuple[Value, Optional[ast.expr]]:
-    """What is multiplied by an attribute, or by a number, before it is added; and that factor."""
+def _is_sum_of_names(node: ast.expr) -> bool:
+    """Whether it is no matter when an expression is evaluated, for what can be added."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _is_sum_of_names(node.left) and _is_sum_of_names(node.right)
+    return isinstance(node, ast.Name)
+
+
+def _factored(value: Value) -> Tuple[Value, Optional[ast.expr], bool]:
+    """What is multiplied by an attribute, or by a number, before it is added; that factor, and whether it is first."""
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
         left, right = value.node.left, value.node.right
-        for factor, other, kinds in ((right, left, (ast.Constant, ast.Attribute)), (left, right, ast.Constant)):
-            if isinstance(factor, kinds):
-                return value.part(other), factor
-    return value, None
+        for factor, other in ((right, left), (left, right)):
+            if isinstance(factor, (ast.Constant, ast.Attribute)):
+                return value.part(other), factor, factor is left
+    return value, None, False
 
 
 def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:

@@ -20,14 +20,26 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..training import KEPT
-from . import effects, forwards, halves, norms, obstacles, sequences, shortcut, substitution, switching, traced
+from . import (
+    branches,
+    effects,
+    forwards,
+    halves,
+    norms,
+    obstacles,
+    sequences,
+    shortcut,
+    substitution,
+    switching,
+    traced,
+)
 from .found import FoundMLP, act_of, mlps_of
 from .fused_calls import NAMES, call_of, made_call, name_of_pattern
 from .interface import original_of
 from .matches import ending_of, returned, start_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
-from .sites import Act, AnySite, Block, Site
+from .sites import Act, AnySite, Block, Site, Whole
 from .source import ORIGINAL, Instead, function_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
@@ -194,6 +206,10 @@ def _rewritten(
         return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
 
     found = substitution.rewrite(tree, role, is_known, functools.partial(call_of, memory, function))
+    for other in branches.parted(effects.readable(function), role):
+        there = substitution.rewrite(other, role, is_known, functools.partial(call_of, memory, function))
+        if _blocks_around(there) > _blocks_around(found):
+            tree, found = other, _once(there)
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
@@ -217,6 +233,16 @@ def _rewritten(
         if whole is not None:
             halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
+
+
+def _blocks_around(sites: List[AnySite]) -> int:
+    """How many blocks there are around modules that are MLPs."""
+    return sum(isinstance(site, Block) and isinstance(site.site, Whole) for site in sites)
+
+
+def _once(sites: List[AnySite]) -> List[AnySite]:
+    """Sites without those of other branches that have the same parts."""
+    return list({(type(site), *map(ast.unparse, site.parts)): site for site in sites}.values())
 
 
 def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:

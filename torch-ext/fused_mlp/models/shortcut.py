@@ -217,7 +217,7 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    residual_first: bool,
+    order: Tuple[bool, bool],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,
@@ -225,8 +225,8 @@ def block(
 ) -> Tensor:
     """The block of an MLP: ``last(residual + behind(mlp(first(x))) * factor)``; a norm that is None does nothing.
 
-    One op where the short way is taken, whose result has adjacent rows. ``residual_first``, the order of the sum in the
-    source, decides how its parts lay out theirs.
+    One op where the short way is taken, whose result has adjacent rows. ``order``, whether the residual and the factor
+    come first in the source, decides how its parts lay out theirs. The factor is a number, or a scale of the features.
     """
     if plain is not None:
         given = pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names
@@ -235,7 +235,7 @@ def block(
             return found
     behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
     values = fused(pattern, x if first is None else first(x), projections, act, between, owner, names)
-    return around(values, behind, factor, residual, residual_first, last)
+    return around(values, behind, factor, residual, order, last)
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
@@ -255,7 +255,7 @@ def around(
     behind: Tuple[Union[nn.Module, float], ...],
     factor: Any,
     residual: Tensor,
-    residual_first: bool,
+    order: Tuple[bool, bool],
     last: Optional[nn.Module],
 ) -> Tensor:
     """What is behind an MLP, part by part."""
@@ -264,8 +264,9 @@ def around(
             values = part(values)
         elif part or F.dropout is not _DROPOUT:
             values = F.dropout(values, part, True)
+    residual_first, factor_first = order
     if type(factor) is not float or factor != 1.0:
-        values = values * factor
+        values = factor * values if factor_first else values * factor
     values = residual + values if residual_first else values + residual
     return values if last is None else last(values)
 

@@ -113,15 +113,16 @@ class Whole:
 class Block:
     """``last(residual + ...(mlp(first(x))) * factor)``, of which a sum must be there, of an MLP in one method.
 
-    ``behind`` is to the sum what ``between`` is to the last projection, and may have a norm or a scale in it. The
-    site's own input is what the first norm is given.
+    The residual is a name, or a sum of names. ``behind`` is to the sum what ``between`` is to the last projection, and
+    may have a norm or a scale in it. The site's own input is what the first norm is given.
     """
 
     site: Union[Site, Whole]
     behind: Tuple[ast.expr, ...]
     factor: Optional[ast.expr]
-    residual: ast.Name
+    residual: ast.expr
     residual_first: bool
+    factor_first: bool
     is_normed: bool
     first: Optional[ast.expr] = None
     last: Optional[ast.expr] = None
