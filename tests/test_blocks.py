@@ -216,13 +216,13 @@ class OwnScale(Around):
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(32))
+        self.scale, self.drop_path = nn.Parameter(torch.randn(32)), nn.Dropout(0.2)
 
     def forward(self, hidden_states):
         residual = hidden_states
         hidden_states = self.mlp(self.norm(hidden_states))
         hidden_states = self.scale * self.dropout(hidden_states)
-        return hidden_states + residual
+        return self.drop_path(hidden_states) + residual
 
 
 class Parallel(Around):
@@ -336,6 +336,67 @@ def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, ki
         with torch.no_grad():
             assert_close(fused(x), module(x))
         assert blocks == expected
+
+
+class Stored(SettledTwice):
+    """The condition changes behind the MLP."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        self.norm_after = not self.norm_after
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        return residual + hidden_states
+
+
+class StoredByAMethod(SettledTwice):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        self.turn()
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        return residual + hidden_states
+
+    def turn(self):
+        self.norm_after = not self.norm_after
+
+
+class StoredInABranch(SettledTwice):
+    """What was so in front of a branch is not so behind it."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+            self.norm_after = False
+        hidden_states = self.mlp(hidden_states)
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        else:
+            self.norm_after = True
+        return residual + hidden_states
+
+
+class OfValues(SettledTwice):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        if hidden_states.sum() > residual.sum():
+            hidden_states = self.norm(hidden_states)
+        return residual + hidden_states
+
+
+@pytest.mark.parametrize("kind", [Stored, StoredByAMethod, StoredInABranch, OfValues], ids=lambda kind: kind.__name__)
+def test_conditions_that_are_not_settled(fused_mlp, device, kind):
+    module, fused = fused_pair(fused_mlp, device, kind)
+    with torch.no_grad():
+        module(x_of(device))  # as the other one has been called
+        for _ in range(3):
+            x = x_of(device)
+            assert_close(fused(x), module(x))
+            assert fused.norm_after == module.norm_after
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -508,7 +569,9 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
     assert type(module) is Around
 
 
-@pytest.mark.parametrize("kind", [Behind, InFront, Around, HalfAndNorm, AroundDropping], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Behind, InFront, Around, HalfAndNorm, AroundDropping, OwnScale], ids=lambda kind: kind.__name__
+)
 def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     module.train(), fused.train()

@@ -8,14 +8,15 @@
                                                 x = self.mlp(self.norm(x))
                                                 return residual + x
 
-Each branch is then code without conditions, in which a block is found.
+Each branch is then code without conditions, in which a block is found. A condition that a branch has decided already is
+none in it.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from typing import Callable, Iterator, List, Optional
+from typing import Iterator, List, Optional, Tuple
 
 from .effects import bound
 from .names import SIMPLE, blocks
@@ -23,81 +24,104 @@ from .roles import Role, RoleOf, harmless_calls
 
 _MOST = 2  # conditions that are moved: each doubles the code
 
-_IsSettled = Callable[[ast.expr], bool]
-
 # What a condition may be made of, beside names.
 _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.expr_context)
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
-# What may be called near an MLP: none of what its block waits for, such as an attention.
-_NEAR = {Role.WHOLE, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT}
+# What a condition may be moved over. Another call, such as an attention's, may change what the condition asks for.
+_NEAR = {Role.WHOLE, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING}
 
 
 def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]:
     """Copies of a method with one condition moved, and with one more; none where there is nothing to move."""
     for most in range(1, _MOST + 1):
         made = copy.deepcopy(function)
-        is_settled = _settled(made, role)
-        if not any([_part(block, role, is_settled, most) for block in list(blocks(made))]):
+        parting = _Parting(made, role)
+        if not any([parting.part(block, most) for block in list(blocks(made))]):
             return
         yield made
 
 
-def _settled(function: ast.FunctionDef, role: RoleOf) -> _IsSettled:
-    """Tells conditions that the attributes of a method's first argument decide, or the class of one."""
-    first = [*function.args.posonlyargs, *function.args.args][0].arg
-    local = bound(function) | {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+class _Parting:
+    def __init__(self, function: ast.FunctionDef, role: RoleOf) -> None:
+        self._first = [*function.args.posonlyargs, *function.args.args][0].arg
+        arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+        self._local = bound(function) | arguments
+        self._role, self._may_call = role, harmless_calls(role)
 
-    def is_settled(condition: ast.expr) -> bool:
-        for part in ast.walk(condition):
+    def part(self, block: List[ast.stmt], most: int) -> bool:
+        """Moves up to so many conditions to where that begins which leads to a block's first MLP, if there are any."""
+        start = self._start(block)
+        if start is None:
+            return False
+        behind = block[start:]
+        block[start:] = self._branches(behind, most)
+        return block[start:] != behind
+
+    def _start(self, block: List[ast.stmt]) -> Optional[int]:
+        for index, statement in enumerate(block):
+            if not any(self._role(callee) == Role.WHOLE for callee in _callees(statement)):
+                continue
+            while index > 0 and self._is_near(block[index - 1]):
+                index -= 1
+            return index if self._is_near(statement) else None
+        return None
+
+    def _branches(self, statements: List[ast.stmt], most: int) -> List[ast.stmt]:
+        for statement in statements if most > 0 else ():
+            if self._is_settled(statement):
+                both = [self._decided(copy.deepcopy(statements), statement.test, value) for value in (True, False)]
+                branches = (self._branches(each, most - 1) for each in both)
+                return [ast.copy_location(ast.If(statement.test, *branches), statement)]
+            if not self._is_near(statement):
+                break
+        return statements
+
+    def _decided(self, statements: List[ast.stmt], condition: ast.expr, value: bool) -> List[ast.stmt]:
+        """The statements that run where a condition has this value: without those under the opposite."""
+        wanted, is_so = _without_not(condition)
+        for index, statement in enumerate(statements):
+            asked, is_asked_so = _without_not(statement.test) if isinstance(statement, ast.If) else ("", True)
+            if asked == wanted:
+                taken = statement.body if value == (is_asked_so == is_so) else statement.orelse
+                return [*statements[:index], *self._decided([*taken, *statements[index + 1 :]], condition, value)]
+            if not self._is_near(statement):
+                break
+        return statements
+
+    def _is_settled(self, statement: ast.stmt) -> bool:
+        """Whether a statement has a condition that the attributes of the module decide, or their classes."""
+        if not isinstance(statement, ast.If):
+            return False
+        for part in ast.walk(statement.test):
             if isinstance(part, ast.Name):
-                fits = part.id == first or part.id not in local
+                fits = part.id == self._first or part.id not in self._local
             elif isinstance(part, ast.Call):
-                fits = role(part.func) == Role.ASKING and not part.keywords
+                fits = self._role(part.func) == Role.ASKING and not part.keywords
             else:
                 fits = isinstance(part, _PLAIN)
             if not fits:
                 return False
         return True
 
-    return is_settled
+    def _is_near(self, statement: ast.stmt) -> bool:
+        if not (isinstance(statement, SIMPLE) or self._is_settled(statement)):
+            return False
+        if any(isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)) for part in _items(statement)):
+            return False
+        return all(self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement))
 
 
-def _part(block: List[ast.stmt], role: RoleOf, is_settled: _IsSettled, most: int) -> bool:
-    """Moves up to so many conditions to where that begins which leads to a block's first MLP; whether there is one."""
-    start = _start(block, role, is_settled)
-    if start is None:
-        return False
-    behind = block[start:]
-    block[start:] = _branches(behind, is_settled, most)
-    return block[start:] != behind
+def _callees(statement: ast.stmt) -> List[ast.expr]:
+    return [part.func for part in ast.walk(statement) if isinstance(part, ast.Call)]
 
 
-def _start(block: List[ast.stmt], role: RoleOf, is_settled: _IsSettled) -> Optional[int]:
-    may_call = harmless_calls(role)
-
-    def callees(statement: ast.stmt) -> List[ast.expr]:
-        return [part.func for part in ast.walk(statement) if isinstance(part, ast.Call)]
-
-    def is_near(statement: ast.stmt) -> bool:
-        is_plain = is_settled(statement.test) if isinstance(statement, ast.If) else isinstance(statement, SIMPLE)
-        near = (may_call(callee) or role(callee) in {*_NEAR, Role.ASKING} for callee in callees(statement))
-        return is_plain and all(near)
-
-    for index, statement in enumerate(block):
-        if Role.WHOLE not in map(role, callees(statement)):
-            continue
-        while index > 0 and is_near(block[index - 1]):
-            index -= 1
-        return index if is_near(statement) else None
-    return None
+def _items(statement: ast.stmt) -> List[ast.expr]:
+    return [part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript))]
 
 
-def _branches(statements: List[ast.stmt], is_settled: _IsSettled, most: int) -> List[ast.stmt]:
-    for index, statement in enumerate(statements if most > 0 else ()):
-        if isinstance(statement, ast.If) and is_settled(statement.test):
-            before, behind = statements[:index], statements[index + 1 :]
-            both = [copy.deepcopy([*before, *taken, *behind]) for taken in (statement.body, statement.orelse)]
-            branches = (_branches(each, is_settled, most - 1) for each in both)
-            return [ast.copy_location(ast.If(statement.test, *branches), statement)]
-    return statements
+def _without_not(condition: ast.expr) -> Tuple[str, bool]:
+    """The source of a condition without the ``not`` in front of it, and whether there is none."""
+    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        return ast.unparse(condition.operand), False
+    return ast.unparse(condition), True

@@ -48,8 +48,7 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
     none = ast.Constant(None)
     around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
-    order = ast.Constant((block.residual_first, block.factor_first))
-    around += [order, block.first or none, block.last or none]
+    around += [ast.Constant(block.order), block.first or none, block.last or none]
     if isinstance(block.site, Whole):
         return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
     return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})

@@ -77,7 +77,7 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    order: Tuple[bool, bool],
+    order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,

@@ -39,8 +39,11 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
         return
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
-        scaled, factor, factor_first = _factored(summed.part(other))
-        inner, behind, norm = _behind(scaled, role)
+        value = summed.part(other)
+        passed, outer = _through(value, role)
+        scaled, factor, factor_first = _factored(passed)
+        inner, behind, norm = _behind(value if factor is None else scaled, role)
+        before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
         if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
             continue
         site, first = _whole(inner, role), inner
@@ -52,7 +55,8 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
             hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
             _, first = _applied(hidden, role)
         is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-        block = Block(site, behind, factor, residual, residual is left, factor_first, is_normed, last=last)
+        order = (residual is left, factor_first, before_factor)
+        block = Block(site, behind, factor, residual, order, is_normed, last=last)
         x = first.part(first.node.args[0])
         if x.half is None and is_call(x.node, role, Role.NORM):
             normed = dataclasses.replace(site, inputs=(x.node.args[0],), read=site.read | x.read)

@@ -217,7 +217,7 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    order: Tuple[bool, bool],
+    order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     owner: Optional[nn.Module] = None,
@@ -225,8 +225,8 @@ def block(
 ) -> Tensor:
     """The block of an MLP: ``last(residual + behind(mlp(first(x))) * factor)``; a norm that is None does nothing.
 
-    One op where the short way is taken, whose result has adjacent rows. ``order``, whether the residual and the factor
-    come first in the source, decides how its parts lay out theirs. The factor is a number, or a scale of the features.
+    One op where the short way is taken, whose result has adjacent rows. ``order``, as :class:`sites.Block` has it,
+    decides how its parts lay out theirs. The factor is a number, or a scale of the features.
     """
     if plain is not None:
         given = pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names
@@ -255,20 +255,26 @@ def around(
     behind: Tuple[Union[nn.Module, float], ...],
     factor: Any,
     residual: Tensor,
-    order: Tuple[bool, bool],
+    order: Tuple[bool, bool, int],
     last: Optional[nn.Module],
 ) -> Tensor:
     """What is behind an MLP, part by part."""
-    for part in behind:
+    residual_first, factor_first, before_factor = order
+    values = _passed(values, behind[:before_factor])
+    if type(factor) is not float or factor != 1.0:
+        values = factor * values if factor_first else values * factor
+    values = _passed(values, behind[before_factor:])
+    values = residual + values if residual_first else values + residual
+    return values if last is None else last(values)
+
+
+def _passed(values: Tensor, parts: Tuple[Union[nn.Module, float], ...]) -> Tensor:
+    for part in parts:
         if isinstance(part, nn.Module):
             values = part(values)
         elif part or F.dropout is not _DROPOUT:
             values = F.dropout(values, part, True)
-    residual_first, factor_first = order
-    if type(factor) is not float or factor != 1.0:
-        values = factor * values if factor_first else values * factor
-    values = residual + values if residual_first else values + residual
-    return values if last is None else last(values)
+    return values
 
 
 def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
