@@ -379,6 +379,22 @@ class StoredInABranch(SettledTwice):
         return residual + hidden_states
 
 
+class StoredBehind(StoredByAMethod):
+    """What was so in front of a block is not so behind it."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        if self.norm_after:
+            hidden_states = self.mlp(hidden_states)
+        else:
+            hidden_states = 2 * self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        self.turn()
+        if self.norm_after:
+            hidden_states = self.norm(hidden_states)
+        return hidden_states
+
+
 class OfValues(SettledTwice):
     def forward(self, hidden_states):
         residual = hidden_states
@@ -388,7 +404,10 @@ class OfValues(SettledTwice):
         return residual + hidden_states
 
 
-@pytest.mark.parametrize("kind", [Stored, StoredByAMethod, StoredInABranch, OfValues], ids=lambda kind: kind.__name__)
+NOT_SETTLED = [Stored, StoredByAMethod, StoredInABranch, StoredBehind, OfValues]
+
+
+@pytest.mark.parametrize("kind", NOT_SETTLED, ids=lambda kind: kind.__name__)
 def test_conditions_that_are_not_settled(fused_mlp, device, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     with torch.no_grad():
