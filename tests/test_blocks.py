@@ -384,7 +384,7 @@ class StoredBehind(StoredByAMethod):
 
     def forward(self, hidden_states):
         residual = hidden_states
-        if self.norm_after:
+        if self.norm_after:  # noqa: SIM108 (an expression is never moved)
             hidden_states = self.mlp(hidden_states)
         else:
             hidden_states = 2 * self.mlp(hidden_states)
