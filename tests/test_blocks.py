@@ -211,6 +211,23 @@ class Scaling(Around):
         return hidden_states
 
 
+class ByFunction(nn.Module):
+    """LFM2's MLP, and that of Llama's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(32, 88), nn.Linear(88, 32), nn.Linear(32, 88)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class AroundFunction(Around):
+    def __init__(self):
+        super().__init__()
+        self.mlp = ByFunction()
+
+
 class OwnScale(Around):
     """BEiT's: the scale is a parameter of the layer."""
 
@@ -289,6 +306,7 @@ KINDS = {
     Multiplied: (0.22, RMS, NONE, False),
     HalfAndNorm: (0.5, NONE, LAYER, True),
     Scaling: (1.0, LAYER, SCALE, False),
+    AroundFunction: (1.0, LAYER, NONE, False),
     OwnScale: (1.0, LAYER, SCALE, False),
     Parallel: (1.0, NONE, NONE, False),
     Settled: (1.0, RMS, RMS, False),
@@ -416,6 +434,34 @@ def test_conditions_that_are_not_settled(fused_mlp, device, kind):
             x = x_of(device)
             assert_close(fused(x), module(x))
             assert fused.norm_after == module.norm_after
+
+
+class Others:
+    """What `F` may stand for instead."""
+
+    silu = staticmethod(torch.tanh)
+
+    def __getattr__(self, name):
+        return getattr(torch.nn.functional, name)
+
+
+@pytest.mark.parametrize("patched", ["the function", "the name of its module"])
+def test_another_function_of_the_name(fused_mlp, device, blocks, monkeypatch, patched):
+    module, fused = fused_pair(fused_mlp, device, AroundFunction)
+    x = x_of(device)
+    with torch.no_grad():
+        usual = module(x)
+        with monkeypatch.context() as patch:
+            if patched == "the function":
+                patch.setattr(F, "silu", torch.tanh)
+            else:
+                patch.setitem(globals(), "F", Others())
+            expected = module(x)
+            assert (expected - usual).abs().max() > 1e-3
+            assert_close(fused(x), expected)
+        blocks.clear()
+        assert_close(fused(x), usual)
+    assert blocks == [KINDS[AroundFunction]]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -87,6 +87,7 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   PyObject* names = PyTuple_GetItem(half, 1);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
+  if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes) return nullptr;
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();

@@ -10,8 +10,9 @@ import ast
 import copy
 import functools
 import itertools
+import sys
 from dataclasses import replace
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -40,7 +41,7 @@ from .matches import ending_of, returned, start_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
 from .sites import Act, AnySite, Block, Site, Whole
-from .source import ORIGINAL, Instead, function_of, values_of
+from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -314,10 +315,12 @@ def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], r
     casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
     dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
     modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
-    parts = _children((site.act.callee, *site.projections, *modules), forward)
+    act, unchanged = _function(site.act.callee, forward) or (None, ())
+    parts = _children((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
     if parts is None or any(_children((node.test,), forward) != ("training",) for node in dropouts):
         return None
-    return halves.Half(forward, (site.pattern, (*parts, *casts), len(site.projections), bool(dropouts)), None, site)
+    parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
+    return halves.Half(forward, (site.pattern, parts, len(site.projections), bool(dropouts), unchanged), None, site)
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
@@ -325,6 +328,17 @@ def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tup
     first = function.__code__.co_varnames[0]
     plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
     return tuple(node.attr for node in nodes) if plain else None
+
+
+def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, str, Any], ...]]]:
+    """The function that ``F.silu`` stands for, and what has to stay as it is for that; None if it is no such name."""
+    home = sys.modules.get(function.__module__)
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)) or home is None:
+        return None
+    name, owner = node.value.id, value_of(node.value, function, None)
+    found = value_of(node, function, None) if isinstance(owner, ModuleType) else None
+    is_global = vars(home) is function.__globals__ and vars(home).get(name) is owner
+    return (found, ((home, name, owner), (owner, node.attr, found))) if found is not None and is_global else None
 
 
 # Sequences.
