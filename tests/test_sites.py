@@ -242,16 +242,23 @@ BLOCKS = {
     "x + self.rms(self.d(self.act(self.p(x)))) * self.factor": "self.rms * self.factor sum",
     "x + self.mlp(x) * self.config.factor": "* self.config.factor sum",
     "x + self.mlp(x) * 0.5": "* 0.5 sum",
-    "0.5 * self.mlp(x) + x": "* 0.5 sum",
-    "self.rms(x + 0.5 * self.mlp(x))": "* 0.5 sum last",
+    "0.5 * self.mlp(x) + x": "0.5 * sum",
+    "self.rms(x + 0.5 * self.mlp(x))": "0.5 * sum last",
     "self.rms(x + self.scale(self.mlp(x)))": "self.scale sum",
     "self.rms(x + self.rms(self.mlp(x)))": "self.rms sum",
     "x + self.rms(self.rms(self.mlp(x)))": "",
     "x + self.scale(self.rms(self.mlp(x)))": "",
-    "x + self.factor * self.mlp(x)": "",  # whose own __mul__ it may be
+    "x + self.factor * self.mlp(x)": "self.factor * sum",  # whose own __mul__ it may be
+    "x + self.drop(self.factor * self.drop(self.mlp(x)))": "self.drop self.factor * self.drop sum",
+    "x + self.drop(self.rms(self.factor * self.mlp(x)))": "",
+    "x + y + self.mlp(x)": "sum",
+    "x + (y + x) + self.mlp(x)": "sum",
+    "self.mlp(x) + (x + y)": "sum",
+    "x * y + self.mlp(x)": "",
+    "x + 1 + self.mlp(x)": "",
     "x + self.mlp(x) * y": "",
     "x + self.mlp(x) * other()": "",
-    "x + self.drop(self.mlp(x) * 0.5)": "",
+    "x + self.drop(self.mlp(x) * 0.5)": "* 0.5 self.drop sum",
     "x + self.mlp(x) / 2": "",
     "x - self.mlp(x)": "",
     "x[0] + self.mlp(x)": "",
@@ -306,8 +313,10 @@ def test_halves(fused_mlp, body):
 
 def around(block):
     behind = [ast.unparse(part) for part in block.behind]
-    factor = [f"* {ast.unparse(block.factor)}"] if block.factor else []
-    return " ".join(["first"] * bool(block.first) + behind + factor + ["sum"] + ["last"] * bool(block.last))
+    if block.factor:
+        _, is_left, place = block.order
+        behind.insert(place, f"{ast.unparse(block.factor)} *" if is_left else f"* {ast.unparse(block.factor)}")
+    return " ".join(["first"] * bool(block.first) + behind + ["sum"] + ["last"] * bool(block.last))
 
 
 @pytest.mark.parametrize("expression", BLOCKS)
