@@ -148,7 +148,6 @@ def test_signatures_are_those_of_the_original(fused_mlp, device):
     """transformers counts the arguments of a layer's method; wrappers take over what a function says of itself."""
     module, fused = fused_pair(fused_mlp, device)
     assert inspect.signature(fused.forward) == inspect.signature(module.forward)
-    assert type(fused).forward.__signature__ == inspect.signature(type(module).forward)  # to be found, not made
 
     @functools.wraps(fused.forward)
     def wrapper(x):
