@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..dispatch import is_small_product
-from . import forms, forwards, halves, obstacles, shortcut
+from . import chunks, forms, forwards, halves, obstacles, shortcut
 from .pattern import Pattern
 from .sites import Act, AnySite, Block, Joint, Site, Whole
 
@@ -127,6 +127,7 @@ _CALLS = {
     "joined": halves.joined,
     "joined children": halves.joined_children,
     "finished": halves.finished,
+    "in one": chunks.in_one,
 }
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 NAMES = {f"@{name}": function for name, function in _CALLS.items()}

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from ..training import KEPT
 from . import (
     branches,
+    chunks,
     effects,
     forwards,
     halves,
@@ -45,7 +46,7 @@ from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
-_TRACED = CellType(traced)
+_TRACED, _CHUNKS = CellType(traced), CellType(chunks)
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
 
 
@@ -71,6 +72,11 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
             rewritten, left = _rewritten(function, name, _roles(callees), memory)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
+    fused = tuple(made.items())
+    for name in [name for name in methods if made and name not in made]:
+        whole = _unchunked(methods[name], name, fused, memory)
+        if whole is not None and obstacles.own_method(module, name) is None:
+            made[name] = whole
     return made, list(unknown.values())
 
 
@@ -234,6 +240,24 @@ def _rewritten(
         if whole is not None:
             halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
+
+
+@functools.cache
+def _unchunked(
+    function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
+) -> Optional[FunctionType]:
+    """A method that has fused ones run on chunks, which calls them at once where there is one chunk."""
+    tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
+    if tree is None:
+        return None
+    other = switching.instead_of(name, function, function)
+    instead = Instead(switching.FUSED, name, function, other, _CHUNKS, memory, None, False)
+    made = function_of(tree, function, {**NAMES, **names}, instead)
+    setattr(made, _SITES, ())
+    setattr(made, _MEMORY, memory)
+    made.__name__ = name
+    _made.add(made)
+    return made
 
 
 def _blocks_around(sites: List[AnySite]) -> int:

@@ -1,0 +1,133 @@
+"""Layers of transformers that run their MLP on chunks: the fused method is called at once where there is one chunk."""
+
+import copy
+import inspect
+from types import MethodType
+
+import pytest
+import torch
+from transformers import BertConfig, DistilBertConfig
+from transformers.models.bert import modeling_bert
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.distilbert.modeling_distilbert import FFN
+
+from safety import assert_close, x_of
+
+
+def bert_layer():
+    config = BertConfig(hidden_size=32, intermediate_size=88, num_attention_heads=4)
+    config._attn_implementation = "eager"
+    return BertLayer(config)
+
+
+def distilbert_mlp():
+    return FFN(DistilBertConfig(dim=32, hidden_dim=88))
+
+
+KINDS = {"forward of a layer": bert_layer, "forward of an MLP": distilbert_mlp}
+
+
+@pytest.fixture(params=KINDS)
+def pair(request, fused_mlp, device):
+    torch.manual_seed(0)
+    module = KINDS[request.param]().to(device).eval()
+    fused = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(fused).fused
+    with torch.no_grad():
+        fused(x_of(device))
+    return module, fused
+
+
+@pytest.fixture
+def signatures(monkeypatch):
+    """The methods run on chunks whose signatures are asked for."""
+    asked, signature = [], inspect.signature
+
+    def tell(of, **options):
+        asked.extend([of.__name__] if isinstance(of, MethodType) else [])
+        return signature(of, **options)
+
+    monkeypatch.setattr(inspect, "signature", tell)
+    return asked
+
+
+def name_of_chunk(module):
+    return "ff_chunk" if isinstance(module, FFN) else "feed_forward_chunk"
+
+
+def outputs(module, x):
+    with torch.no_grad():
+        found = module(x)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def test_one_chunk(device, pair, signatures):
+    module, fused = pair
+    x = x_of(device)
+    expected = outputs(module, x)
+    assert signatures == [name_of_chunk(module)]
+    signatures.clear()
+    assert_close(outputs(fused, x), expected)
+    assert not signatures
+
+
+@pytest.mark.parametrize("size", [2, True, 5])
+def test_other_chunks(device, pair, signatures, size):
+    """Of 2 rows; of one, by something equal to 1; and of a size that the rows are no multiple of."""
+    module, fused = pair
+    x = x_of(device, 3, 6)
+    for each in pair:
+        each.chunk_size_feed_forward = size
+    if size == 5:
+        for each in pair:
+            with pytest.raises(ValueError, match="multiple of the chunk size"):
+                outputs(each, x)
+    else:
+        assert_close(outputs(fused, x), outputs(module, x))
+    assert signatures == 2 * [name_of_chunk(module)]
+
+
+def test_a_method_of_its_own(device, pair):
+    module, fused = pair
+    for each in pair:
+        setattr(each, name_of_chunk(each), lambda x: 2 * x)
+    x = x_of(device)
+    assert_close(outputs(fused, x), outputs(module, x))
+
+
+def test_a_patched_class(device, pair, monkeypatch):
+    module, fused = pair
+    monkeypatch.setattr(type(module), name_of_chunk(module), lambda self, x: 2 * x)
+    x = x_of(device)
+    assert_close(outputs(fused, x), outputs(module, x))
+
+
+def test_another_number_of_arguments(device, pair):
+    for each in pair:
+        setattr(each, name_of_chunk(each), lambda x, y: x)
+        with pytest.raises(ValueError, match="expects 2 arguments"):
+            outputs(each, x_of(device))
+
+
+def test_a_patched_function(fused_mlp, device, monkeypatch):
+    torch.manual_seed(0)
+    module = bert_layer().to(device).eval()
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    monkeypatch.setattr(modeling_bert, "apply_chunking_to_forward", lambda method, size, dim, x: 3 * method(x))
+    x = x_of(device)
+    assert_close(outputs(fused, x), outputs(module, x))
+
+
+def test_a_forward_of_its_own_is_left(fused_mlp, device):
+    """As accelerate leaves one in a layer: what it calls is fused."""
+    module = bert_layer().to(device).eval()
+    fused = copy.deepcopy(module)
+    forward = fused.forward
+    fused.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    report = fused_mlp.fuse_mlps(fused)
+    assert {entry.path: entry.extent for entry in report.modules} == {"": "full", "intermediate": "full"}
+    x = x_of(device)
+    assert_close(outputs(fused, x), outputs(module, x))
+    report.restore()
+    assert_close(outputs(fused, x), outputs(module, x))

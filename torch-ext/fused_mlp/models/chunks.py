@@ -1,0 +1,104 @@
+"""Methods that have another one run on chunks of their values, as those of transformers' encoders do.
+
+transformers' function asks for the signature of the other method at each call, which takes the CPU as long as half of
+the fused MLP. Where the values are one chunk, and the other method is the fused one, that is called at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType, MethodType
+from typing import Any, Callable, Dict, Optional, Set, Tuple
+
+import torch
+
+from . import traced
+from .effects import readable
+from .source import value_of
+
+is_traced = torch.compiler.is_dynamo_compiling
+
+_NAME = "apply_chunking_to_forward"
+_known: Set[Callable[..., Any]] = set()  # those of that name which were seen to do no more with one chunk
+
+
+def run(
+    memory: str, method: Callable[..., Any], instead: Callable[..., Any], module: Any, *args: Any, **given: Any
+) -> Any:
+    """What Dynamo traces: the method as it was written, or what is to run instead."""
+    if not isinstance(module, traced.Unchanged):
+        method = instead(module) or method
+    return method(module, *args, **given)
+
+
+def in_one(fused: FunctionType, apply: Callable[..., Any], method: Any, size: Any, dim: Any, *inputs: Any) -> Any:
+    """``apply(method, size, dim, *inputs)``, where ``fused`` is what ``method`` was when this was written."""
+    if size == 0 and type(size) is int and type(method) is MethodType and method.__func__ is fused and apply in _known:
+        return method(*inputs)
+    return apply(method, size, dim, *inputs)
+
+
+def rewritten(
+    function: FunctionType, methods: Dict[str, FunctionType], call: Callable[..., ast.expr]
+) -> Tuple[Optional[ast.FunctionDef], Dict[str, FunctionType]]:
+    """A method that has fused ones run on chunks, with ``call`` in their places; and these by names in it.
+
+    None where it has none.
+    """
+    tree = readable(function) if _NAME in function.__code__.co_names else None
+    if tree is None:
+        return None, {}
+    rewriter = _Rewriter(function, methods, call)
+    tree = rewriter.visit(copy.deepcopy(tree))
+    return (tree, rewriter.names) if rewriter.names else (None, {})
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, function: FunctionType, methods: Dict[str, FunctionType], call: Callable[..., ast.expr]) -> None:
+        self._function, self._methods, self._call = function, methods, call
+        self.names: Dict[str, FunctionType] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id != _NAME or node.keywords or len(node.args) < 4:
+            return node
+        method, _, _, *inputs = node.args
+        owner = self._function.__code__.co_varnames[0]
+        name = method.attr if isinstance(method, ast.Attribute) and ast.unparse(method.value) == owner else None
+        fused = self._methods.get(name)
+        is_plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
+        if fused is None or not is_plain or not _takes(fused, len(inputs)) or not self._is_known(node.func):
+            return node
+        self.names[f"@{name}"] = fused
+        return self._call(ast.Name(f"@{name}", ast.Load()), node.func, *node.args)
+
+    def _is_known(self, callee: ast.Name) -> bool:
+        apply = value_of(callee, self._function, None)
+        if apply not in _known and isinstance(apply, FunctionType) and _hands_on(apply):
+            _known.add(apply)
+        return apply in _known
+
+
+def _takes(function: FunctionType, inputs: int) -> bool:
+    code = function.__code__
+    others = code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or hasattr(function, "__wrapped__")
+    return code.co_argcount == 1 + inputs and not others
+
+
+class _Probe:
+    def __init__(self) -> None:
+        self.given: list = []
+
+    def method(self, value: Any) -> Any:
+        self.given.append(value)
+        return self
+
+
+def _hands_on(apply: FunctionType) -> bool:
+    """Whether a function, told to make no chunks, calls the method once, and returns what that does."""
+    probe, value = _Probe(), object()
+    return apply.__module__ == "transformers.pytorch_utils" and (
+        apply(probe.method, 0, 1, value) is probe and probe.given == [value]
+    )
