@@ -35,9 +35,14 @@ def run(
 
 def in_one(fused: FunctionType, apply: Callable[..., Any], method: Any, size: Any, dim: Any, *inputs: Any) -> Any:
     """``apply(method, size, dim, *inputs)``, where ``fused`` is what ``method`` was when this was written."""
-    if size == 0 and type(size) is int and type(method) is MethodType and method.__func__ is fused and apply in _known:
+    is_one = type(size) is int and size == 0
+    if is_one and type(method) is MethodType and method.__func__ is fused and _is_known(apply):
         return method(*inputs)
     return apply(method, size, dim, *inputs)
+
+
+def _is_known(apply: Any) -> bool:
+    return type(apply) is FunctionType and apply in _known
 
 
 def rewritten(
@@ -69,16 +74,16 @@ class _Rewriter(ast.NodeTransformer):
         name = method.attr if isinstance(method, ast.Attribute) and ast.unparse(method.value) == owner else None
         fused = self._methods.get(name)
         is_plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
-        if fused is None or not is_plain or not _takes(fused, len(inputs)) or not self._is_known(node.func):
+        if fused is None or not is_plain or not _takes(fused, len(inputs)) or not self._hands_on(node.func):
             return node
         self.names[f"@{name}"] = fused
         return self._call(ast.Name(f"@{name}", ast.Load()), node.func, *node.args)
 
-    def _is_known(self, callee: ast.Name) -> bool:
+    def _hands_on(self, callee: ast.Name) -> bool:
         apply = value_of(callee, self._function, None)
-        if apply not in _known and isinstance(apply, FunctionType) and _hands_on(apply):
+        if type(apply) is FunctionType and not _is_known(apply) and _hands_on(apply):
             _known.add(apply)
-        return apply in _known
+        return _is_known(apply)
 
 
 def _takes(function: FunctionType, inputs: int) -> bool:
