@@ -1,5 +1,6 @@
 """Writes modules with MLPs in them at random: the source of a file, of which one seed always makes the same."""
 
+import itertools
 import random
 import re
 import textwrap
@@ -195,6 +196,29 @@ x | x | x | x, mask=None | x, mask=None, *rest, scale=1.0, **options | x, /, mas
 x: torch.Tensor, fused=None | x, self_=1 | x, other=None
 """.replace("\n", "|").split("|")
 ARGUMENTS = [arguments.strip() for arguments in ARGUMENTS if arguments.strip()]
+
+# What a layer does around an MLP and its sum: conditions on attributes of its own, and what may change these.
+AROUND = r"""
+h = self.norm(h)
+h = self.drop(h)
+h = self.scale * h
+h = h * self.scale
+if self.flag: h = self.norm(h)
+if not self.flag: h = self.norm(h)
+if self.flag: h = self.norm(h)
+if not self.flag: h = self.drop(h)
+if self.flag: h = 2 * h\nelse: h = self.drop(h)
+if self.flag and self.scale is not None: h = self.scale * h
+if isinstance(self.norm, nn.LayerNorm): h = self.norm(h)
+if self.training: h = h + 1
+if h.sum() > 0: h = -h
+if self.flag: return h
+if self.flag: self.flag = False
+self.flag = not self.flag
+self.turn()
+record.append(self.flag)
+""".strip().split("\n")
+SUMS = ["h = r + h", "h = h + r", "h = r + x + h", "h = r + self.scale * h", "h = self.norm(r + h)", "h += r"]
 
 # What is done with a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
 # of its projections.
@@ -604,19 +628,32 @@ class Writer:
 
     def root(self, alone: bool) -> str:
         """What holds the module."""
-        holder = (
-            "m"
-            if alone
-            else self.draw.choices(
-                [
-                    "m",
-                    "nn.Sequential(m)",
-                    "nn.Sequential(m, nn.Identity())",
-                    "nn.Sequential(m, m)",
-                    "nn.Sequential(odd(), m)",
-                ],
-                [12, 2, 2, 1, 1],
-            )[0]
-        )
+        holders = {
+            "m": 12,
+            "nn.Sequential(m)": 2,
+            "nn.Sequential(m, nn.Identity())": 2,
+            "nn.Sequential(m, m)": 1,
+            "nn.Sequential(odd(), m)": 1,
+            "Layer(m)": 9 if self.n_in == self.n_out else 0,
+        }
+        holder = "m" if alone else self.draw.choices(list(holders), list(holders.values()))[0]
         odd = self.draw.choice(["torch.jit.script(nn.ReLU())", "nn.Identity()"])
-        return f"def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"
+        layer = f"{self.layer()}\n\n\n" if holder == "Layer(m)" else ""
+        return f"{layer}def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"
+
+    def layer(self) -> str:
+        """A class of layers around an MLP."""
+        parts = [["r = x", "h = x"], ["h = self.m(h)"], [self.draw.choice(SUMS)], ["return h"]]
+        for part in parts[:-1]:
+            part += self.draw.sample(AROUND, self.draw.choice([0, 0, 1, 1, 2]))
+        init = ["super().__init__()", "self.m, self.flag, self.drop = m, True, nn.Dropout()"]
+        init += [
+            f"self.norm, self.scale = nn.LayerNorm({self.n_out}), nn.Parameter(torch.linspace(-1, 1, {self.n_out}))"
+        ]
+        methods = {
+            "__init__(self, m)": init,
+            "turn(self)": ["self.flag = not self.flag"],
+            "forward(self, x)": "\n".join(itertools.chain(*parts)).replace("\\n", "\n").split("\n"),
+        }
+        written = [f"def {name}:\n" + textwrap.indent("\n".join(lines), "    ") for name, lines in methods.items()]
+        return "class Layer(nn.Module):\n" + textwrap.indent("\n\n".join(written), "    ")

@@ -634,6 +634,17 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
     assert type(module) is Around
 
 
+def test_blocks_around_what_is_left_are_left(fused_mlp, device):
+    """A layer is changed where its MLP is, and only there."""
+    module = nn.Sequential(Around(), Around()).to(device).eval()
+    module[0].mlp.fc1.double()  # no op takes weights of two dtypes
+    report = fused_mlp.fuse_mlps(module)
+    assert {entry.path: entry.fused for entry in report.modules} == {"0.mlp": False, "1.mlp": True}
+    assert type(module[0]) is Around and type(module[1]) is not Around
+    report.restore()
+    assert type(module[1]) is Around
+
+
 @pytest.mark.parametrize(
     "kind", [Behind, InFront, Around, HalfAndNorm, AroundDropping, OwnScale], ids=lambda kind: kind.__name__
 )

@@ -59,6 +59,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
             found = _fuse(module, check, memory)
             if found is not None:
                 report.modules.append(of_module(path, module, found))
+        for module, _ in before:
+            if _is_idle(module):
+                switching.switch_back(module)
             if is_fused(module):
                 report._restoring.append(partial(_restore, weakref.ref(module)))
     except BaseException:
@@ -74,6 +77,16 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 def is_fused(module: nn.Module) -> bool:
     """Whether a module runs a method that :func:`fuse_mlps` put there."""
     return bool(switching.methods_in(module))
+
+
+def _is_idle(module: nn.Module) -> bool:
+    """Whether all that is fused in a module are blocks around MLPs, of which none is fused."""
+    methods = switching.methods_in(module).values()
+    if not methods or not all(map(rewriting.is_fused, methods)):
+        return False
+    around = [part for method in methods for part in rewriting.mlps_around(method, module)]
+    has_own = any(rewriting.mlps_in(method, module) for method in methods)
+    return bool(around) and not has_own and not any(map(is_fused, around))
 
 
 def outcome_of(module: nn.Module) -> Optional[Outcome]:

@@ -98,6 +98,13 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     return [mlp for site in getattr(function, _SITES) for mlp in mlps_of(site, original, module)]
 
 
+def mlps_around(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The modules that are MLPs, around which a fused method of a module has blocks."""
+    blocks = [site.site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
+    nodes = [site.module for site in blocks if isinstance(site, Whole)]
+    return [part for node in nodes for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+
+
 def role_of(part: Any) -> Optional[str]:
     """What a part of a module may be in a site."""
     if part is None:
