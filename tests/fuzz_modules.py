@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Quick, RootMeanSquare, Scaled, Scales, Wide, cubed, record, tanh_gelu, wrapped
+from fuzz_parts import GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
+from fuzz_parts import cubed, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear
 """
 
@@ -642,14 +643,17 @@ class Writer:
         return f"{layer}def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"
 
     def layer(self) -> str:
-        """A class of layers around an MLP."""
-        parts = [["r = x", "h = x"], ["h = self.m(h)"], [self.draw.choice(SUMS)], ["return h"]]
+        """A class of layers: what the module is, and around an MLP of its own a sum."""
+        mlp = self.draw.choice(["Perceptron", "Perceptron", "GatedPerceptron"])
+        init = ["super().__init__()", f"self.norm, self.drop, self.mlp = nn.LayerNorm({self.n_out}), nn.Dropout(), "]
+        init[-1] += f"{mlp}({self.n_out})"
+        init += [f"self.scale, self.flag = nn.Parameter(torch.linspace(-1, 1, {self.n_out})), True"]
+        init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
+        # Contiguous: a block's op lays out its result so, whatever the residual is.
+        start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()"]
+        parts = [start, ["h = self.mlp(h)"], [self.draw.choice(SUMS)], ["return h"]]
         for part in parts[:-1]:
             part += self.draw.sample(AROUND, self.draw.choice([0, 0, 1, 1, 2]))
-        init = ["super().__init__()", "self.m, self.flag, self.drop = m, True, nn.Dropout()"]
-        init += [
-            f"self.norm, self.scale = nn.LayerNorm({self.n_out}), nn.Parameter(torch.linspace(-1, 1, {self.n_out}))"
-        ]
         methods = {
             "__init__(self, m)": init,
             "turn(self)": ["self.flag = not self.flag"],

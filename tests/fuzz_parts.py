@@ -44,6 +44,24 @@ class Scaled(nn.Module):
         return F.gelu(h) * self.scale
 
 
+class Perceptron(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class GatedPerceptron(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, 24), nn.Linear(width, 24), nn.Linear(24, width)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class RootMeanSquare(nn.Module):
     def __init__(self, width):
         super().__init__()
