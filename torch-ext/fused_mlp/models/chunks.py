@@ -12,25 +12,11 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, Optional, Set, Tuple
 
-import torch
-
-from . import traced
 from .effects import readable
 from .source import value_of
 
-is_traced = torch.compiler.is_dynamo_compiling
-
 _NAME = "apply_chunking_to_forward"
 _known: Set[Callable[..., Any]] = set()  # those of that name which were seen to do no more with one chunk
-
-
-def run(
-    memory: str, method: Callable[..., Any], instead: Callable[..., Any], module: Any, *args: Any, **given: Any
-) -> Any:
-    """What Dynamo traces: the method as it was written, or what is to run instead."""
-    if not isinstance(module, traced.Unchanged):
-        method = instead(module) or method
-    return method(module, *args, **given)
 
 
 def in_one(fused: FunctionType, apply: Callable[..., Any], method: Any, size: Any, dim: Any, *inputs: Any) -> Any:

@@ -46,7 +46,7 @@ from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
-_TRACED, _CHUNKS = CellType(traced), CellType(chunks)
+_TRACED = CellType(traced)
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
 
 
@@ -258,7 +258,7 @@ def _unchunked(
     if tree is None:
         return None
     other = switching.instead_of(name, function, function)
-    instead = Instead(switching.FUSED, name, function, other, _CHUNKS, memory, None, False)
+    instead = Instead(switching.FUSED, name, function, other, _TRACED, None, None, False)
     made = function_of(tree, function, {**NAMES, **names}, instead)
     setattr(made, _SITES, ())
     setattr(made, _MEMORY, memory)

@@ -35,7 +35,8 @@ class Instead(NamedTuple):
     """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
 
     It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
-    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument. ``method`` runs too where
+    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in the
+    method itself is fused. ``method`` runs too where
     ``runs_as_written``, if there is one, says so of the first argument, ``self`` and ``gated``.
     """
 
@@ -44,7 +45,7 @@ class Instead(NamedTuple):
     method: FunctionType
     function: Callable[[Any], Optional[Callable[..., Any]]]
     traced: CellType
-    memory: str
+    memory: Optional[str]
     runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
     gated: bool
 

@@ -58,7 +58,7 @@ def _warn(error: Exception) -> None:
 
 
 def run(
-    memory: str,
+    memory: Optional[str],
     method: Callable[..., Any],
     instead: Callable[[Any], Optional[Callable[..., Any]]],
     module: Any,
@@ -67,11 +67,12 @@ def run(
 ) -> Any:
     """``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or what is to run instead.
 
-    ``memory``: what training keeps. Where a backend is forced other than the compiled ops, PyTorch computes.
+    ``memory``: what training keeps; None where the method has no MLP itself. Where a backend is forced other than the
+    compiled ops, PyTorch computes.
     """
     if not isinstance(module, Unchanged):
         method = instead(module) or method
-    if not isinstance(module, Recorded):
+    if memory is None or not isinstance(module, Recorded):
         return method(module, *args, **kwargs)
     from torch._dynamo.comptime import comptime
 
