@@ -80,6 +80,13 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
+// Whether the class that a fused module was made from has this method, given with its name; kYes for None.
+Answer runs_as_read(PyObject* module, PyObject* method) {
+  if (method == Py_None) return kYes;
+  const Owned original(PyObject_GetAttr(class_of(module), settings.original));
+  return original ? has_attribute(original.get(), PyTuple_GetItem(method, 0), PyTuple_GetItem(method, 1)) : kError;
+}
+
 PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
   PyObject* state = state_of(module);
   PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
@@ -87,7 +94,10 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   PyObject* names = PyTuple_GetItem(half, 1);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
-  if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes) return nullptr;
+  if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes || are_items(state, PyTuple_GetItem(names, 5)) != kYes ||
+      runs_as_read(module, PyTuple_GetItem(names, 6)) != kYes) {
+    return nullptr;
+  }
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();

@@ -51,11 +51,11 @@ class Half(NamedTuple):
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
     projections)); of a whole MLP the same, with what is between and behind its projections after them, the number of
-    these, whether it has dropouts that are functions, for its mode to tell, and, where its activation is a function,
-    what has to stay as it is for the code to name that; of a tail its projection, the modules that may hand on what
-    they are given, and the norm that ``ending`` tells of. ``rest`` is a tail's forward from behind its projection on,
-    given what comes out of that, where they do. ``ending`` is whether a norm follows, where all of that is a sum with
-    the tail's other argument.
+    these, whether it has dropouts that are functions, for its mode to tell, what else has to stay as it is (attributes
+    of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
+    its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
+    tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument.
     """
 
     forward: FunctionType

@@ -68,8 +68,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         if not has_layers and _has_loop(function):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
-            callees = {text: values_of(node, function, module) for text, node in _callees(function).items()}
-            rewritten, left = _rewritten(function, name, _roles(callees), memory)
+            rewritten, left = _rewritten(function, name, _roles_in(function, module), memory)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     fused = tuple(made.items())
@@ -152,8 +151,15 @@ def _role_of_layer(part: nn.Module) -> str:
     if all(obstacles.of_projection(child) is not None for child in part.children()):
         return Role.LAYER
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
-    callees = {text: values_of(node, forward, part) for text, node in _callees(forward).items()}
-    return _half(forward, _roles(callees))
+    run = chunks.run_alone(forward)
+    if run is None:
+        return _half(forward, _roles_in(forward, part))
+    method = getattr(type(part), run[0], None)
+    method = getattr(method, ORIGINAL) if method in _made else method
+    if not isinstance(method, FunctionType):
+        return Role.LAYER
+    made, _ = _rewritten(method, run[0], _roles_in(method, part), "activations")
+    return Role.WHOLE if made in halves.wholes else Role.LAYER
 
 
 _WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, *Role.ACTIVATIONS}
@@ -182,6 +188,10 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     tree = effects.readable(function)
     calls = [] if tree is None else [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
+
+
+def _roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str], ...]:
+    return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()})
 
 
 def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
@@ -231,7 +241,7 @@ def _rewritten(
         patterns = [site.pattern for site in computed if isinstance(site, Site)]
         names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = _head(tree, function, found, names, role) if name == "forward" else None
-        whole = _whole(tree, function, found, role) if name == "forward" else None
+        whole = _whole(tree, function, found, role)
         other = switching.instead_of(name, function, function)
         # A block's MLP may be a module of its own, of any kind.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, Block) for site in found)
@@ -264,6 +274,15 @@ def _unchunked(
     setattr(made, _MEMORY, memory)
     made.__name__ = name
     _made.add(made)
+    run = chunks.run_alone(function)
+    whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
+    home = sys.modules.get(function.__module__)
+    if whole is not None and home is not None and vars(home) is function.__globals__:
+        method, size, apply = run
+        *of_method, unchanged, _, _ = whole.names
+        unchanged = (*unchanged, (home, apply.__name__, apply))
+        names = (*of_method, unchanged, ((method,), (size, 0)), (method, whole.forward))
+        halves.wholes[made] = whole._replace(forward=function, names=names)
     return made
 
 
@@ -351,7 +370,8 @@ def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], r
     if parts is None or any(_children((node.test,), forward) != ("training",) for node in dropouts):
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
-    return halves.Half(forward, (site.pattern, parts, len(site.projections), bool(dropouts), unchanged), None, site)
+    names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
+    return halves.Half(forward, names, None, site)
 
 
 def _children(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
