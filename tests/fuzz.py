@@ -192,7 +192,7 @@ def classes(root: nn.Module) -> list[type]:
 # Comparison.
 
 
-def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: torch.dtype) -> None:
+def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: torch.dtype, in_block: bool) -> None:
     """``dtype`` is that of what is computed: a result may be wider."""
     if "error" in plain or "error" in fused:
         assert "error" in plain, f"raises {fused['error']!r}, the original does not"
@@ -210,14 +210,24 @@ def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: 
             if not isinstance(like, torch.Tensor):
                 assert got == like, f"{what}: {got!r}, expected {like!r} (all: {fused[what]!r}, expected {expected!r})"
             else:
-                compare_tensors(what, got, like, reference, bitwise, dtype)
+                compare_tensors(what, got, like, reference, bitwise, dtype, in_block and what == "result")
 
 
 def compare_tensors(
-    what: str, got: torch.Tensor, like: torch.Tensor, exact: torch.Tensor, bitwise: bool, dtype: torch.dtype
+    what: str,
+    got: torch.Tensor,
+    like: torch.Tensor,
+    exact: torch.Tensor,
+    bitwise: bool,
+    dtype: torch.dtype,
+    in_block: bool,
 ) -> None:
-    for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.stride(), lambda t: t.requires_grad):
+    """``in_block``: what the op of a block computes lies contiguous, whatever the residual does."""
+    for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.requires_grad):
         assert property_(got) == property_(like), f"{what}: {property_(got)}, expected {property_(like)}"
+    assert got.stride() == like.stride() or (in_block and got.is_contiguous()), (
+        f"{what}: {got.stride()}, {like.stride()}"
+    )
     got, like, exact = (t.detach().as_subclass(torch.Tensor) for t in (got, like, exact))
     if bitwise or not like.is_floating_point():
         assert torch.equal(got.nan_to_num(7), like.nan_to_num(7)), f"{what} is not bit for bit that of the original"
@@ -266,6 +276,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
         )
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     bitwise = not report.fused
+    in_block = any("residual" in entry.pattern for entry in report.fused)
     assert text and (not bitwise or classes(fused.root) == kinds)
 
     outcomes = []
@@ -287,7 +298,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
             exact = None
         outcomes += ["raised"] if "error" in seen[1] and phase == "fused" else []
         try:
-            compare(*seen[:2], seen[2] if exact is not None else None, bitwise, dtype)
+            compare(*seen[:2], seen[2] if exact is not None else None, bitwise, dtype, in_block)
         except AssertionError as error:
             raise AssertionError(f"{phase}: {error}\n{report}") from error
     entries = [(entry.pattern, entry.extent, *(reason.code for reason in entry.reasons)) for entry in report.modules]
