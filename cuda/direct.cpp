@@ -90,7 +90,7 @@ std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
     steps.second.emplace(steps.first.behind(mlp.layers[1], refusal_of(mlp.layers[1])));
     if (lacks_cublas_handle(*steps.second, mlp.device)) return {};
   } else if (steps.first_is_made_by_torch()) {
-    return {};  // and not in the tensor given
+    return {};  // torch would not write into the tensor that is given
   }
   return steps;
 }

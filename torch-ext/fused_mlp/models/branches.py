@@ -107,17 +107,19 @@ class _Parting:
     def _is_near(self, statement: ast.stmt) -> bool:
         if not (isinstance(statement, SIMPLE) or self._is_settled(statement)):
             return False
-        if any(isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)) for part in _items(statement)):
-            return False
-        return all(self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement))
+        return not _stores(statement) and all(
+            self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement)
+        )
 
 
 def _callees(statement: ast.stmt) -> List[ast.expr]:
     return [part.func for part in ast.walk(statement) if isinstance(part, ast.Call)]
 
 
-def _items(statement: ast.stmt) -> List[ast.expr]:
-    return [part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript))]
+def _stores(statement: ast.stmt) -> bool:
+    """Whether a statement changes an attribute or an item of something."""
+    owned = (part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript)))
+    return any(isinstance(part.ctx, (ast.Store, ast.Del)) for part in owned)
 
 
 def _without_not(condition: ast.expr) -> Tuple[str, bool]:

