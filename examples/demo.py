@@ -28,12 +28,16 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers.models.bert.modeling_bert import BertIntermediate
+from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertSelfOutput
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
-# Of each variant: their times differ by several percent, those of eager ones by more on a busy host.
+# How many there are of each variant: their times differ by several percent, those of eager ones by more on a busy host.
 COPIES, COMPILED_COPIES = 7, 3
 TURN_US = 50_000  # single short calls differ by more than what fusing gains
+
+# The layers of the package that kernelize puts in the place of these classes' forwards.
+GEMMA_LAYERS = {GemmaMLP: "GeGLUMLP"}
+BERT_LAYERS = {BertIntermediate: "Intermediate", BertOutput: "Output", BertSelfOutput: "Output"}
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -89,17 +93,24 @@ def minilm(device):
     return model.eval(), dict(batch), embed
 
 
-def kernelized(model, layer_name, replaced_class):
-    """A copy of the model with the package's layer in place of a class's forward, through the `kernels` library."""
-    kernels.replace_kernel_forward_from_hub(replaced_class, layer_name)
+def kernelized(model, layer_of):
+    """A copy of the model with layers of the package in place of classes' forwards, through the `kernels` library."""
+    for replaced_class, name in layer_of.items():
+        kernels.replace_kernel_forward_from_hub(replaced_class, name)
     model = copy.deepcopy(model)
     device = next(model.parameters()).device.type
-    layer = kernels.LayerRepository(
-        project.repo_id(), layer_name=layer_name, revision=f"v{project.version()}", trust_remote_code=True
-    )
-    with kernels.use_kernel_mapping({layer_name: {device: layer}}, inherit_mapping=False):
+    mapping = {
+        name: {
+            device: kernels.LayerRepository(
+                project.repo_id(), layer_name=name, revision=f"v{project.version()}", trust_remote_code=True
+            )
+        }
+        for name in layer_of.values()
+    }
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
         kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device=device)
-    del replaced_class.kernel_layer_name, replaced_class.kernel_condition
+    for replaced_class in layer_of:
+        del replaced_class.kernel_layer_name, replaced_class.kernel_condition
     return model
 
 
@@ -119,7 +130,7 @@ def median_of(copies, what):
 
 
 @torch.inference_mode()
-def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp, check):
+def compare(title, model, inputs, answer, layer_of, fused_mlp, check):
     """Runs the model in all ways, prints the table, and returns the faults that `check` and the errors show."""
     device = next(model.parameters()).device
     fused = copy.deepcopy(model)
@@ -127,7 +138,7 @@ def compare(title, model, inputs, answer, layer_name, replaced_class, fused_mlp,
     print(f"\n{title}\n{report}")
     ways = {
         "original": lambda: copy.deepcopy(model),
-        f"kernelize ({layer_name})": lambda: kernelized(model, layer_name, replaced_class),
+        f"kernelize ({', '.join(dict.fromkeys(layer_of.values()))})": lambda: kernelized(model, layer_of),
         "fuse_mlps": lambda: copy.deepcopy(fused),
         "torch.compile": lambda: torch.compile(copy.deepcopy(model)),
         "fuse_mlps, torch.compile": lambda: torch.compile(copy.deepcopy(fused)),
@@ -186,8 +197,8 @@ def main():
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{project.repo_id()} v{project.version()} from {Path(fused_mlp.__file__).parent.name}, on {where}")
     faults = [
-        *compare("Gemma architecture", *gemma(device), "GeGLUMLP", GemmaMLP, fused_mlp, lambda answer, original: []),
-        *compare("MiniLM", *minilm(device), "Intermediate", BertIntermediate, fused_mlp, cosines_above(0.9999)),
+        *compare("Gemma architecture", *gemma(device), GEMMA_LAYERS, fused_mlp, lambda answer, original: []),
+        *compare("MiniLM", *minilm(device), BERT_LAYERS, fused_mlp, cosines_above(0.9999)),
     ]
     print("\n" + "\n".join(faults) if faults else "\nAll answers agree with the original models'.")
     return 1 if faults else 0

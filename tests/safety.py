@@ -11,7 +11,7 @@ from torch import nn
 
 import machine
 import project
-from modules import Gated, Intermediate, PackedGated, Plain
+from modules import Gated, Intermediate, Output, PackedGated, Plain
 from tiny_models import GQA
 
 WAYS = ("fuse_mlps", "kernelize")
@@ -24,8 +24,10 @@ LAYER_OF = {
     PackedGated: "PackedGatedMLP",
     Plain: "MLP",
     Intermediate: "Intermediate",
+    Output: "Output",
     transformers.models.llama.modeling_llama.LlamaMLP: "GatedMLP",
     transformers.models.bert.modeling_bert.BertIntermediate: "Intermediate",
+    transformers.models.bert.modeling_bert.BertOutput: "Output",
 }
 
 

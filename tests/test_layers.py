@@ -235,11 +235,13 @@ def test_explanations(fused_mlp, device, layer, make, width):
     assert explanation.implementation == ("original" if "Mish" in reason else "fused")
 
 
-@pytest.mark.parametrize("layer", ["GatedMLP", "GeGLUMLP", "SwiGLUMLP", "PackedGatedMLP", "MLP", "Intermediate"])
+@pytest.mark.parametrize(
+    "layer", ["GatedMLP", "GeGLUMLP", "SwiGLUMLP", "PackedGatedMLP", "MLP", "Intermediate", "Output"]
+)
 def test_a_layer_alone_says_what_stands_alone(fused_mlp, device, layer):
     layers = fused_mlp.layers
     with pytest.raises(AttributeError, match=f"layers.{layer} has no weights") as caught:
-        getattr(layers, layer)()(torch.zeros(2, 32, device=device))
+        getattr(layers, layer)()(*[torch.zeros(2, 32, device=device)] * (2 if layer == "Output" else 1))
     assert (f"layers.{layer}Layout(config)" in str(caught.value)) == hasattr(layers, f"{layer}Layout")
 
 
@@ -252,7 +254,10 @@ def test_a_module_without_a_part_says_which(fused_mlp, device):
 
 def test_every_layer_is_tested(fused_mlp):
     layers = {name for name in fused_mlp.layers.__all__ if not name.endswith("Layout")}
-    assert layers == {layer for layer, *_ in CASES.values()} | {"MegaBlocksMoeMLP"}  # which test_hub_ways has
+    assert layers == {layer for layer, *_ in CASES.values()} | {
+        "MegaBlocksMoeMLP",
+        "Output",
+    }  # which have their own tests
 
 
 LAYOUTS = {

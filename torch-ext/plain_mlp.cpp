@@ -95,6 +95,22 @@ PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, boo
   return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
 }
 
+// The operands of a block's op, which has None for the first layer where there is a single one.
+PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
+  if (layers > 1) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  const Py_ssize_t size = PyTuple_Size(operands);
+  Owned given(PyTuple_New(size + 2));
+  for (Py_ssize_t i = 0, place = 0; given && i < size; ++i) {
+    const bool of_layer = i == 1 || i == 2;
+    if (of_layer && put(given.get(), place++, Py_None) != kYes) return nullptr;
+    if (put(given.get(), place++, PyTuple_GetItem(operands, i)) != kYes) return nullptr;
+  }
+  return given.release();
+}
+
 }  // namespace
 
 PyObject* dtype_taken(PyObject* x) {
@@ -148,9 +164,8 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
   PyObject* known = known_activation(mlp.act, recording);
   if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
-  // The op's arguments: x, weights, biases, code, and those of the block, which is that of a whole MLP.
+  // The op's arguments: x, weights, biases, code, and those of the block.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
-  if (block != nullptr && layers < 2) return nullptr;
   const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
@@ -188,8 +203,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
     return operands;
   }
   if (block != nullptr) {
-    PyObject* op = item(settings.ops, layers == 2 ? names().block_op : names().gated_block_op);
-    return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+    PyObject* op = item(settings.ops, layers == 3 ? names().gated_block_op : names().block_op);
+    const Owned arguments(op == nullptr ? nullptr : operands_of_op(layers, operands));
+    return arguments ? PyObject_CallObject(op, arguments.get()) : nullptr;
   }
   const Owned name(PyObject_GetAttr(mlp.pattern, names().op));
   PyObject* op = name ? item(settings.ops, name.get()) : nullptr;

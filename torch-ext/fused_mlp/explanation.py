@@ -204,6 +204,8 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     if kernel is layers.MegaBlocksMoeMLP.forward:
         return outcome.of_experts(module.experts, NAME)
+    if kernel is layers.Output.forward:
+        return outcome.of_sum(module.dense, module.dropout, module.LayerNorm)
     for attribute in _LAYER_ACTIVATIONS:
         act = getattr(module, attribute, None)
         if act is not None and activation_of(act) is None:

@@ -38,6 +38,7 @@ _GATED = _parts(forwards.GATED, "gate_proj", "up_proj", "down_proj", "act_fn")
 _PACKED = _parts(forwards.PACKED_GATED, "gate_up_proj", "down_proj", "activation_fn")
 _PLAIN = _parts(forwards.PLAIN, "fc1", "fc2", "activation_fn")
 _LINEAR = _parts(forwards.LINEAR, "dense", "intermediate_act_fn")
+_NO_ACTIVATION = get_activation("linear").function
 
 
 class GatedMLP(nn.Module):
@@ -134,6 +135,44 @@ class Intermediate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return _fused(self, hidden_states, _LINEAR)
+
+
+class Output(nn.Module):
+    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``: the second half of the MLP of BERT, RoBERTa and
+    their kin, and the end of their attention.
+
+    hidden_states ``[..., in]``, input_tensor ``[..., out]`` -> ``[..., out]``, where possible in one call: a GEMM, and
+    a kernel for the sum and the norm. All parts are called as they are where dropout is active or a part is hooked.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    dense: nn.Module
+    dropout: nn.Module
+    LayerNorm: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            if shortcut.is_traced():  # the compiler makes one kernel of what is behind the GEMM
+                return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
+            return shortcut.block(
+                forwards.LINEAR,
+                hidden_states,
+                projections=("dense",),
+                act=_NO_ACTIVATION,
+                between=(),
+                behind=("dropout",),
+                factor=1.0,
+                residual=input_tensor,
+                order=(False, False, 1),
+                first=None,
+                last="LayerNorm",
+                owner=self,
+                names=("dense", "dropout", "LayerNorm"),
+            )
+        except AttributeError as error:
+            raise _alone(self, error) from None
 
 
 class MegaBlocksMoeMLP(nn.Module):
@@ -378,6 +417,7 @@ __all__ = [
     "MLPLayout",
     "MegaBlocksMoeMLP",
     "NewGELU",
+    "Output",
     "PackedGatedMLP",
     "PackedGatedMLPLayout",
     "QuickGELU",

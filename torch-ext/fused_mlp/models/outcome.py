@@ -9,7 +9,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, mixtures, obstacles, recognition, rewriting, routers, shape
+from . import forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
 from .found import FoundMLP
 from .source import tree_of
 
@@ -133,6 +133,19 @@ def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     around = obstacles.of_surroundings()
     reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
     return Outcome(PARTLY if reasons else FULL, reasons)
+
+
+def of_sum(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> Outcome:
+    """Whether a layer, and the norm of its sum with a residual, are one call."""
+    unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
+    found = {
+        "dense": obstacles.of_projection(dense),
+        "dropout": forwards.alteration(dropout),
+        "LayerNorm": unknown or obstacles.of_call(norm),
+    }
+    around = obstacles.of_surroundings()
+    reasons = called(found if around is None else dict.fromkeys(found, around))
+    return Outcome(NONE if reasons else BIAS, reasons, f"{forwards.LINEAR} with residual and norm")
 
 
 def of_error(error: Exception) -> Reason:

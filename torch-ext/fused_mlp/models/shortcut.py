@@ -223,7 +223,9 @@ def block(
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
-    """The block of an MLP: ``last(residual + behind(mlp(first(x))) * factor)``; a norm that is None does nothing.
+    """The block of an MLP, or of one layer: ``last(residual + behind(mlp(first(x))) * factor)``.
+
+    A norm that is None does nothing.
 
     One op where the short way is taken, whose result has adjacent rows. ``order``, as :class:`sites.Block` has it,
     decides how its parts lay out theirs. The factor is a number, or a scale of the features.

@@ -1,0 +1,201 @@
+"""The layer `Output` through kernels.kernelize: a projection, and the norm of its sum with a residual, in one call."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels.layer.layer import _validate_layer
+from torch import nn
+
+import reference
+from modules import Output
+from safety import fuse, pair
+
+
+def operands(device, dtype=torch.float32, shape=(2, 5), sizes=(88, 32)):
+    return [torch.randn(*shape, size, device=device, dtype=dtype) for size in sizes]
+
+
+def spread(module):
+    """The module with a norm whose weight and bias are not ones and zeros."""
+    with torch.no_grad():
+        module.LayerNorm.weight.uniform_(0.5, 1.5), module.LayerNorm.bias.normal_()
+    return module
+
+
+@pytest.fixture
+def kernelized(fused_mlp, device):
+    """A module in eval mode, and a copy of it with the layer's forward."""
+
+    def make(module=None, dtype=torch.float32):
+        return pair(fused_mlp, "kernelize", spread(module or Output()).to(device, dtype).eval())
+
+    return make
+
+
+@pytest.fixture
+def one_call(fused_mlp, monkeypatch):
+    """Whatever is no single call fails from here on."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    return lambda: monkeypatch.setattr(shortcut, "around", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(88, 32), (17, 7), (256, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 5), (3, 40), (300,)], ids=str)
+def test_one_call_with_an_error_no_larger_than_eager_s(device, kernelized, one_call, dtype, sizes, shape):
+    module, fused = kernelized(Output(sizes), dtype)
+    if dtype == torch.float16 and device.type == "cpu":
+        pytest.skip("GPUs have float16 kernels")
+    given = operands(device, dtype, shape, sizes)
+    exact = copy.deepcopy(module).double()(*(operand.double() for operand in given))
+    with torch.no_grad():
+        fused(*given)  # what has no activation is learnt at the first call
+        one_call()
+        got, expected = fused(*given), module(*given)
+    reference.assert_no_worse_than_eager(got, expected, exact, roundings=8)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients(device, kernelized, training):
+    outcomes = []
+    for module in kernelized():
+        module.train(training)
+        torch.manual_seed(0)
+        leaves = [operand.requires_grad_() for operand in operands(device)]
+        result = module(*leaves)
+        result.square().sum().backward()
+        outcomes.append([result.detach(), *(leaf.grad for leaf in (*leaves, *module.parameters()))])
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled(device, kernelized):
+    torch.compiler.reset()
+    module, fused = kernelized()
+    given = operands(device)
+    with torch.no_grad():
+        got = torch.compile(fused, fullgraph=True, backend="aot_eager")(*given)
+        torch.testing.assert_close(got, module(*given))
+
+
+class Doubled(nn.Dropout):
+    def forward(self, input):
+        return 2 * input
+
+
+def hooked(name):
+    def change(module, monkeypatch):
+        getattr(module, name).register_forward_hook(lambda *given: 2 * given[-1])
+
+    return change
+
+
+# What is done to a module between its calls.
+CHANGES = {
+    **{f"a hook of {name}": hooked(name) for name in ("dense", "dropout", "LayerNorm")},
+    "another dropout": lambda module, monkeypatch: setattr(module, "dropout", Doubled()),
+    "a weight": lambda module, monkeypatch: module.dense.weight.data.mul_(2),
+    "no bias": lambda module, monkeypatch: setattr(module.dense, "bias", None),
+    "a norm without weights": lambda module, monkeypatch: setattr(
+        module, "LayerNorm", nn.LayerNorm(32, elementwise_affine=False)
+    ),
+    "another eps": lambda module, monkeypatch: setattr(module.LayerNorm, "eps", 0.5),
+    "another norm": lambda module, monkeypatch: setattr(module, "LayerNorm", nn.Softmax(-1)),
+    "a norm of two dimensions": lambda module, monkeypatch: setattr(
+        module, "LayerNorm", nn.LayerNorm((5, 32)).to(module.dense.weight)
+    ),
+    "a function of torch": lambda module, monkeypatch: monkeypatch.setattr(
+        F, "layer_norm", lambda x, *given, **named: 3 * x
+    ),
+    "a forward of a norm": lambda module, monkeypatch: monkeypatch.setattr(
+        nn.LayerNorm, "forward", lambda self, x: 3 * x
+    ),
+    "an attribute of the instance": lambda module, monkeypatch: vars(module).update(
+        dense=lambda hidden: hidden[..., :32]
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(device, kernelized, monkeypatch, change):
+    module, fused = kernelized()
+    given = operands(device)
+    with torch.no_grad():
+        before = fused(*given), fused(*given)
+        for either in (module, fused):
+            CHANGES[change](either, monkeypatch)
+        got = fused(*given), fused(*given)
+        expected = module(*given)
+    assert not torch.allclose(before[1], expected, atol=1e-3)
+    for each in got:
+        torch.testing.assert_close(each, expected)
+
+
+def test_dropout_that_is_active(device, kernelized):
+    module, fused = (either.train() for either in kernelized())
+    given, results = operands(device), []
+    with torch.no_grad():
+        for either in (module, fused):
+            torch.manual_seed(0)
+            results.append(either(*given))
+    torch.testing.assert_close(*results)
+
+
+ODD_OPERANDS = {
+    "a residual that is broadcast": lambda hidden, residual: (hidden, residual[:1, :1]),
+    "hidden values that are broadcast": lambda hidden, residual: (hidden[0], residual),
+    "no rows": lambda hidden, residual: (hidden[:0], residual[:0]),
+    "columns": lambda hidden, residual: (hidden.mT.contiguous().mT, residual.mT.contiguous().mT),
+    "a wider residual": lambda hidden, residual: (hidden, residual.double()),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_OPERANDS)
+def test_operands_that_a_kernel_does_not_take(device, kernelized, odd):
+    module, fused = kernelized()
+    given = ODD_OPERANDS[odd](*operands(device))
+    if odd == "a wider residual":
+        module.LayerNorm.double(), fused.LayerNorm.double()
+    with torch.no_grad():
+        expected = module(*given)
+        for _ in range(2):
+            torch.testing.assert_close(fused(*given), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_explain_says(fused_mlp, device, kernelized):
+    _, fused = kernelized()
+    explanation = fused_mlp.explain(fused)
+    assert (explanation.implementation, explanation.reason) == ("fused", "GEMM and bias")
+    assert explanation.parts[0].pattern == "linear with residual and norm"
+    fused.train()
+    explanation = fused_mlp.explain(fused)
+    assert (explanation.implementation, explanation.reason) == ("original", "calls dropout (active in training)")
+    fused.eval().LayerNorm = nn.Softmax(-1)
+    assert fused_mlp.explain(fused).reason == "calls LayerNorm (a Softmax)"
+
+
+def test_the_hub_s_rules(fused_mlp):
+    _validate_layer(check_cls=Output, cls=fused_mlp.layers.Output, repo=None)
+
+
+def test_a_layer_between_two_that_are_fused(fused_mlp, device):
+    """fuse_mlps leaves a module alone that has a layer of the package already."""
+    module = spread(Output()).to(device).eval()
+    fused = fuse(fused_mlp, "fuse_mlps", fuse(fused_mlp, "kernelize", copy.deepcopy(module)))
+    given = operands(device)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(*given), module(*given))
+
+
+@pytest.mark.parametrize("activation", ["linear", "silu"])
+def test_the_op_of_one_layer(fused_mlp, device, activation):
+    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
+    code = importlib.import_module(f"{fused_mlp.__name__}.activations").get_activation(activation).code
+    x, residual = operands(device)
+    weight, bias = torch.randn(32, 88, device=device) / 9, torch.randn(32, device=device)
+    none = None, None, 0.0, 0
+    got = native.residual_mlp(x, None, weight, None, bias, code, residual, 0.5, *none, *none, False)
+    layer = {"x": x, "weight": weight, "bias": bias}
+    torch.testing.assert_close(got, residual + 0.5 * reference.eager("linear", layer, activation))
