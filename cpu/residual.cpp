@@ -33,7 +33,7 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, around);
   return block<Cpu>(x, around, [&](const Tensor& values) {
     return fc1_weight ? mlp(values, *fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation)
-                      : linear(values, fc2_weight, fc2_bias, activation);
+                      : linear(values, fc2_weight, fc2_bias, static_cast<int64_t>(Activation::kLinear));
   });
 }
 

@@ -48,10 +48,9 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, around);
   const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
-    const Place place = place_of(around, values);
-    if (!fc1_weight) return apply_layer(values, {fc2_weight, nullptr, fc2_bias, kNoBias, activation}, place);
-    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation},
-                        {fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation}, place);
+    const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
+    if (!fc1_weight) return apply_layer(values, last, place_of(around, values));
+    return apply_layers(values, {*fc1_weight, nullptr, fc1_bias, kNoBias, activation}, last, place_of(around, values));
   });
 }
 

@@ -187,15 +187,3 @@ def test_a_layer_between_two_that_are_fused(fused_mlp, device):
     given = operands(device)
     with torch.no_grad():
         torch.testing.assert_close(fused(*given), module(*given))
-
-
-@pytest.mark.parametrize("activation", ["linear", "silu"])
-def test_the_op_of_one_layer(fused_mlp, device, activation):
-    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-    code = importlib.import_module(f"{fused_mlp.__name__}.activations").get_activation(activation).code
-    x, residual = operands(device)
-    weight, bias = torch.randn(32, 88, device=device) / 9, torch.randn(32, device=device)
-    none = None, None, 0.0, 0
-    got = native.residual_mlp(x, None, weight, None, bias, code, residual, 0.5, *none, *none, False)
-    layer = {"x": x, "weight": weight, "bias": bias}
-    torch.testing.assert_close(got, residual + 0.5 * reference.eager("linear", layer, activation))

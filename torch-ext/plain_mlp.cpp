@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "activation.h"
 #include "direct_call.h"
 #include "settings.h"
 #include "surroundings.h"
@@ -95,6 +96,9 @@ PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, boo
   return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
 }
 
+// Whether the code of an activation is that of none: the op of a block with a single layer applies none.
+bool is_linear(PyObject* code) { return PyLong_AsSsize_t(code) == static_cast<Py_ssize_t>(Activation::kLinear); }
+
 // The operands of a block's op, which has None for the first layer where there is a single one.
 PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   if (layers > 1) {
@@ -166,6 +170,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
+  if (block != nullptr && layers == 1 && !is_linear(PyTuple_GetItem(known, 1))) return nullptr;
   const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
