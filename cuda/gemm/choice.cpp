@@ -117,7 +117,7 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   if (p.gated() || p.m < kTorchRows) return true;
-  // Of a long product, or of more rows than were measured, ours can save little, and the estimates are least certain.
+  // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
   constexpr double kLongMicroseconds = 60.0;
   constexpr int64_t kMostPlainRows = 2048;
   const bool is_long = arithmetic_microseconds(p, architecture.peak(gpu)) > kLongMicroseconds;

@@ -165,7 +165,7 @@ class Producer {
         at_(shared.stages, 1) {}  // all stages are empty
 
   __device__ __forceinline__ void run() {
-    // Of no more stages than are loaded together, the last would not be released before another block arrives.
+    // A ring of no more stages than are loaded together would not release its last one before another block arrives.
     if (args_.blocks_together > 1 && shared_.stages > kMostBlocksTogether) {
       load_all<kMostBlocksTogether>();
     } else {
