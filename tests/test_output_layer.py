@@ -180,10 +180,11 @@ def test_the_hub_s_rules(fused_mlp):
     _validate_layer(check_cls=Output, cls=fused_mlp.layers.Output, repo=None)
 
 
-def test_a_layer_between_two_that_are_fused(fused_mlp, device):
-    """fuse_mlps leaves a module alone that has a layer of the package already."""
+def test_fuse_mlps_leaves_it_alone(fused_mlp, device):
+    """A module keeps the layer that kernelize has given it."""
     module = spread(Output()).to(device).eval()
     fused = fuse(fused_mlp, "fuse_mlps", fuse(fused_mlp, "kernelize", copy.deepcopy(module)))
+    assert fused.forward.__func__ is fused_mlp.layers.Output.forward
     given = operands(device)
     with torch.no_grad():
         torch.testing.assert_close(fused(*given), module(*given))

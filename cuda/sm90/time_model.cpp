@@ -99,7 +99,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double split = c.split_2 * (split_k >= 2) + c.split_4 * (split_k >= 4) + c.split_8 * (split_k >= 8);
   const double time = split + ceil_div(ceil_div(p.k, kBlockK), split_k) * block;
   const double idle = most * usable / ctas - 1.0;
-  // Parts of the time that tiled kernels take for the same bytes, asked for in pairs of blocks or block by block.
+  // Streamed kernels take these parts of the time that tiled ones take for the same bytes.
   constexpr double kTogether = 0.955, kAlone = 1.04;
   const double share = blocks_together(p) > 1 ? kTogether : p.m < kTallRows ? kAlone : 1.0;
   const double from_memory = share * bytes(p) / chip.bytes_per_microsecond * (1.0 + c.tail * idle);
