@@ -123,9 +123,12 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   const bool is_long = arithmetic_microseconds(p, architecture.peak(gpu)) > kLongMicroseconds;
   if (p.linear() && (is_long || p.m > kMostPlainRows)) return false;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
-  // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more.
-  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.97;
-  const double margin = !p.linear() ? kMarginOfActivated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
+  // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
+  // rows the product behind an activated one of ours starts early, which is worth more than a difference in estimates.
+  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.97, kMarginOfFewRows = 1.05;
+  constexpr int64_t kFewRows = 64;
+  const double activated = p.m <= kFewRows ? kMarginOfFewRows : kMarginOfActivated;
+  const double margin = !p.linear() ? activated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
   return plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }
 

@@ -36,8 +36,9 @@ inline int blocks_together(const GemmProblem& p) {
 // How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.
 constexpr int streamed_ctas(int columns) { return columns > kStreamedColumns ? 2 : 3; }
 
-// Where a CTA of a streamed kernel reads no more than this, a deep ring gains nothing, and a third of a
-// multiprocessor's shared memory leaves room for CTAs of the kernel behind it, which start early.
+// Where a CTA of a streamed kernel for fewer than kTiledRows rows reads no more of the weights than this, a deep ring
+// gains nothing, and half of a multiprocessor's shared memory leaves room for CTAs of the kernel behind it, which start
+// early.
 constexpr int64_t kSmallStreamedCta = 256 << 10;
 
 // Weights of more bytes than this pass through the L2 cache: it keeps none of them until they are read again.

@@ -108,16 +108,36 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
 // Into how many parts a multiprocessor's shared memory is to be cut, so that CTAs spread over all multiprocessors. A
 // kernel that starts while the one before it drains is placed on the first multiprocessors that have room, several CTAs
 // to each, and leaves others idle. To prevent that, each CTA asks for its share of a multiprocessor's shared memory,
-// even where it needs less. Clusters of more than two CTAs behind a streamed kernel ask for half at most: they fit
-// beside the CTAs that still run, and need not wait until enough neighbouring multiprocessors are empty.
-inline int64_t ctas_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
-  const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
-  return std::max<int64_t>(ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster)), least);
+// even where it needs less.
+inline int64_t ctas_to_spread(int ctas, int cluster, int multiprocessors) {
+  return ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster));
 }
 
+// The same for a kernel of rows grouped by weights. Clusters of more than two CTAs behind one of few rows ask for half
+// at most: they fit beside the CTAs that still run, and need not wait until enough neighbouring multiprocessors are
+// empty.
 template <typename Gemm>
 int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
-  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(ctas_to_spread(rows, ctas, cluster, multiprocessors)));
+  const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
+  const int64_t parts = std::max<int64_t>(ctas_to_spread(ctas, cluster, multiprocessors), least);
+  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
+}
+
+// The same for a streamed kernel, whose ring has the CTA's share.
+template <typename Gemm>
+int64_t parts_of_shared_memory(const StreamedGemmArgs& args, int ctas, int cluster, int64_t weight_bytes,
+                               int multiprocessors) {
+  int64_t parts = ctas_to_spread(ctas, cluster, multiprocessors);
+  if (args.starts_early) {
+    // Clusters are placed where the kernel before leaves neighbours free. Where they would fill the chip by two CTAs to
+    // a multiprocessor, the last find none, and run when the others are done: the MLP took up to 1.2 of the time on an
+    // H200. So there is room for a third.
+    const int64_t free = parts * usable_multiprocessors(multiprocessors, cluster) - ctas;
+    if (cluster > 2 && parts > 1 && free <= cluster) ++parts;
+  } else if (args.m < kTiledRows && weight_bytes / (ctas / args.tiles_m) <= kSmallStreamedCta) {
+    parts = std::max<int64_t>(parts, 2);
+  }
+  return std::min<int64_t>(parts, Gemm::kCtasPerMultiprocessor);
 }
 
 template <typename Gemm>
@@ -144,11 +164,8 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   args.starts_early = starts_early(p, chosen, multiprocessors);
   const int64_t weight_bytes = int64_t{Gemm::kParts} * p.n * p.k * sizeof(typename Gemm::Element);
   args.reads_once = args.tiles_m == 1 && weight_bytes > kPassingBytes;
-  // Each CTA has its share of a multiprocessor's shared memory for its ring.
-  const bool small = !args.starts_early && weight_bytes / (ctas / args.tiles_m) <= kSmallStreamedCta;
-  const int64_t room = ctas_to_spread(args.starts_early ? p.m : kTiledRows, ctas, cluster, multiprocessors);
-  const int64_t share = small ? Gemm::kCtasPerMultiprocessor : std::min<int64_t>(room, Gemm::kCtasPerMultiprocessor);
-  const int shared = Gemm::shared_limit(share);
+  const int shared =
+      Gemm::shared_limit(parts_of_shared_memory<Gemm>(args, ctas, cluster, weight_bytes, multiprocessors));
   args.blocks_together = blocks_together(p);
   const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;  // of a CTA
   args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);

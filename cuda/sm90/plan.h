@@ -60,8 +60,9 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
 // size.
 template <typename Visitor>
 void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& visit) {
-  // Every tile of rows reads all the weights. Few rows of a gated product read those that L2 does not keep once.
-  const bool once = p.gated() && p.m < kTiledRows && 4 * p.n * p.k > kPassingBytes;
+  // Every tile of rows reads all the weights. Few rows of a gated product read those that L2 does not keep once. Plain
+  // products of kTiledRows rows and more read all of them once: two tiles took as long alone, and longer behind a GEMM.
+  const bool once = p.m < kTiledRows ? p.gated() && 4 * p.n * p.k > kPassingBytes : p.linear();
   const int64_t most_tiles = once ? 1 : 4;
   int fitting = 0;  // the rows of the smallest tile that all rows fit in: a larger is only emptier
   for (size_t i = 0; i < std::size(kKernels); ++i) {

@@ -83,11 +83,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double received_per_microsecond = passes ? std::min(from_l2, from_memory) : from_l2;
   const double rows = std::min<double>(p.m, kernel.block_m) + kernel.block_n;
   const double received = 2.0 * rounds * rows * p.k / kernel.split_k;
-  // The constants of gated kernels were measured with a part of the weights in L2 from call to call, those of streamed
-  // ones with all of them in memory. To compare the two, tiled kernels start later here.
-  constexpr double kLater = 1.25;
-  const double later = few_rows && p.gated() ? kLater : 0.0;
-  return later + std::max(time, received / received_per_microsecond);
+  return std::max(time, received / received_per_microsecond);
 }
 
 double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, const StreamedTime& c, const Chip& chip) {

@@ -1,11 +1,12 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
 // kernels are fitted with other weights at each call. Up to 32 rows sm_80's kernels are there to choose from too: gated
 // and activated products are fitted together with cuda/sm80/beside_sm90.cpp, to 2821 products on an H100 and an H200.
-// From 33 to 64 rows they are fitted to 736 products of usual and of random sizes on an H100. Those of tiled kernels
-// are fitted to products on an H100 and an H200, but for gated tiles of 112, 144, 176 and 208 rows, which lie between
-// their neighbours'. Those of products with one weight, of streamed kernels from 65 rows on and of torch's GEMM are
-// fitted to 1072 products of 33 to 4096 rows and random sizes on an H100 and 1422 on an H200. time_model.h says what
-// they mean, tools/tuning/fit.py how they are fitted.
+// From 33 to 64 rows gated and plain ones are fitted to 325 products of usual and of random sizes on an H100 and 500 on
+// an H200, activated ones with others to 736 on an H100. Those of tiled kernels are fitted to products on an H100 and
+// an H200, but for gated tiles of 112, 144, 176 and 208 rows, which lie between their neighbours'. Those of products
+// with one weight, of streamed kernels from 65 rows on and of torch's GEMM are fitted to 1072 products of 33 to 4096
+// rows and random sizes on an H100 and 1422 on an H200. time_model.h says what they mean, tools/tuning/fit.py how they
+// are fitted.
 #pragma once
 
 #include "time_model.h"
@@ -48,9 +49,9 @@ constexpr TunedKernel kTuned[] = {
 constexpr StreamedTime kStreamedFewGated = {2.96613, 0.57606, 0.28697, 0.77976, 0.03203, 0.01024, 0.13069, 0.00031, 0.00016, 0.0004, 0.00456, 0.00023};
 constexpr StreamedTime kStreamedFewActivated = {2.01352, 0.11018, 0.51091, 0.77795, 0.00638, 0.0072, 0.1328, 0.00182, 0.00023, 0.00003, 0.00098, 0.00028};
 constexpr StreamedTime kStreamedFewPlain = {2.69994, 0.0, 1.1491, 0.75752, 0.00816, 0.00245, 0.15754, 0.0, 0.00042, 0.00014, 0.08728, 0.0};
-constexpr StreamedTime kStreamedGated = {2.56189, 0.34718, 0.26941, 1.06651, 0.04183, 0.23332, 0.13371, 0.00037, 0.00032, 0.00014, 0.00748, 0.00024};
+constexpr StreamedTime kStreamedGated = {0.5549, 1.85711, 1.16338, 1.56659, 0.01419, 0.04797, 0.08047, 0.00368, 0.00034, 0.00025, 0.02152, 0.00013};
 constexpr StreamedTime kStreamedActivated = {2.54891, 0.02855, 0.22563, 1.05952, 0.07059, 0.09108, 0.16486, 0.00033, 0.0002, 0.0004, 0.0927, 0.00028};
-constexpr StreamedTime kStreamedPlain = {2.93039, 0.08856, 0.17014, 0.50647, 0.19402, 0.03574, 0.09035, 0.00164, 0.0005, 0.00032, 0.01786, 0.00022};
+constexpr StreamedTime kStreamedPlain = {2.45653, 0.7178, 0.56734, 0.07883, 0.03157, 0.29705, 0.09028, 0.00026, 0.00015, 0.00116, 0.00464, 0.00021};
 constexpr StreamedTime kStreamedTall = {3.96741, 0.81253, 0.02311, 2.23184, 0.98437, 3.55683, 0.20308, 2e-05, 0.0, 5e-05, 0.16909, 0.0};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
