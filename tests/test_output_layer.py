@@ -1,7 +1,8 @@
-"""The layer `Output` through kernels.kernelize: a projection, and the norm of its sum with a residual, in one call."""
+"""A module that is a projection, and the norm of its sum with a residual, in one call: by `fuse_mlps`, and by the layer
+`Output` through kernels.kernelize.
+"""
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kernels.layer.layer import _validate_layer
 from torch import nn
 
 import reference
-from modules import Output
+from modules import Halves, Output
 from safety import fuse, pair
 
 
@@ -25,43 +26,45 @@ def spread(module):
     return module
 
 
-@pytest.fixture
-def kernelized(fused_mlp, device):
-    """A module in eval mode, and a copy of it with the layer's forward."""
+@pytest.fixture(params=["fuse_mlps", "kernelize"])
+def fused_pair(fused_mlp, device, request):
+    """A module in eval mode, and a copy of it that is fused."""
 
     def make(module=None, dtype=torch.float32):
-        return pair(fused_mlp, "kernelize", spread(module or Output()).to(device, dtype).eval())
+        return pair(fused_mlp, request.param, spread(module or Output()).to(device, dtype).eval())
 
     return make
 
 
 @pytest.fixture
-def one_call(fused_mlp, monkeypatch):
-    """Whatever is no single call fails from here on."""
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
-    return lambda: monkeypatch.setattr(shortcut, "around", None)
+def called(tell_ops, dispatched):
+    """The names of the ops that run."""
+    names = []
+    tell_ops(lambda name, given: names.append(name))
+    return names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [(88, 32), (17, 7), (256, 64)], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (2, 5), (3, 40), (300,)], ids=str)
-def test_one_call_with_an_error_no_larger_than_eager_s(device, kernelized, one_call, dtype, sizes, shape):
-    module, fused = kernelized(Output(sizes), dtype)
+def test_one_call_with_an_error_no_larger_than_eager_s(device, fused_pair, called, dtype, sizes, shape):
+    module, fused = fused_pair(Output(sizes), dtype)
     if dtype == torch.float16 and device.type == "cpu":
         pytest.skip("GPUs have float16 kernels")
     given = operands(device, dtype, shape, sizes)
     exact = copy.deepcopy(module).double()(*(operand.double() for operand in given))
     with torch.no_grad():
-        fused(*given)  # what has no activation is learnt at the first call
-        one_call()
+        fused(*given)  # by the layer, what has no activation is learnt at the first call
+        called.clear()
         got, expected = fused(*given), module(*given)
+    assert called == ["residual_mlp"]
     reference.assert_no_worse_than_eager(got, expected, exact, roundings=8)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradients(device, kernelized, training):
+def test_gradients(device, fused_pair, training):
     outcomes = []
-    for module in kernelized():
+    for module in fused_pair():
         module.train(training)
         torch.manual_seed(0)
         leaves = [operand.requires_grad_() for operand in operands(device)]
@@ -71,9 +74,9 @@ def test_gradients(device, kernelized, training):
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled(device, kernelized):
+def test_compiled(device, fused_pair):
     torch.compiler.reset()
-    module, fused = kernelized()
+    module, fused = fused_pair()
     given = operands(device)
     with torch.no_grad():
         got = torch.compile(fused, fullgraph=True, backend="aot_eager")(*given)
@@ -119,8 +122,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_seen(device, kernelized, monkeypatch, change):
-    module, fused = kernelized()
+def test_changes_are_seen(device, fused_pair, monkeypatch, change):
+    module, fused = fused_pair()
     given = operands(device)
     with torch.no_grad():
         before = fused(*given), fused(*given)
@@ -133,8 +136,8 @@ def test_changes_are_seen(device, kernelized, monkeypatch, change):
         torch.testing.assert_close(each, expected)
 
 
-def test_dropout_that_is_active(device, kernelized):
-    module, fused = (either.train() for either in kernelized())
+def test_dropout_that_is_active(device, fused_pair):
+    module, fused = (either.train() for either in fused_pair())
     given, results = operands(device), []
     with torch.no_grad():
         for either in (module, fused):
@@ -153,8 +156,8 @@ ODD_OPERANDS = {
 
 
 @pytest.mark.parametrize("odd", ODD_OPERANDS)
-def test_operands_that_a_kernel_does_not_take(device, kernelized, odd):
-    module, fused = kernelized()
+def test_operands_that_a_kernel_does_not_take(device, fused_pair, odd):
+    module, fused = fused_pair()
     given = ODD_OPERANDS[odd](*operands(device))
     if odd == "a wider residual":
         module.LayerNorm.double(), fused.LayerNorm.double()
@@ -164,8 +167,8 @@ def test_operands_that_a_kernel_does_not_take(device, kernelized, odd):
             torch.testing.assert_close(fused(*given), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_explain_says(fused_mlp, device, kernelized):
-    _, fused = kernelized()
+def test_what_explain_says(fused_mlp, fused_pair):
+    _, fused = fused_pair()
     explanation = fused_mlp.explain(fused)
     assert (explanation.implementation, explanation.reason) == ("fused", "GEMM and bias")
     assert explanation.parts[0].pattern == "linear with residual and norm"
@@ -188,3 +191,59 @@ def test_fuse_mlps_leaves_it_alone(fused_mlp, device):
     given = operands(device)
     with torch.no_grad():
         torch.testing.assert_close(fused(*given), module(*given))
+
+
+def test_restored(fused_mlp, device):
+    """The report has it beside MLPs, and gives its own method back."""
+    module = spread(Output()).to(device).eval()
+    report = fused_mlp.fuse_mlps(module)
+    assert [(entry.pattern, entry.extent) for entry in report.fused] == [("linear with residual and norm", "bias")]
+    assert str(report).splitlines()[0] == "1 fused, 0 left"
+    assert fused_mlp.fuse_mlps(module).fused == report.fused
+    report.restore()
+    assert type(module) is Output
+    assert fused_mlp.explain(module).implementation == "original"
+
+
+class Scaled(Output):
+    """Its code does more than that."""
+
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + 0.5 * input_tensor)
+
+
+class Shifted(Output):
+    """The residual is no argument."""
+
+    def forward(self, hidden_states, input_tensor):
+        input_tensor = input_tensor + 1
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
+
+
+class Summed(Output):
+    """It has no norm."""
+
+    def forward(self, hidden_states, input_tensor):
+        return self.dropout(self.dense(hidden_states)) + input_tensor
+
+
+@pytest.mark.parametrize("kind", [Scaled, Shifted, Summed], ids=lambda kind: kind.__name__)
+def test_other_modules_are_left(fused_mlp, device, kind):
+    module = kind().to(device).eval()
+    fused_mlp.fuse_mlps(module)
+    assert type(module) is kind
+
+
+def test_a_tail_that_was_fused_alone(fused_mlp, device, called):
+    """It is still the second half of the MLP around it."""
+    module = Halves().to(device).eval()
+    expected = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(module.output)
+    report = fused_mlp.fuse_mlps(module)
+    assert report.fused[0].pattern == "plain in two modules with residual and norm"
+    x = torch.randn(2, 5, 32, device=device)
+    with torch.no_grad():
+        module(x)
+        called.clear()
+        torch.testing.assert_close(module(x), expected(x), rtol=1e-4, atol=1e-5)
+    assert called == ["residual_mlp"]

@@ -205,7 +205,8 @@ def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outco
     if kernel is layers.MegaBlocksMoeMLP.forward:
         return outcome.of_experts(module.experts, NAME)
     if kernel is layers.Output.forward:
-        return outcome.of_sum(module.dense, module.dropout, module.LayerNorm)
+        parts = {name: getattr(module, name) for name in ("dense", "dropout", "LayerNorm")}
+        return outcome.of_sum(parts)
     for attribute in _LAYER_ACTIVATIONS:
         act = getattr(module, attribute, None)
         if act is not None and activation_of(act) is None:

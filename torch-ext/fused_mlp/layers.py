@@ -38,7 +38,6 @@ _GATED = _parts(forwards.GATED, "gate_proj", "up_proj", "down_proj", "act_fn")
 _PACKED = _parts(forwards.PACKED_GATED, "gate_up_proj", "down_proj", "activation_fn")
 _PLAIN = _parts(forwards.PLAIN, "fc1", "fc2", "activation_fn")
 _LINEAR = _parts(forwards.LINEAR, "dense", "intermediate_act_fn")
-_NO_ACTIVATION = get_activation("linear").function
 
 
 class GatedMLP(nn.Module):
@@ -160,7 +159,7 @@ class Output(nn.Module):
                 forwards.LINEAR,
                 hidden_states,
                 projections=("dense",),
-                act=_NO_ACTIVATION,
+                act=shortcut.NO_ACTIVATION,
                 between=(),
                 behind=("dropout",),
                 factor=1.0,

@@ -124,6 +124,7 @@ def _product(left, right):
 _CALLS = {
     "block": shortcut.block,
     "block of a module": halves.block,
+    "ending": shortcut.ending,
     "joined": halves.joined,
     "joined children": halves.joined_children,
     "finished": halves.finished,

@@ -9,7 +9,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
-from . import forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
+from . import endings, forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
 from .found import FoundMLP
 from .source import tree_of
 
@@ -89,6 +89,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return of_experts(module)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
+    for method in filter(endings.is_fused, methods):
+        return of_sum(endings.parts_of(method, module))
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
     if not mlps:  # they are modules of their own, and have an outcome
         return None
@@ -113,7 +115,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return Outcome(NONE, (reason,), _EXPERTS)
-    if any(map(routers.is_fused, methods)):
+    if any(map(routers.is_fused, methods)) or any(map(endings.is_fused, methods)):
         return None
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
 
@@ -135,14 +137,14 @@ def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     return Outcome(PARTLY if reasons else FULL, reasons)
 
 
-def of_sum(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> Outcome:
-    """Whether a layer, and the norm of its sum with a residual, are one call."""
+def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
+    """Whether a layer, the first of these parts, and the last one, the norm of its sum with a residual, are one call.
+    What is between them passes its result on."""
+    (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
-    found = {
-        "dense": obstacles.of_projection(dense),
-        "dropout": forwards.alteration(dropout),
-        "LayerNorm": unknown or obstacles.of_call(norm),
-    }
+    found = {projection: obstacles.of_projection(layer)}
+    found.update({name: forwards.alteration(part) for name, part in behind})
+    found[last] = unknown or obstacles.of_call(norm)
     around = obstacles.of_surroundings()
     reasons = called(found if around is None else dict.fromkeys(found, around))
     return Outcome(NONE if reasons else BIAS, reasons, f"{forwards.LINEAR} with residual and norm")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import training
-from . import mixtures, obstacles, outcome, rewriting, routers, switching, verification
+from . import endings, mixtures, obstacles, outcome, rewriting, routers, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -48,7 +48,8 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
-    before, scripted = [], set()  # the modules with the fused methods that they had; those inside of a compiled one
+    before = []  # the modules with the fused methods that they had
+    scripted, tails = set(), set()  # those inside of a compiled one, and second halves of MLPs that are fused
     try:
         for path, module in model.named_modules():
             if module in scripted:
@@ -56,7 +57,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
             if isinstance(module, torch.jit.ScriptModule):
                 scripted.update(module.modules())
             before.append((module, switching.methods_in(module)))
-            found = _fuse(module, check, memory)
+            found = _fuse(module, check, memory, module in tails)
+            for method in switching.methods_in(module).values():
+                tails.update(rewriting.tails_in(method, module))
             if found is not None:
                 report.modules.append(of_module(path, module, found))
         for module, _ in before:
@@ -100,13 +103,15 @@ def outcome_of(module: nn.Module) -> Optional[Outcome]:
     return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
 
 
-def _fuse(module: nn.Module, check: Optional[verification.Verification], memory: str) -> Optional[Outcome]:
-    """Fuses one module, and says how far; None if it is no MLP."""
+def _fuse(
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
+) -> Optional[Outcome]:
+    """Fuses one module, and says how far; None if it is no MLP, or the second half of one that is fused."""
     methods = switching.methods_in(module)
     if methods and all(rewriting.memory_of(method) == memory for method in methods.values()):
         return outcome.of_methods(module, methods.values())
     switching.switch_back(module)  # it may hold fused methods that do not run any more
-    methods, found = _plan(module, check, memory)
+    methods, found = _plan(module, check, memory, is_tail)
     if methods:
         try:
             switching.switch(module, methods)
@@ -116,20 +121,20 @@ def _fuse(module: nn.Module, check: Optional[verification.Verification], memory:
 
 
 def _plan(
-    module: nn.Module, check: Optional[verification.Verification], memory: str
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool = False
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     """The methods to put into a module, if there are any, and how far they fuse it, or why they do not.
 
     Whatever goes wrong with one module is no reason to leave the others.
     """
     try:
-        return _plan_of(module, check, memory)
+        return _plan_of(module, check, memory, is_tail)
     except Exception as error:
         return {}, Outcome(outcome.NONE, (outcome.of_error(error),))
 
 
 def _plan_of(
-    module: nn.Module, check: Optional[verification.Verification], memory: str
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     if isinstance(module, torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
@@ -140,6 +145,8 @@ def _plan_of(
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
         return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
+    if not methods and not is_tail:
+        methods = endings.fused_methods(module, memory)
     if not methods:
         return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
     nothing = outcome.of_nothing_to_fuse(module, methods.values())

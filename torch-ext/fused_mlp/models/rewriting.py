@@ -41,12 +41,12 @@ from .interface import original_of
 from .matches import ending_of, returned, start_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
-from .sites import Act, AnySite, Block, Site, Whole
+from .sites import Act, AnySite, Block, Joint, Site, Whole
 from .source import ORIGINAL, Instead, function_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
-_TRACED = CellType(traced)
+TRACED = CellType(traced)
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
 
 
@@ -68,7 +68,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         if not has_layers and _has_loop(function):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
-            rewritten, left = _rewritten(function, name, _roles_in(function, module), memory)
+            rewritten, left = _rewritten(function, name, roles_in(function, module), memory)
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     fused = tuple(made.items())
@@ -95,6 +95,12 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         return _mlps_in_sequence(module)
     original = getattr(function, ORIGINAL)
     return [mlp for site in getattr(function, _SITES) for mlp in mlps_of(site, original, module)]
+
+
+def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The modules that are second halves of the MLPs in a fused method of a module."""
+    tails = [site.tail for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
+    return [part for node in tails for part in values_of(node, getattr(function, ORIGINAL), module).values()]
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Any]:
@@ -153,12 +159,12 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:
-        return _half(forward, _roles_in(forward, part))
+        return half_of(forward, roles_in(forward, part))
     method = getattr(type(part), run[0], None)
     method = getattr(method, ORIGINAL) if method in _made else method
     if not isinstance(method, FunctionType):
         return Role.LAYER
-    made, _ = _rewritten(method, run[0], _roles_in(method, part), "activations")
+    made, _ = _rewritten(method, run[0], roles_in(method, part), "activations")
     return Role.WHOLE if made in halves.wholes else Role.LAYER
 
 
@@ -190,7 +196,8 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
 
 
-def _roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str], ...]:
+def roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str], ...]:
+    """What the callees of a method may be in a site, by their texts."""
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()})
 
 
@@ -246,8 +253,8 @@ def _rewritten(
         # A block's MLP may be a module of its own, of any kind.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, Block) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
-        instead = Instead(switching.FUSED, name, function, other, _TRACED, memory, runs_as_written, gated)
-        made = _method_of(tree, function, names, instead, tuple(found), memory)
+        instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
+        made = method_of(tree, function, names, instead, tuple(found), memory)
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
@@ -255,7 +262,7 @@ def _rewritten(
     return made, tuple(site.act for site in left)
 
 
-def _method_of(
+def method_of(
     tree: ast.FunctionDef,
     function: FunctionType,
     names: Dict[str, Any],
@@ -281,8 +288,8 @@ def _unchunked(
     if tree is None:
         return None
     other = switching.instead_of(name, function, function)
-    instead = Instead(switching.FUSED, name, function, other, _TRACED, None, None, False)
-    made = _method_of(tree, function, {**NAMES, **names}, instead, (), memory)
+    instead = Instead(switching.FUSED, name, function, other, TRACED, None, None, False)
+    made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
     home = sys.modules.get(function.__module__)
@@ -314,7 +321,7 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 
 
 @functools.cache
-def _half(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
+def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
     if effects.readable(forward) is None or Role.PROJECTION not in dict(roles).values():
         return Role.LAYER

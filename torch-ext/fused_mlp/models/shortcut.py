@@ -20,6 +20,7 @@ from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
 from .. import dispatch, training
+from ..activations import get_activation
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -164,6 +165,7 @@ if plain is not None:
     )
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
+NO_ACTIVATION = get_activation("linear").function
 
 
 def fused(
@@ -196,8 +198,7 @@ def fused(
         hidden = fused(pattern.first_half, x, projections[:-1], act)
         return forwards.second_half(hidden, between, projections[-1])
     if is_short:  # for the next call
-        _learn(act)
-        _learn_layers(projections)
+        learn(act, projections)
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
@@ -238,6 +239,20 @@ def block(
     behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
     values = fused(pattern, x if first is None else first(x), projections, act, between, owner, names)
     return around(values, behind, factor, residual, order, last)
+
+
+def ending(
+    owner: nn.Module,
+    x: Tensor,
+    residual: Tensor,
+    projections: Tuple[str],
+    behind: Tuple[str, ...],
+    last: str,
+    names: Tuple[str, ...],
+) -> Optional[Tensor]:
+    """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
+    given = forwards.LINEAR, x, projections, NO_ACTIVATION, (), behind, 1.0, residual, None, last, owner, names
+    return plain.block(*given)
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
@@ -310,6 +325,12 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
+
+
+def learn(act: Act, projections: Tuple[nn.Module, ...]) -> None:
+    """Has the short way take an activation and linear layers that it can take."""
+    _learn(act)
+    _learn_layers(projections)
 
 
 def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
