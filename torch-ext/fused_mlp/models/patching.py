@@ -25,6 +25,8 @@ from .report import FusionReport, of_module
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
+
     Each module that is fused becomes an instance of a subclass of its class, of the same name, that has the fused
     methods. A module that cannot be read, or fused, is left as it is and the report says why; modules that an earlier
     call has fused are in the report as fused. If the call raises, or is interrupted, the model is as it was.
