@@ -170,7 +170,7 @@ def test_operands_that_a_kernel_does_not_take(device, fused_pair, odd):
 def test_what_explain_says(fused_mlp, fused_pair):
     _, fused = fused_pair()
     explanation = fused_mlp.explain(fused)
-    assert (explanation.implementation, explanation.reason) == ("fused", "GEMM and bias")
+    assert (explanation.implementation, explanation.reason) == ("fused", "GEMM, sum and norm")
     assert explanation.parts[0].pattern == "linear with residual and norm"
     fused.train()
     explanation = fused_mlp.explain(fused)
@@ -197,7 +197,7 @@ def test_restored(fused_mlp, device):
     """The report has it beside MLPs, and gives its own method back."""
     module = spread(Output()).to(device).eval()
     report = fused_mlp.fuse_mlps(module)
-    assert [(entry.pattern, entry.extent) for entry in report.fused] == [("linear with residual and norm", "bias")]
+    assert [(entry.pattern, entry.extent) for entry in report.fused] == [("linear with residual and norm", "full")]
     assert str(report).splitlines()[0] == "1 fused, 0 left"
     assert fused_mlp.fuse_mlps(module).fused == report.fused
     report.restore()

@@ -171,7 +171,8 @@ def _explain_module(module: nn.Module) -> Explanation:
     fused = [part for part in parts if part.fused]
     if (len(parts) == 1 and parts[0].path == "") or (fused and fused[0].path == ""):
         root = parts[0]
-        return Explanation(name, _IMPLEMENTATIONS[root.extent], root.reason or outcome.EXTENT_WORDS[root.extent], parts)
+        reason = root.reason or outcome.words_of(root.extent, root.pattern)
+        return Explanation(name, _IMPLEMENTATIONS[root.extent], reason, parts)
     if not parts:
         return Explanation(name, "original", "no MLP found", parts)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
@@ -182,7 +183,7 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 
 _IMPLEMENTATIONS = {outcome.PARTLY: "partly fused", outcome.NONE: "original"}
-_IMPLEMENTATIONS.update(dict.fromkeys(outcome.EXTENT_WORDS, "fused"))
+_IMPLEMENTATIONS.update(dict.fromkeys(outcome.FUSED, "fused"))
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:

@@ -43,6 +43,7 @@ def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
     return {name: getattr(module, name, None) for name in _names[function]}
 
 
+_FOUND = "@found"  # a name that no source spells
 _names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their parts
 
 
@@ -73,6 +74,3 @@ def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
     _names[made] = half.names
     halves.tails[made] = half
     return made
-
-
-_FOUND = "@found"  # a name that no source spells

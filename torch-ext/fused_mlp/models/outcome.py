@@ -21,12 +21,14 @@ ACTIVATION = "activation"  # the activation: there is nothing else
 PARTLY = "partly"  # what is left when some of its parts are called as they are
 NONE = "none"
 
-EXTENT_WORDS = {  # where there is no reason to give
+_EXTENT_WORDS = {  # where there is no reason to give
     FULL: "GEMMs and activation",
     POINTWISE: "activation and product",
     BIAS: "GEMM and bias",
     ACTIVATION: "activation",
 }
+
+FUSED = tuple(_EXTENT_WORDS)  # the extents of what is fused as far as it goes
 
 # Codes of reasons: why a part is called, or why a module is left as it was.
 CALLED = "called"
@@ -110,6 +112,11 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
 
 
+def words_of(extent: str, pattern: str) -> str:
+    """What is one call, of what has this pattern and no reason why it is not more."""
+    return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
+
+
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
     """That a module was left as it was, though these methods of it could be made."""
     methods = list(methods)
@@ -147,7 +154,10 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
     found[last] = unknown or obstacles.of_call(norm)
     around = obstacles.of_surroundings()
     reasons = called(found if around is None else dict.fromkeys(found, around))
-    return Outcome(NONE if reasons else BIAS, reasons, f"{forwards.LINEAR} with residual and norm")
+    return Outcome(NONE if reasons else FULL, reasons, _SUM)
+
+
+_SUM = f"{forwards.LINEAR} with residual and norm"
 
 
 def of_error(error: Exception) -> Reason:

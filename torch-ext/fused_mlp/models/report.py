@@ -20,8 +20,8 @@ class ModuleReport:
     """What became of one module.
 
     ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
-    how far it is fused: "full", "bias" (all of it, without an activation), "pointwise", "partly", "none"; ``reasons``
-    why it is not more, each with a ``code``, the ``part`` that it is about and a ``detail``.
+    how far it is fused: "full", "pointwise", "partly", "none"; ``reasons`` why it is not more, each with a ``code``,
+    the ``part`` that it is about and a ``detail``.
     """
 
     path: str
@@ -76,7 +76,7 @@ class FusionReport:
             return "no MLP found"
         rows: Dict[Tuple[str, ...], List[str]] = {}
         for module in self.modules:
-            extent = {outcome.FULL: "yes", outcome.BIAS: "yes", outcome.NONE: "no"}.get(module.extent, module.extent)
+            extent = {outcome.FULL: "yes", outcome.NONE: "no"}.get(module.extent, module.extent)
             rows.setdefault((module.class_name, module.pattern, extent, module.reason), []).append(module.path)
         table = [_COLUMNS, *((*key, _paths(paths)) for key, paths in rows.items())]
         return "\n".join([counts(self.modules), *_lines(table)])
