@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
+from fuzz_parts import Ending, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
 from fuzz_parts import cubed, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear
 """
@@ -220,6 +220,17 @@ self.turn()
 record.append(self.flag)
 """.strip().split("\n")
 SUMS = ["h = r + h", "h = h + r", "h = r + x + h", "h = r + self.scale * h", "h = self.norm(r + h)", "h += r"]
+SUMS += ["h = self.end(h, r)", "h = self.end(residual=r, h=h)"]
+
+# What is done with the end of a layer before it is fused.
+END_CHANGES = [
+    *("pass",) * 4,
+    "self.end.norm.register_forward_hook(lambda *_: record.append('end'))",
+    "self.end.dense = WRAPPERS['LoRA'](self.end.dense)",
+    "self.end.dense = nn.Linear(self.end.dense.in_features, self.end.dense.out_features, bias=False)",
+    "self.end.drop = nn.Identity()",
+    "self.end.forward = self.end.forward",
+]
 
 # What is done with a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
 # of its projections.
@@ -648,6 +659,8 @@ class Writer:
         init = ["super().__init__()", f"self.norm, self.drop, self.mlp = nn.LayerNorm({self.n_out}), nn.Dropout(), "]
         init[-1] += f"{mlp}({self.n_out})"
         init += [f"self.scale, self.flag = nn.Parameter(torch.linspace(-1, 1, {self.n_out})), True"]
+        init += [f"self.end = Ending({self.n_out}, {self.draw.choice(['nn.LayerNorm', 'RootMeanSquare'])})"]
+        init += [self.draw.choice(END_CHANGES)]
         init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
         # Contiguous: a block's op lays out its result so, whatever the residual is.
         start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()"]

@@ -62,6 +62,15 @@ class GatedPerceptron(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Ending(nn.Module):
+    def __init__(self, width, norm):
+        super().__init__()
+        self.dense, self.drop, self.norm = nn.Linear(width, width), nn.Dropout(), norm(width)
+
+    def forward(self, h, residual):
+        return self.norm(self.drop(self.dense(h)) + residual)
+
+
 class RootMeanSquare(nn.Module):
     def __init__(self, width):
         super().__init__()
