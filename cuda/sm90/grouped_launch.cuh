@@ -10,6 +10,16 @@
 
 namespace fused_mlp::sm90 {
 
+// The shared memory of a CTA that shares it out evenly (ctas_to_spread). Clusters of more than two CTAs that compute
+// few rows have half of a multiprocessor's at most: they fit beside CTAs of the kernel before, and need not wait until
+// enough neighbouring multiprocessors are empty.
+template <typename Gemm>
+int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
+  const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
+  const int64_t parts = std::max<int64_t>(ctas_to_spread(ctas, cluster, multiprocessors), least);
+  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
+}
+
 template <typename Gemm>
 cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;

@@ -113,17 +113,7 @@ inline int64_t ctas_to_spread(int ctas, int cluster, int multiprocessors) {
   return ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster));
 }
 
-// The same for a kernel of rows grouped by weights. Clusters of more than two CTAs behind one of few rows ask for half
-// at most: they fit beside the CTAs that still run, and need not wait until enough neighbouring multiprocessors are
-// empty.
-template <typename Gemm>
-int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
-  const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
-  const int64_t parts = std::max<int64_t>(ctas_to_spread(ctas, cluster, multiprocessors), least);
-  return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
-}
-
-// The same for a streamed kernel, whose ring has the CTA's share.
+// The same for a streamed kernel, whose ring takes up all of a CTA's share.
 template <typename Gemm>
 int64_t parts_of_shared_memory(const StreamedGemmArgs& args, int ctas, int cluster, int64_t weight_bytes,
                                int multiprocessors) {

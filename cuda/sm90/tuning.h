@@ -1,12 +1,12 @@
 // The constants by which the sm_90a GEMMs are chosen, made by `make tune` on NVIDIA H100 80GB HBM3. Those of streamed
 // kernels are fitted with other weights at each call. Up to 32 rows sm_80's kernels are there to choose from too: gated
 // and activated products are fitted together with cuda/sm80/beside_sm90.cpp, to 2821 products on an H100 and an H200.
-// From 33 to 64 rows gated and plain ones are fitted to 325 products of usual and of random sizes on an H100 and 500 on
-// an H200, activated ones with others to 736 on an H100. Those of tiled kernels are fitted to products on an H100 and
-// an H200, but for gated tiles of 112, 144, 176 and 208 rows, which lie between their neighbours'. Those of products
-// with one weight, of streamed kernels from 65 rows on and of torch's GEMM are fitted to 1072 products of 33 to 4096
-// rows and random sizes on an H100 and 1422 on an H200. time_model.h says what they mean, tools/tuning/fit.py how they
-// are fitted.
+// From 33 to 64 rows those of gated and plain products are fitted to 325 products of usual and of random sizes on an
+// H100 and 500 on an H200, and those of activated ones to products on an H100 alone. Those of tiled kernels are fitted
+// to products on an H100 and an H200, but for gated tiles of 112, 144, 176 and 208 rows, which lie between their
+// neighbours'. Those of products with one weight, of streamed kernels from 65 rows on and of torch's GEMM are fitted to
+// 1072 products of 33 to 4096 rows and random sizes on an H100 and 1422 on an H200. time_model.h says what they mean,
+// tools/tuning/fit.py how they are fitted.
 #pragma once
 
 #include "time_model.h"

@@ -183,7 +183,7 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 
 _IMPLEMENTATIONS = {outcome.PARTLY: "partly fused", outcome.NONE: "original"}
-_IMPLEMENTATIONS.update(dict.fromkeys(outcome.FUSED, "fused"))
+_IMPLEMENTATIONS.update(dict.fromkeys(outcome.FUSED_EXTENTS, "fused"))
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:

@@ -153,23 +153,12 @@ class Output(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         try:
-            if shortcut.is_traced():  # the compiler makes one kernel of what is behind the GEMM
-                return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
-            return shortcut.block(
-                forwards.LINEAR,
-                hidden_states,
-                projections=("dense",),
-                act=shortcut.NO_ACTIVATION,
-                between=(),
-                behind=("dropout",),
-                factor=1.0,
-                residual=input_tensor,
-                order=(False, False, 1),
-                first=None,
-                last="LayerNorm",
-                owner=self,
-                names=("dense", "dropout", "LayerNorm"),
-            )
+            if not shortcut.is_traced():  # the compiler makes one kernel of what is behind the GEMM
+                names = ("dense", "dropout", "LayerNorm")
+                found = shortcut.ending(self, hidden_states, input_tensor, ("dense",), ("dropout",), "LayerNorm", names)
+                if found is not None:
+                    return found
+            return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
         except AttributeError as error:
             raise _alone(self, error) from None
 

@@ -21,7 +21,10 @@ from .source import Instead
 
 
 def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
-    """The method to put into such a module; none where it is no such. ``memory``: what training keeps elsewhere."""
+    """The method to put into such a module; none where it is no such.
+
+    ``memory``: what training keeps of the MLPs around it, by which a second call knows that nothing has changed.
+    """
     forward = getattr(switching.class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
@@ -29,7 +32,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     projection = None if made is None else getattr(module, _names[made][0])
     if projection is None or obstacles.has_own_product(projection):
         return {}
-    shortcut.learn(shortcut.NO_ACTIVATION, (projection,))
+    shortcut.learn_layers((projection,))
     return {"forward": made}
 
 

@@ -27,8 +27,7 @@ _EXTENT_WORDS = {  # where there is no reason to give
     BIAS: "GEMM and bias",
     ACTIVATION: "activation",
 }
-
-FUSED = tuple(_EXTENT_WORDS)  # the extents of what is fused as far as it goes
+FUSED_EXTENTS = tuple(_EXTENT_WORDS)  # those of modules of which all is fused that can be
 
 # Codes of reasons: why a part is called, or why a module is left as it was.
 CALLED = "called"
@@ -113,7 +112,7 @@ _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "rout
 
 
 def words_of(extent: str, pattern: str) -> str:
-    """What is one call, of what has this pattern and no reason why it is not more."""
+    """What one call computes of a module with this pattern that is fused to this extent."""
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 

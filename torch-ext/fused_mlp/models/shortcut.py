@@ -165,7 +165,7 @@ if plain is not None:
     )
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
-NO_ACTIVATION = get_activation("linear").function
+_NO_ACTIVATION = get_activation("linear").function
 
 
 def fused(
@@ -198,7 +198,8 @@ def fused(
         hidden = fused(pattern.first_half, x, projections[:-1], act)
         return forwards.second_half(hidden, between, projections[-1])
     if is_short:  # for the next call
-        learn(act, projections)
+        _learn(act)
+        learn_layers(projections)
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
@@ -251,8 +252,8 @@ def ending(
     names: Tuple[str, ...],
 ) -> Optional[Tensor]:
     """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
-    given = forwards.LINEAR, x, projections, NO_ACTIVATION, (), behind, 1.0, residual, None, last, owner, names
-    return plain.block(*given)
+    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual, None, last, owner, names
+    return None if plain is None else plain.block(*given)
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
@@ -327,13 +328,7 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
     return False
 
 
-def learn(act: Act, projections: Tuple[nn.Module, ...]) -> None:
-    """Has the short way take an activation and linear layers that it can take."""
-    _learn(act)
-    _learn_layers(projections)
-
-
-def _learn_layers(projections: Tuple[nn.Module, ...]) -> None:
+def learn_layers(projections: Tuple[nn.Module, ...]) -> None:
     """Takes the classes of linear layers beside torch's among those known."""
     for projection in projections:
         kind = type(projection)
@@ -366,3 +361,6 @@ def _learn(act: Act) -> None:
     if key not in _known:  # another thread may be reading what is there
         functions = ((owner, name, _originals[owner, name]) for owner, name in recognition.FUNCTIONS_OF[row.name])
         _known[key] = _Known(forward, row.code, tuple(functions))
+
+
+_learn(_NO_ACTIVATION)
