@@ -156,7 +156,7 @@ def errors(result: Tensor, reference: Tensor) -> tuple[float, float]:
 
 def _effective_number(reference: Tensor) -> float:
     """Different elements that make up the norm: all of them if they are alike in size, few if few are large."""
-    squares = reference.unique().square()
+    squares = reference.detach().unique().square()
     return max(1.0, float(squares.sum().square() / squares.square().sum()))
 
 
