@@ -105,6 +105,20 @@ class OfFunctions(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class SpelledOut(OfFunctions):
+    """A gated MLP whose method spells its activation out, with an option."""
+
+    def forward(self, x):
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
+class SquaredReLU(Plain):
+    """A plain MLP whose method spells its activation out, in two functions, as RWKV's does."""
+
+    def forward(self, hidden_states):
+        return self.fc2(torch.square(torch.relu(self.fc1(hidden_states))))
+
+
 class Intermediate(nn.Module):
     """The first half of BERT's MLP."""
 

@@ -12,10 +12,25 @@ from transformers.activations import NewGELUActivation
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from modules import Decoder, Gated, Halves, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, TransposedPlain
+from modules import (
+    Decoder,
+    Gated,
+    Halves,
+    Intermediate,
+    OfFunctions,
+    OwnLinears,
+    PackedGated,
+    Plain,
+    SpelledOut,
+    SquaredReLU,
+    TransposedPlain,
+)
 from safety import assert_close, x_of
 
-KINDS = [Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, TransposedPlain]
+KINDS = [
+    *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
+    TransposedPlain,
+]
 
 
 @pytest.fixture

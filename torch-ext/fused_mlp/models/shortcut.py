@@ -20,7 +20,7 @@ from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
 from .. import dispatch, training
-from ..activations import get_activation
+from ..activations import ACTIVATIONS, get_activation
 from ..backends import native, reference
 from ..operands import halves
 from . import forms, forwards, norms, obstacles, recognition
@@ -184,7 +184,7 @@ def fused(
     """
     is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
     if is_short:
-        found = plain.fused(pattern, x, projections, act, between, owner, names)
+        found = plain.fused(pattern, x, projections, _known_by(act), between, owner, names)
         if type(found) is tuple:
             found = _recorded_or_packed(pattern, *found)
         if found is not None:
@@ -201,6 +201,11 @@ def fused(
         _learn(act)
         learn_layers(projections)
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
+
+
+def _known_by(act: Union[Act, str]) -> Union[Act, str]:
+    """What compiled code knows an activation by: the table's function where a method spells it out."""
+    return act.activation.function if type(act) is forms.Form and act.activation is not None else act
 
 
 def read(owner: Optional[nn.Module], part: Any) -> Any:
@@ -233,7 +238,8 @@ def block(
     decides how its parts lay out theirs. The factor is a number, or a scale of the features.
     """
     if plain is not None:
-        given = pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names
+        known = _known_by(act)
+        given = pattern, x, projections, known, between, behind, factor, residual, first, last, owner, names
         found = plain.block(*given)
         if found is not None:
             return found
@@ -363,4 +369,5 @@ def _learn(act: Act) -> None:
         _known[key] = _Known(forward, row.code, tuple(functions))
 
 
-_learn(_NO_ACTIVATION)
+for _row in ACTIVATIONS:
+    _learn(_row.function)
