@@ -226,6 +226,45 @@ def test_parts_of_a_sequence_that_change(fused_mlp, device):
     torch.testing.assert_close(module(x), module[2](module[1](module[0](x))))
 
 
+def doubled(module, args, output):
+    return 2 * output
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["MLP", "layer"])
+def test_parts_of_a_sequence_that_are_altered(fused_mlp, device, whole):
+    """Classes of parts that were met before say nothing of what was done to one of them."""
+    parts = [nn.LayerNorm(32), nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.5)]
+    parts += [nn.Linear(88, 32), nn.Dropout(0.5), nn.Linear(32, 8)][: 3 if whole else 0]
+    plain = nn.Sequential(*parts).to(device).eval()
+    module = copy.deepcopy(plain)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = torch.randn(3, 32, device=device)
+
+    def assert_same_now():
+        outputs = []
+        for each in (module, plain):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                outputs.append(each(x))
+        torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+
+    assert_same_now()
+    for index in range(len(parts)):
+        hooks = [each[index].register_forward_hook(doubled) for each in (module, plain)]
+        assert_same_now()
+        for hook in hooks:
+            hook.remove()
+    for index, part in enumerate(parts):
+        if isinstance(part, nn.Dropout):
+            for training in (True, False):
+                module[index].train(training), plain[index].train(training)
+                assert_same_now()
+        elif isinstance(part, nn.Linear):
+            for each in (module, plain):
+                each[index].forward = lambda x, part=each[index]: 3 * nn.Linear.forward(part, x)
+            assert_same_now()
+
+
 def test_code_is_read_only_if_it_is_what_runs(fused_mlp, device):
     """A function whose source is another's, or nobody's, is left as it is."""
 

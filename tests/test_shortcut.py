@@ -27,9 +27,18 @@ from modules import (
 )
 from safety import assert_close, x_of
 
+
+def sequence():
+    return nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Linear(88, 32))
+
+
+def sequence_with_dropout():
+    return nn.Sequential(nn.LayerNorm(32), *sequence()[:2], nn.Dropout(0.5), nn.Linear(88, 32), nn.Dropout(0.5))
+
+
 KINDS = [
     *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
-    TransposedPlain,
+    *(TransposedPlain, sequence, sequence_with_dropout),
 ]
 
 
@@ -183,10 +192,6 @@ def pays_from(fused_mlp, device, monkeypatch):
             monkeypatch.setitem(dispatch.LEAST_RECORDED[dtype], "gated_mlp" if gated else "mlp", least)
 
     return set_least
-
-
-def sequence():
-    return nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Linear(88, 32))
 
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves, sequence])

@@ -85,7 +85,7 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
         if name is None and isinstance(function, (FunctionType, MethodType)):
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
-    name = _row_of_class(function)
+    name = row_of_class(function)
     return None if name is None or _alteration(function) is not None else get_activation(name)
 
 
@@ -137,12 +137,13 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
 
 def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
     """What keeps a module of a class in the table from being recognised, as a noun phrase; None for any other."""
-    if not isinstance(function, torch.nn.Module) or _row_of_class(function) is None:
+    if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
         return None
     return _alteration(function)
 
 
-def _row_of_class(module: torch.nn.Module) -> Optional[str]:
+def row_of_class(module: torch.nn.Module) -> Optional[str]:
+    """The name of the row that the class of a module computes, whatever was done to the module."""
     kind = type(module)
     if kind is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"

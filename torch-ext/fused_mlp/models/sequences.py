@@ -1,9 +1,13 @@
-"""The forward of ``nn.Sequential``: which of its parts are MLPs is decided anew at each call."""
+"""The forward of ``nn.Sequential``: which of its parts are MLPs is decided anew at each call.
+
+Where the classes of the parts leave one place for an MLP, that is remembered of these classes; whether it is plain is
+asked at each call too, by what fuses it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Sequence
+from typing import Dict, NamedTuple, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
@@ -11,7 +15,7 @@ from .. import training
 from . import forwards, obstacles, shortcut, switching, traced
 from .forwards import LINEAR, PLAIN
 from .pattern import Pattern
-from .recognition import activation_of
+from .recognition import activation_of, row_of_class
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
@@ -38,9 +42,15 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
         and shortcut.plain is not None
         and shortcut.plain.runs_as_written(input, self, False)
     )
-    if runs_as_written or obstacles.of_surroundings() is not None:
+    if runs_as_written:
         return nn.Sequential.forward(self, input)
-    parts, index = list(self), 0
+    parts = tuple(self)
+    place = _place(parts)
+    if place is not None:
+        return _in_place(place, parts, input, plain)
+    if obstacles.of_surroundings() is not None:
+        return nn.Sequential.forward(self, input)
+    index = 0
     while index < len(parts):
         first, act = parts[index], parts[index + 1] if index + 1 < len(parts) else None
         is_layer = act is not None and obstacles.of_projection(first) is None and activation_of(act) is not None
@@ -54,6 +64,47 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
         else:
             input, index = shortcut.fused(LINEAR, input, (first,), act), index + 2
     return input
+
+
+class _Place(NamedTuple):
+    """The indices of an activation behind a linear layer, and of the linear layer behind that, if there is one."""
+
+    act: int
+    second: Optional[int]
+
+
+_places: Dict[Tuple[type, ...], Optional[_Place]] = {}  # by the classes of the parts
+
+
+def _place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
+    """The place of the only MLP or layer that there can be among parts of these classes."""
+    kinds = tuple(map(type, parts))
+    if kinds not in _places:
+        is_act = (isinstance(part, nn.Module) and row_of_class(part) is not None for part in parts)
+        _places[kinds] = _found_place(kinds, [index for index, found in enumerate(is_act) if found])
+    return _places[kinds]
+
+
+def _found_place(kinds: Tuple[type, ...], acts: Sequence[int]) -> Optional[_Place]:
+    if len(acts) != 1 or acts[0] == 0 or kinds[acts[0] - 1] is not nn.Linear:
+        return None
+    behind = acts[0] + 1
+    while behind < len(kinds) and kinds[behind] in (nn.Dropout, nn.Identity):
+        behind += 1
+    return _Place(acts[0], behind if kinds[behind : behind + 1] == (nn.Linear,) else None)
+
+
+def _in_place(place: _Place, parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
+    act, second = place
+    for part in parts[: act - 1]:
+        x = part(x)
+    if second is None:
+        x = shortcut.fused(LINEAR, x, (parts[act - 1],), parts[act])
+    else:
+        x = shortcut.fused(plain, x, (parts[act - 1], parts[second]), parts[act], parts[act + 1 : second])
+    for part in parts[(second or act) + 1 :]:
+        x = part(x)
+    return x
 
 
 SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
