@@ -36,9 +36,14 @@ def sequence_with_dropout():
     return nn.Sequential(nn.LayerNorm(32), *sequence()[:2], nn.Dropout(0.5), nn.Linear(88, 32), nn.Dropout(0.5))
 
 
+def of_own_function():
+    """As in torch's decoder layer: the activation is an attribute, and no child."""
+    return Plain(lambda: F.gelu)
+
+
 KINDS = [
     *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
-    *(TransposedPlain, sequence, sequence_with_dropout),
+    *(TransposedPlain, of_own_function, sequence, sequence_with_dropout),
 ]
 
 

@@ -257,9 +257,9 @@ Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {
 
 PyObject* Owner::part(PyObject* given) const {
   if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
-  PyObject* const child = item(modules_, given);
-  const bool is_child = child != nullptr && child != Py_None && item(state_, given) == nullptr;
-  return is_child && PyErr_Occurred() == nullptr ? child : nullptr;
+  PyObject* const own = item(state_, given);  // a function, say, which Python finds before any child
+  PyObject* const found = own != nullptr ? own : item(modules_, given);
+  return found != Py_None && PyErr_Occurred() == nullptr ? found : nullptr;
 }
 
 bool Owner::is_in_eval() const { return state_ != nullptr && item(state_, fused_mlp::names().training) == Py_False; }

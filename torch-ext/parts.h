@@ -68,14 +68,14 @@ Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* oper
 // where another part does not pass values on.
 PyObject* norm_behind(Objects parts, bool recording);
 
-// A module, whose children are found by their names, as its attributes are.
+// A module, whose children and own attributes are found by their names, as Python finds them.
 class Owner {
  public:
   Answer open(PyObject* module, PyObject* state, PyObject* names);
-  // Borrowed; nullptr where a name stands for something else. What is no name stands for itself.
+  // Borrowed; nullptr where a name stands for None or nothing. What is no name stands for itself.
   PyObject* part(PyObject* given) const;
   bool is_in_eval() const;
-  // False where one stands for something else, or there are more than any MLP has.
+  // False where one stands for None or nothing, or there are more than any MLP has.
   bool add_all(PyObject* given, Few* found) const;
 
  private:
