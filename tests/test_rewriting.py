@@ -569,6 +569,19 @@ def test_a_sequence_with_none_in_it(fused_mlp, device, place):
         module(torch.randn(3, 32, device=device))
 
 
+@pytest.mark.parametrize("value", [None, 0.0])
+@pytest.mark.parametrize("part", ["norm", "fc1", "activation_fn", "fc2"])
+def test_a_part_that_cannot_be_called(fused_mlp, device, written, part, value):
+    """It raises what the original raises, where the op has a None for what is not there too."""
+    module = written("return x + self.fc2(self.activation_fn(self.fc1(self.norm(x))))")()
+    module.norm = nn.LayerNorm(32)
+    assert fused_mlp.fuse_mlps(module.to(device).eval()).fused
+    delattr(module, part)
+    setattr(module, part, value)
+    with torch.no_grad(), pytest.raises(TypeError, match=f"'{type(value).__name__}' object is not callable"):
+        module(torch.randn(3, 32, device=device))
+
+
 def test_a_sequence_with_an_activation_that_is_not_known(fused_mlp):
     report = fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
     assert report.fused == [] and "Tanh" in report.left[0].reason

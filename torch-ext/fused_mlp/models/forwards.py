@@ -22,7 +22,7 @@ from .pattern import Pattern
 LINEAR, PLAIN = Pattern(), Pattern(whole=True)
 GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
 
-Act = Optional[Callable[[Tensor], Tensor]]
+Act = Callable[[Tensor], Tensor]
 Part = Union[nn.Module, float, FunctionType]
 Between = Sequence[Part]
 Parameters = List[Tuple[Tensor, Optional[Tensor]]]
@@ -38,7 +38,7 @@ def fused(
 ) -> Tensor:
     """What ``pattern`` says, of projections in the order gate, up, down (``packed``: gate and up in one)."""
     if activation is not None and obstacles.of_input(x) is not None:
-        activation, act = None, act or activation.function  # nothing is fused: all is called
+        activation = None  # nothing is fused: all is called
     found = None if activation is None else _parameters(projections)
     if not pattern.whole:
         return _hidden(pattern, x, projections, found, activation, act)
@@ -66,7 +66,7 @@ def _hidden(
     if not pattern.gated:
         if found is not None:
             return calls.linear(x, *found[0], activation)
-        return (act or activation.function)(projections[0](x))
+        return act(projections[0](x))
     hidden = None if found is None else _gated(pattern, x, found, activation)
     if hidden is not None:
         return hidden
@@ -82,7 +82,7 @@ def _hidden(
         return pointwise(call_gate(x), up, activation, act, pattern.up_left)
     gate = call_gate(x)
     if not pattern.act_last and _is_called(activation, act):
-        activated, up = (act or activation.function)(gate), call_up(x)
+        activated, up = act(gate), call_up(x)
         return up * activated if pattern.up_left else activated * up
     return pointwise(gate, call_up(x), activation, act, pattern.up_left)
 
@@ -91,7 +91,7 @@ def pointwise(gate: Tensor, up: Tensor, activation: Optional[Activation], act: A
     """``act(gate) * up`` of whatever can be multiplied, or ``up * act(gate)``."""
     called = _is_called(activation, act) or not _are_alike(gate, up)
     if called or (up_left and gate.stride() != up.stride()):  # the product lies in memory as its left factor does
-        activated = (act or activation.function)(gate)
+        activated = act(gate)
         return up * activated if up_left else activated * up
     return calls.act_and_mul(gate, up, activation)
 

@@ -212,7 +212,12 @@ def read(owner: Optional[nn.Module], part: Any) -> Any:
     """A part, or those in a tuple, of which names stand for attributes."""
     if type(part) is tuple:
         return tuple(read(owner, each) for each in part)
-    return getattr(owner, part) if type(part) is str else part
+    if type(part) is not str:
+        return part
+    value = getattr(owner, part)
+    if value is None:  # without a name it stands for a part that there is none of
+        raise TypeError("'NoneType' object is not callable")
+    return value
 
 
 def block(
