@@ -127,6 +127,15 @@ class AroundDropping(Around):
         self.mlp = Dropping()
 
 
+class AroundSequence(Around):
+    """torchvision's: the MLP is a sequence, with dropout in it."""
+
+    def __init__(self):
+        super().__init__()
+        parts = nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.1), nn.Linear(88, 32), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(*parts)
+
+
 class Branching(Around):
     """GPT-NeoX's, which has two ways."""
 
@@ -314,6 +323,7 @@ KINDS = {
     Decoding: (1.0, RMS, NONE, False),
     PackedDecoding: (1.0, RMS, NONE, False),
     AroundDropping: (1.0, LAYER, NONE, False),
+    AroundSequence: (1.0, LAYER, NONE, False),
     Branching: (1.0, LAYER, NONE, False),
     Sandwich: (1.0, RMS, RMS, False),
     Reordered: (1.0, NONE, LAYER, False),
@@ -636,7 +646,52 @@ def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
     assert not blocks
 
 
-@pytest.mark.parametrize("kind", [Around, Decoding, PackedDecoding, Sandwich, Scaling], ids=lambda kind: kind.__name__)
+def patched_later(module):
+    type(module.mlp).forward = lambda self, x: 5 * x
+
+
+# What is done to a sequence that is the MLP.
+SEQUENCE_CHANGES = {
+    "a hook": lambda module: hook(module.mlp),
+    "a hook of a part": lambda module: hook(module.mlp[3]),
+    "a hook of a dropout": lambda module: hook(module.mlp[4]),
+    "a dropout that is active": lambda module: module.mlp[4].train(),
+    "a forward of its own": lambda module: setattr(module.mlp, "forward", lambda x: 2 * x),
+    "a part more": lambda module: module.mlp.append(nn.LayerNorm(32).to(module.norm.weight)),
+    "a part in front": lambda module: module.mlp.insert(0, nn.LayerNorm(32).to(module.norm.weight)),
+    "a part less": lambda module: module.mlp.__delitem__(slice(1, 3)),
+    "another activation": lambda module: module.mlp.__setitem__(1, nn.Tanh()),
+    "a patched class": patched_later,
+}
+
+
+@pytest.mark.parametrize("change", SEQUENCE_CHANGES)
+def test_changes_of_a_sequence_are_seen(fused_mlp, device, blocks, change):
+    # A class of its own, as torchvision's MLP has one, to be patched for this test alone.
+    kinds = [type("MLP", (nn.Sequential,), {}) for _ in range(2)]
+    module, fused = fused_pair(fused_mlp, device, AroundSequence)
+    module.mlp, fused.mlp = (kind(*each.mlp) for kind, each in zip(kinds, (module, fused)))
+    fused_mlp.fuse_mlps(fused)
+    x = x_of(device)
+    with torch.no_grad():
+        blocks.clear()
+        assert_close(fused(x), module(x))
+        assert len(blocks) == 1
+        for each in (module, fused):
+            torch.manual_seed(0)
+            SEQUENCE_CHANGES[change](each)
+        blocks.clear()
+        outcomes = []
+        for each in (module, fused):
+            torch.manual_seed(0)
+            outcomes.append(each(x))
+    assert_close(*outcomes)
+    assert not blocks
+
+
+@pytest.mark.parametrize(
+    "kind", [Around, AroundSequence, Decoding, PackedDecoding, Sandwich, Scaling], ids=lambda kind: kind.__name__
+)
 def test_copies_and_modes(fused_mlp, device, blocks, kind):
     module, fused = kind().to(device).eval(), kind().to(device).eval()
     fused.load_state_dict(module.state_dict())
@@ -685,7 +740,9 @@ def test_blocks_around_what_is_left_are_left(fused_mlp, device):
 
 
 @pytest.mark.parametrize(
-    "kind", [Behind, InFront, Around, HalfAndNorm, AroundDropping, OwnScale], ids=lambda kind: kind.__name__
+    "kind",
+    [Behind, InFront, Around, HalfAndNorm, AroundDropping, AroundSequence, OwnScale],
+    ids=lambda kind: kind.__name__,
 )
 def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind):
     module, fused = fused_pair(fused_mlp, device, kind)

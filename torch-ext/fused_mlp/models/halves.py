@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from .. import calls
-from . import obstacles, shortcut
+from . import forwards, obstacles, sequences, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
@@ -70,6 +70,9 @@ class Half(NamedTuple):
 heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
 wholes: Dict[Callable[..., Any], Half] = {}
+_sequences = dict.fromkeys(
+    (nn.Sequential.forward, *sequences.SEQUENTIAL.values()), Half(nn.Sequential.forward, None, None, None)
+)
 
 
 def block(
@@ -92,8 +95,20 @@ def block(
         if found is not None:
             return found
     module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
+    whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
+    if whole is not None:
+        projections, act, between, passing = whole
+        given = forwards.PLAIN, x, projections, act, between, (*passing, *behind), factor, residual, first, last
+        found = _plain.block(*given, None, ())
+        if found is not None:
+            return found
     values = module(x if first is None else first(x))
     return shortcut.around(values, behind, factor, residual, order, last)
+
+
+def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
+    """What a sequence is whose call runs its forward, and nothing else."""
+    return None if type(running(module, _sequences)) is str else sequences.whole(module)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:

@@ -156,6 +156,8 @@ def _role_of_layer(part: nn.Module) -> str:
         return Role.LAYER
     if all(obstacles.of_projection(child) is not None for child in part.children()):
         return Role.LAYER
+    if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
+        return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:

@@ -66,11 +66,32 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     return input
 
 
+class Whole(NamedTuple):
+    """The parts of a sequence that is an MLP and no more; those behind it hand on what they are given, or drop some."""
+
+    projections: Tuple[nn.Module, nn.Module]
+    act: nn.Module
+    between: Tuple[nn.Module, ...]
+    behind: Tuple[nn.Module, ...]
+
+
+def whole(module: nn.Sequential) -> Optional[Whole]:
+    """What a sequence is by the classes of its parts; None if it is no such."""
+    parts = tuple(module)
+    place = _place(parts)
+    if place is None or not place.is_whole:
+        return None
+    second = place.second
+    return Whole((parts[0], parts[second]), parts[1], parts[2:second], parts[second + 1 :])
+
+
 class _Place(NamedTuple):
-    """The indices of an activation behind a linear layer, and of the linear layer behind that, if there is one."""
+    """The indices of an activation behind a linear layer, and of the linear layer behind that, if there is one; and
+    whether that is the whole sequence, but for what hands values on."""
 
     act: int
     second: Optional[int]
+    is_whole: bool
 
 
 _places: Dict[Tuple[type, ...], Optional[_Place]] = {}  # by the classes of the parts
@@ -88,14 +109,20 @@ def _place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
 def _found_place(kinds: Tuple[type, ...], acts: Sequence[int]) -> Optional[_Place]:
     if len(acts) != 1 or acts[0] == 0 or kinds[acts[0] - 1] is not nn.Linear:
         return None
-    behind = acts[0] + 1
-    while behind < len(kinds) and kinds[behind] in (nn.Dropout, nn.Identity):
-        behind += 1
-    return _Place(acts[0], behind if kinds[behind : behind + 1] == (nn.Linear,) else None)
+    second = _behind_passing(kinds, acts[0] + 1)
+    if kinds[second : second + 1] != (nn.Linear,):
+        return _Place(acts[0], None, False)
+    return _Place(acts[0], second, acts[0] == 1 and _behind_passing(kinds, second + 1) == len(kinds))
+
+
+def _behind_passing(kinds: Tuple[type, ...], index: int) -> int:
+    while index < len(kinds) and kinds[index] in (nn.Dropout, nn.Identity):
+        index += 1
+    return index
 
 
 def _in_place(place: _Place, parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
-    act, second = place
+    act, second, _ = place
     for part in parts[: act - 1]:
         x = part(x)
     if second is None:
