@@ -36,6 +36,10 @@ def sequence_with_dropout():
     return nn.Sequential(nn.LayerNorm(32), *sequence()[:2], nn.Dropout(0.5), nn.Linear(88, 32), nn.Dropout(0.5))
 
 
+def sequence_of_conv1d():
+    return nn.Sequential(Conv1D(88, 32), nn.GELU(), Conv1D(32, 88))
+
+
 def of_own_function():
     """As in torch's decoder layer: the activation is an attribute, and no child."""
     return Plain(lambda: F.gelu)
@@ -43,7 +47,7 @@ def of_own_function():
 
 KINDS = [
     *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
-    *(TransposedPlain, of_own_function, sequence, sequence_with_dropout),
+    *(TransposedPlain, of_own_function, sequence, sequence_of_conv1d, sequence_with_dropout),
 ]
 
 

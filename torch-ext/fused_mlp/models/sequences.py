@@ -101,22 +101,22 @@ def _place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
     """The place of the only MLP or layer that there can be among parts of these classes."""
     kinds = tuple(map(type, parts))
     if kinds not in _places:
-        is_act = (isinstance(part, nn.Module) and row_of_class(part) is not None for part in parts)
-        _places[kinds] = _found_place(kinds, [index for index, found in enumerate(is_act) if found])
+        _places[kinds] = _found_place(parts)
     return _places[kinds]
 
 
-def _found_place(kinds: Tuple[type, ...], acts: Sequence[int]) -> Optional[_Place]:
-    if len(acts) != 1 or acts[0] == 0 or kinds[acts[0] - 1] is not nn.Linear:
+def _found_place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
+    acts = [i for i, part in enumerate(parts) if isinstance(part, nn.Module) and row_of_class(part) is not None]
+    if len(acts) != 1 or acts[0] == 0 or obstacles.is_foreign(parts[acts[0] - 1]):
         return None
-    second = _behind_passing(kinds, acts[0] + 1)
-    if kinds[second : second + 1] != (nn.Linear,):
+    second = _behind_passing(parts, acts[0] + 1)
+    if second == len(parts) or obstacles.is_foreign(parts[second]):
         return _Place(acts[0], None, False)
-    return _Place(acts[0], second, acts[0] == 1 and _behind_passing(kinds, second + 1) == len(kinds))
+    return _Place(acts[0], second, acts[0] == 1 and _behind_passing(parts, second + 1) == len(parts))
 
 
-def _behind_passing(kinds: Tuple[type, ...], index: int) -> int:
-    while index < len(kinds) and kinds[index] in (nn.Dropout, nn.Identity):
+def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
+    while index < len(parts) and type(parts[index]) in (nn.Dropout, nn.Identity):
         index += 1
     return index
 
