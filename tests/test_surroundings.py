@@ -25,6 +25,17 @@ class Dropping(nn.Module):
         return self.parts(x)
 
 
+class DroppingBetween(nn.Module):
+    """The same parts, in a method that names them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.drop, self.same, self.fc2 = Dropping().parts
+
+    def forward(self, x):
+        return self.fc2(self.same(self.drop(self.act(self.fc1(x)))))
+
+
 KINDS = (Gated, PackedGated, Plain, Intermediate, Dropping)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -140,6 +151,8 @@ PATCHED = [
     (nn.SiLU, "__call__", Gated),
     (nn.Dropout, "forward", Dropping),
     (nn.Dropout, "__call__", Dropping),
+    (nn.Dropout, "__call__", DroppingBetween),
+    (nn.Identity, "__call__", DroppingBetween),
     (nn.Identity, "forward", Dropping),
 ]
 

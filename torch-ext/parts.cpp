@@ -110,6 +110,8 @@ Answer passes(PyObject* part, bool recording) {
   if (is_cast(part)) return kYes;
   const bool identity = class_of(part) == settings.identity;
   if (!identity && class_of(part) != settings.dropout) return kNo;
+  const Answer called = has_attribute(class_of(part), names().call, settings.call);
+  if (called != kYes) return called;
   PyObject* state = state_of(part);
   if (state == nullptr) return kError;
   if (identity) return is_bare(part, state, recording);

@@ -1,21 +1,21 @@
-"""The forward of ``nn.Sequential``: which of its parts are MLPs is decided anew at each call.
+"""The forward of ``nn.Sequential``: which of its parts are MLPs is decided by their classes, as they are at each call.
 
-Where the classes of the parts leave one place for an MLP, that is remembered of these classes; whether it is plain is
-asked at each call too, by what fuses it.
+Where MLPs can be among parts of some classes is found once and kept. Whether the parts there are plain is asked at each
+call, by what fuses them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
 from .. import training
-from . import forwards, obstacles, shortcut, switching, traced
+from . import obstacles, shortcut, switching, traced
 from .forwards import LINEAR, PLAIN
 from .pattern import Pattern
-from .recognition import activation_of, row_of_class
+from .recognition import row_of_class
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
@@ -44,30 +44,22 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     )
     if runs_as_written:
         return nn.Sequential.forward(self, input)
-    parts = tuple(self)
-    place = _place(parts)
-    if place is not None:
-        return _in_place(place, parts, input, plain)
-    if obstacles.of_surroundings() is not None:
-        return nn.Sequential.forward(self, input)
-    index = 0
-    while index < len(parts):
-        first, act = parts[index], parts[index + 1] if index + 1 < len(parts) else None
-        is_layer = act is not None and obstacles.of_projection(first) is None and activation_of(act) is not None
-        last = index + 2
-        while last < len(parts) and forwards.passes(parts[last : last + 1]):
-            last += 1
-        if not is_layer:
-            input, index = first(input), index + 1
-        elif last < len(parts) and _ends(parts[last:]):
-            input, index = shortcut.fused(plain, input, (first, parts[last]), act), last + 1
+    parts, index = tuple(self), 0
+    for act, second in _places(parts):
+        for part in parts[index : act - 1]:
+            input = part(input)
+        if second is None:
+            input, index = shortcut.fused(LINEAR, input, (parts[act - 1],), parts[act]), act + 1
         else:
-            input, index = shortcut.fused(LINEAR, input, (first,), act), index + 2
+            projections, between = (parts[act - 1], parts[second]), parts[act + 1 : second]
+            input, index = shortcut.fused(plain, input, projections, parts[act], between), second + 1
+    for part in parts[index:]:
+        input = part(input)
     return input
 
 
 class Whole(NamedTuple):
-    """The parts of a sequence that is an MLP and no more; those behind it hand on what they are given, or drop some."""
+    """The parts of a sequence that is an MLP and no more. Those behind it are dropouts and identities."""
 
     projections: Tuple[nn.Module, nn.Module]
     act: nn.Module
@@ -78,41 +70,52 @@ class Whole(NamedTuple):
 def whole(module: nn.Sequential) -> Optional[Whole]:
     """What a sequence is by the classes of its parts; None if it is no such."""
     parts = tuple(module)
-    place = _place(parts)
-    if place is None or not place.is_whole:
+    first, *others = _places(parts) or (None,)
+    if first is None or others or first.act != 1 or first.second is None:
         return None
-    second = place.second
-    return Whole((parts[0], parts[second]), parts[1], parts[2:second], parts[second + 1 :])
+    behind = parts[first.second + 1 :]
+    if _behind_passing(behind, 0) < len(behind):
+        return None
+    return Whole((parts[0], parts[first.second]), parts[1], parts[2 : first.second], behind)
 
 
 class _Place(NamedTuple):
-    """The indices of an activation behind a linear layer, and of the linear layer behind that, if there is one; and
-    whether that is the whole sequence, but for what hands values on."""
+    """Where an MLP stands among parts: the indices of its activation, which is behind its first linear layer, and of
+    its second one; that is None where there is only the first."""
 
     act: int
     second: Optional[int]
-    is_whole: bool
 
 
-_places: Dict[Tuple[type, ...], Optional[_Place]] = {}  # by the classes of the parts
+_known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
 
 
-def _place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
-    """The place of the only MLP or layer that there can be among parts of these classes."""
+def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
+    """Where there can be MLPs and layers to fuse among parts of these classes, in their order."""
     kinds = tuple(map(type, parts))
-    if kinds not in _places:
-        _places[kinds] = _found_place(parts)
-    return _places[kinds]
+    if kinds not in _known:
+        _known[kinds] = tuple(_found_places(parts))
+    return _known[kinds]
 
 
-def _found_place(parts: Tuple[nn.Module, ...]) -> Optional[_Place]:
-    acts = [i for i, part in enumerate(parts) if isinstance(part, nn.Module) and row_of_class(part) is not None]
-    if len(acts) != 1 or acts[0] == 0 or obstacles.is_foreign(parts[acts[0] - 1]):
-        return None
-    second = _behind_passing(parts, acts[0] + 1)
-    if second == len(parts) or obstacles.is_foreign(parts[second]):
-        return _Place(acts[0], None, False)
-    return _Place(acts[0], second, acts[0] == 1 and _behind_passing(parts, second + 1) == len(parts))
+def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
+    index = 0
+    while index < len(parts):
+        act = index + 1
+        if obstacles.is_foreign(parts[index]) or not _is_activation(parts[act : act + 1]):
+            index += 1
+            continue
+        second = _behind_passing(parts, act + 1)
+        is_mlp = second < len(parts) and not obstacles.is_foreign(parts[second])
+        # A second layer with an activation of its own begins the next MLP.
+        is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
+        yield _Place(act, second if is_mlp else None)
+        index = (second if is_mlp else act) + 1
+
+
+def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
+    """Whether a slice of parts has one whose class computes a row of the table."""
+    return any(isinstance(each, nn.Module) and row_of_class(each) is not None for each in part)
 
 
 def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
@@ -121,26 +124,8 @@ def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
     return index
 
 
-def _in_place(place: _Place, parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
-    act, second, _ = place
-    for part in parts[: act - 1]:
-        x = part(x)
-    if second is None:
-        x = shortcut.fused(LINEAR, x, (parts[act - 1],), parts[act])
-    else:
-        x = shortcut.fused(plain, x, (parts[act - 1], parts[second]), parts[act], parts[act + 1 : second])
-    for part in parts[(second or act) + 1 :]:
-        x = part(x)
-    return x
-
-
 SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
 for _forward in SEQUENTIAL.values():
     _forward.__name__ = "forward"  # the name under which a bound method is pickled
     _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
 _instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
-
-
-def _ends(parts: Sequence[nn.Module]) -> bool:
-    """Whether an MLP ends with the first part: a projection, without an activation to go with it."""
-    return obstacles.of_projection(parts[0]) is None and (len(parts) == 1 or activation_of(parts[1]) is None)
