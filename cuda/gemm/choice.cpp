@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "architecture.h"
+#include "lines.h"
 
 namespace fused_mlp {
 namespace {
@@ -69,31 +70,24 @@ constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher:
 // launches them, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
 
-constexpr int64_t kTorchRows = 33;            // with fewer, products of ours take less time, but for some of few inputs
-constexpr int64_t kSector = 32, kLine = 128;  // bytes that memory is read in, and of a request
+constexpr int64_t kTorchRows = 33;  // with fewer, products of ours take less time, but for some of few inputs
 
-// Whether the rows of the operands are whole pieces of so many bytes.
-bool rows_fill(const GemmProblem& p, int64_t bytes) {
-  const auto fill = [&](const Matrix& matrix) {
-    constexpr int64_t kElementBytes = 2;
-    const auto begin = reinterpret_cast<uintptr_t>(matrix.data);
-    return begin % bytes == 0 && matrix.row_stride * kElementBytes % bytes == 0;
-  };
-  return fill(p.a) && fill(p.weight) && fill(p.up_weight) && fill(p.training.second_a) &&
-         fill(p.training.second_weight);
-}
-
-// Whether torch's GEMM reads the operands faster. Rows that are not whole lines take our kernels more requests, and
-// rows that are not whole sectors up to twice as many: 1.2 to 1.5 of the time of torch's way from 128 rows on, with 8
-// to 5000 features (measured on an H100 and an H200). A gated product takes two of torch's, and training more of them.
+// Whether torch's GEMM reads the operands faster, whatever is estimated. Rows that are not whole lines take our kernels
+// more requests, and rows that are not whole sectors up to twice as many (measured on an H100 and an H200). A gated
+// product takes two of torch's, and training more of them.
 bool torch_reads_faster(const GemmProblem& p) {
   const bool gains_more = p.gated() || is_training(p.product());
-  if (!rows_fill(p, kSector)) return p.m >= (gains_more ? 64 : 9);
-  if (rows_fill(p, kLine)) return false;
-  if (!gains_more) return p.m >= kTorchRows;
+  if (!rows_fill(p, kSectorBytes)) return p.m >= (gains_more ? 64 : kTorchRows);
+  if (rows_fill(p, kLineBytes)) return false;
   // What the fused epilogue saves does not grow with k, and what the requests cost does.
   constexpr int64_t kManyRows = 256, kLong = 2560;
   return p.gated() && p.m >= kManyRows && p.k > kLong;
+}
+
+// What the estimate of a product of many rows leaves out where these are not whole lines: a factor.
+double of_broken_lines(const GemmProblem& p) {
+  constexpr int64_t kManyRows = 65;
+  return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 1.1 : 1.0;
 }
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
@@ -116,7 +110,8 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
 // Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
-  if (p.gated() || p.m < kTorchRows) return true;
+  constexpr int64_t kTorchRowsOfBrokenSectors = 9;
+  if (p.gated() || p.m < (rows_fill(p, kSectorBytes) ? kTorchRows : kTorchRowsOfBrokenSectors)) return true;
   // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
   constexpr double kLongMicroseconds = 60.0;
   constexpr int64_t kMostPlainRows = 2048;
@@ -129,16 +124,16 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   constexpr int64_t kFewRows = 64;
   const double activated = p.m <= kFewRows ? kMarginOfFewRows : kMarginOfActivated;
   const double margin = !p.linear() ? activated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
-  return plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
+  return of_broken_lines(p) * plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }
 
 // Whether a product of inference is taken for the CPU's time that it saves.
 bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu,
                     Launcher launcher) {
   if (launcher == Launcher::kGraph) return false;
-  if (plan.microseconds <= kNeverAwaited) return rows_fill(p, kSector);
+  if (plan.microseconds <= kNeverAwaited) return rows_fill(p, kSectorBytes);
   return plan.microseconds <= kSometimesAwaited && !torch_reads_faster(p) &&
-         plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
+         of_broken_lines(p) * plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
 }
 
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
@@ -193,7 +188,7 @@ struct Choice {
 GemmProblem placed(GemmProblem p) {
   const auto place = [](auto*& data) {
     using Data = std::remove_reference_t<decltype(data)>;
-    if (data != nullptr) data = reinterpret_cast<Data>(kLine + reinterpret_cast<uintptr_t>(data) % kLine);
+    if (data != nullptr) data = reinterpret_cast<Data>(kLineBytes + reinterpret_cast<uintptr_t>(data) % kLineBytes);
   };
   TrainingMatrices& t = p.training;
   for (Matrix* matrix : {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../gemm/lines.h"
 #include "plan.h"
 
 namespace fused_mlp::sm80 {
@@ -13,9 +14,6 @@ constexpr int64_t kMostRows = 64, kMostGatedRows = 32;
 constexpr int kLargestTile = 32;  // of most kernels
 constexpr int kLeastTile = 8;
 constexpr int kRowTiles = 2;
-// Weight rows that do not begin at a line of 128 bytes are read in more pieces than the estimate knows of.
-constexpr int64_t kLineElements = 64;
-
 // Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, each call with other weights, together with those of
 // sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/tuning.h).
 constexpr double kStart = 1.714;              // microseconds
@@ -31,6 +29,8 @@ constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles 
 constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
 constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
 constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are the least certain
+// Rows that are not whole lines are read in more pieces than the estimate knows of.
+constexpr double kBrokenLines = 1.25, kBrokenSectors = 1.5;
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
@@ -76,9 +76,8 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
 
 GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
-  const bool lines =
-      p.weight.row_stride % kLineElements == 0 && (!p.gated() || p.up_weight.row_stride % kLineElements == 0);
-  if (p.m > (p.gated() ? kMostGatedRows : kMostRows) || is_training(p.product()) || !lines) return best;
+  if (p.m > (p.gated() ? kMostGatedRows : kMostRows) || is_training(p.product())) return best;
+  const double broken = rows_fill(p, kLineBytes) ? 1.0 : rows_fill(p, kSectorBytes) ? kBrokenLines : kBrokenSectors;
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
@@ -86,7 +85,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
     const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
     if (!suits || !enough(tiles, listed, gpu)) continue;
     const double margin = listed.kernel.block_m == kLargestTile ? kMarginOfLargest : 1.0;
-    const double estimated = margin * microseconds(p, listed, tiles, gpu);
+    const double estimated = broken * margin * microseconds(p, listed, tiles, gpu);
     const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);
     const bool early = starts_early(p, listed.shape, std::min(tiles, side_by_side), gpu);
     const GemmPlan plan{listed.kernel, estimated, nullptr, early ? hidden_behind(p, kHidden) : 0.0};

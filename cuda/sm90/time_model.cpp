@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../gemm/lines.h"
 #include "chip.h"
 
 namespace fused_mlp::sm90 {
@@ -102,8 +103,11 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const double floor = from_memory * last_round(p, ctas, usable * streamed_ctas(kernel.columns()));
   const double wide = kernel.columns() > kStreamedColumns ? c.wide : 0.0;
   const double cta = c.cta + c.result * rows * kernel.block_n;
-  return (c.start + wide + cta * most) / chip.clock +
-         bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
+  const double estimated = (c.start + wide + cta * most) / chip.clock +
+                           bounded(time / chip.clock, std::max(floor, microseconds_from_l2(p, kernel, chip)));
+  // Measured behind other products, on an H100 and an H200. Tiled kernels take as long as of whole lines.
+  constexpr double kBrokenLines = 1.2;
+  return rows_fill(p, kLineBytes) ? estimated : kBrokenLines * estimated;
 }
 
 // As measured in MLPs on an H100.
