@@ -29,8 +29,10 @@ constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles 
 constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
 constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
 constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are the least certain
-// Rows that are not whole lines are read in more pieces than the estimate knows of.
+// Rows that are not whole lines are read in more pieces than the estimate knows of. Gated products of more rows than
+// kMostGatedRowsOfBrokenLines took longer than those of sm_90a then.
 constexpr double kBrokenLines = 1.25, kBrokenSectors = 1.5;
+constexpr int64_t kMostGatedRowsOfBrokenLines = 16;
 
 // One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
 bool holds(int64_t rows, int block_m) {
@@ -76,8 +78,10 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
 
 GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
-  if (p.m > (p.gated() ? kMostGatedRows : kMostRows) || is_training(p.product())) return best;
-  const double broken = rows_fill(p, kLineBytes) ? 1.0 : rows_fill(p, kSectorBytes) ? kBrokenLines : kBrokenSectors;
+  const bool lines = rows_fill(p, kLineBytes);
+  const int64_t most_gated = lines ? kMostGatedRows : kMostGatedRowsOfBrokenLines;
+  if (p.m > (p.gated() ? most_gated : kMostRows) || is_training(p.product())) return best;
+  const double broken = lines ? 1.0 : p.gated() || rows_fill(p, kSectorBytes) ? kBrokenLines : kBrokenSectors;
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
