@@ -483,10 +483,14 @@ def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
     ("function", "rows", "n_in", "fused"),
     [
         ("linear", 8, 4360, True),
+        ("linear", 12, 1000, True),
+        ("linear", 48, 4360, False),
         ("linear", 128, 4360, False),
         ("linear", 32, 4304, True),
+        ("linear", 48, 4304, True),
         ("linear", 128, 4304, True),  # short
         ("linear", 2048, 4304, False),
+        ("gated_linear", 12, 4360, True),
         ("gated_linear", 32, 4360, True),
         ("gated_linear", 128, 4360, False),
         ("gated_linear", 128, 4304, True),
@@ -494,7 +498,7 @@ def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
         ("gated_linear", 300, 1040, True),
     ],
 )
-def test_rows_in_parts_of_lines_are_torchs(fused_mlp, device, architecture, function, rows, n_in, fused):
+def test_rows_in_parts_of_lines(fused_mlp, device, architecture, function, rows, n_in, fused):
     """4304 elements are whole sectors of 32 bytes, but no lines of 128; 4360 are neither.
 
     Of whole sectors, short products are ours where the CPU launches them.

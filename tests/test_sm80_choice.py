@@ -89,7 +89,7 @@ def test_a_hopper_gpu_has_kernels_of_its_own():
 
 
 def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
-    """Up to 32 rows, 64 without a gate, which one tile or two hold, where weight rows begin at lines of the cache."""
+    """Up to 32 rows, 64 without a gate, which one tile or two hold."""
     h200 = GPUS["H200"]
     for k, n in WIDTHS:
         for gated in (True, False):
@@ -103,7 +103,16 @@ def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
                 kernel, _ = predictor.beside_sm90(h200, m, n, k, gated)
                 assert kernel == -1 if gated else KERNELS[kernel][2] in ("32", "64")
             assert predictor.beside_sm90(h200, 65, n, k, gated)[0] == -1
-    assert predictor.beside_sm90(h200, 8, 4096, 4104, True)[0] == -1
+
+
+@pytest.mark.parametrize(("k", "gated", "longer"), [(4112, False, 1.25), (4104, False, 1.5), (4112, True, 1.25)])
+def test_streamed_kernels_beside_those_of_a_hopper_gpu_read_parts_of_lines(predictor, k, gated, longer):
+    h200 = GPUS["H200"]
+    kernel, microseconds = predictor.beside_sm90(h200, 8, 4096, k, gated)
+    whole, whole_microseconds = predictor.beside_sm90(h200, 8, 4096, 4096, gated)
+    assert kernel == whole
+    assert microseconds / whole_microseconds == pytest.approx(longer, rel=0.01)
+    assert (predictor.beside_sm90(h200, 17, 4096, k, gated)[0] == -1) == gated
 
 
 @gpus

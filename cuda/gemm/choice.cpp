@@ -84,10 +84,11 @@ bool torch_reads_faster(const GemmProblem& p) {
   return p.gated() && p.m >= kManyRows && p.k > kLong;
 }
 
-// What the estimate of a product of many rows leaves out where these are not whole lines: a factor.
+// What the estimate of a product of many rows leaves out where these are not whole lines, next to what torch's leaves
+// out: a factor that grows with the requests of a row.
 double of_broken_lines(const GemmProblem& p) {
   constexpr int64_t kManyRows = 65;
-  return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 1.1 : 1.0;
+  return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
 }
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
@@ -132,8 +133,8 @@ bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, cons
                     Launcher launcher) {
   if (launcher == Launcher::kGraph) return false;
   if (plan.microseconds <= kNeverAwaited) return rows_fill(p, kSectorBytes);
-  return plan.microseconds <= kSometimesAwaited && !torch_reads_faster(p) &&
-         of_broken_lines(p) * plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
+  return plan.microseconds <= kSometimesAwaited && rows_fill(p, kLineBytes) &&
+         plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
 }
 
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
