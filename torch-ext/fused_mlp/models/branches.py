@@ -1,4 +1,4 @@
-"""Conditions on a module's own attributes that stand between an MLP and its block, moved in front of both.
+"""Conditions on a module's own attributes that stand inside of an MLP or its block, moved in front of it.
 
     x = self.mlp(self.norm(x))              if self.scaled:
     if self.scaled:                             x = self.mlp(self.norm(x))
@@ -9,7 +9,7 @@
                                                 return residual + x
 
 Each branch is then code without conditions, in which a block is found. A condition that a branch has decided already is
-none in it.
+none in it. A question such as ``is_torch_npu_available()`` is moved too, where all that it does is to return a global.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
 # What a condition may be moved over. Another call, such as an attention's, may change what the condition asks for.
-_NEAR = {Role.WHOLE, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING}
+_NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
+_STARTS = {Role.WHOLE, Role.PROJECTION}
 
 
 def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]:
@@ -60,7 +61,7 @@ class _Parting:
 
     def _start(self, block: List[ast.stmt]) -> Optional[int]:
         for index, statement in enumerate(block):
-            if not any(self._role(callee) == Role.WHOLE for callee in _callees(statement)):
+            if not any(self._role(callee) in _STARTS for callee in _callees(statement)):
                 continue
             while index > 0 and self._is_near(block[index - 1]):
                 index -= 1
@@ -90,14 +91,15 @@ class _Parting:
         return statements
 
     def _is_settled(self, statement: ast.stmt) -> bool:
-        """Whether a statement has a condition that the attributes of the module decide, or their classes."""
+        """Whether a statement has a condition that the attributes of the module decide, or their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
         for part in ast.walk(statement.test):
             if isinstance(part, ast.Name):
                 fits = part.id == self._first or part.id not in self._local
             elif isinstance(part, ast.Call):
-                fits = self._role(part.func) == Role.ASKING and not part.keywords
+                asked = self._role(part.func)
+                fits = not part.keywords and (asked == Role.ASKING or (asked == Role.FLAG and not part.args))
             else:
                 fits = isinstance(part, _PLAIN)
             if not fits:

@@ -73,19 +73,25 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
     words = {name: known if isinstance(known, str) else None for name, known in words.items()}
     if any(words.values()):
         return FoundMLP(forwards.PLAIN, {}, None, {}, words)
-    site, start = first.found, last.found
-
-    def parts(name: str, half: nn.Module, forward: FunctionType, node: ast.expr) -> Dict[str, Any]:
-        return {f"{name}.{path}": part for path, part in values_of(node, forward, half).items()}
-
-    projections: Dict[str, Any] = {}
-    for node in site.projections:
-        projections.update(parts(head_name, head, first.forward, node))
-    projections.update(parts(tail_name, tail, last.forward, start.projection))
+    start = last.found
+    named = values_of(start.projection, last.forward, tail).items()
+    projections = {f"{tail_name}.{path}": part for path, part in named}
     between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
-    act, pattern = act_of(site.act, first.forward, head), replace(site.pattern, whole=True)
     around = _around(last.ending is not None, bool(last.ending))
-    return FoundMLP(pattern, projections, act, between, words, around)
+    return replace(mlp_behind(head_name, head, between, projections), halves=words, around=around)
+
+
+def mlp_behind(name: str, head: nn.Module, between: Dict[str, Any], projection: Dict[str, Any]) -> FoundMLP:
+    """The MLP of a head and the projection that follows it."""
+    half = halves.running(head, halves.heads)
+    if isinstance(half, str):
+        return FoundMLP(forwards.PLAIN, {}, None, {}, {name: half})
+    site, projections = half.found, {}
+    for node in site.projections:
+        named = values_of(node, half.forward, head).items()
+        projections.update({f"{name}.{path}": part for path, part in named})
+    act, pattern = act_of(site.act, half.forward, head), replace(site.pattern, whole=True)
+    return FoundMLP(pattern, {**projections, **projection}, act, between, {name: None})
 
 
 def act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:

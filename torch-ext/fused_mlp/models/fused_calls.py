@@ -10,15 +10,17 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..dispatch import is_small_product
-from . import chunks, forms, forwards, halves, obstacles, shortcut
+from . import blocks, chunks, forms, forwards, halves, obstacles, sequences, shortcut
 from .pattern import Pattern
-from .sites import Act, AnySite, Block, Joint, Site, Whole
+from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
 
 
 def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
     """For a site of a method; ``memory``: what training keeps."""
     if isinstance(site, Joint):
         return _joined(memory, site)
+    if isinstance(site, Turns):
+        return made_call("in turn", ast.Constant(memory), site.modules, site.x)
     if isinstance(site, Block):
         return _block(function, site)
     act = expression_of(site.act)
@@ -72,7 +74,7 @@ def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], plac
 
 def expression_of(act: Act) -> ast.expr:
     """What gives the activation as a callable of one tensor."""
-    if act.form == "call" and not act.options and not act.named:
+    if act.is_callee:
         return act.callee
     if act.form == "method":
         return made_call("method", ast.Constant(act.name))
@@ -123,12 +125,13 @@ def _product(left, right):
 
 _CALLS = {
     "block": shortcut.block,
-    "block of a module": halves.block,
+    "block of a module": blocks.block,
     "ending": shortcut.ending,
     "joined": halves.joined,
     "joined children": halves.joined_children,
     "finished": halves.finished,
     "in one": chunks.in_one,
+    "in turn": sequences.in_turn,
 }
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 NAMES = {f"@{name}": function for name, function in _CALLS.items()}

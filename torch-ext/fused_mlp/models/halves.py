@@ -4,7 +4,7 @@ A head computes hidden values, ``act(projection(x))``, and nothing else; a tail 
 it is given. Where a module's code hands what comes out of a head to a tail and to nothing else, the two run as one
 fused call: the head hands over its parts in place of hidden values, and the tail's own code goes on behind the
 projection. That skips the calls of two modules, so whatever such a call does beyond the forward that was read, the two
-are called one after the other, as the code says.
+are called one after the other, as the code says. A linear layer behind a head, in a sequence, is a tail too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from .. import calls
-from . import forwards, obstacles, sequences, shortcut
+from . import forwards, obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
@@ -46,8 +46,8 @@ def pending(pattern: Pattern, x: Tensor, *given: Any) -> Pending:
 class Half(NamedTuple):
     """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
 
-    A head's takes the module and x, and returns :class:`Pending`; a tail's is its forward, given that as hidden values.
-    A module that is a whole MLP, and no more, has none.
+    A head's takes the module and x, and returns :class:`Pending`, or hidden values in branches without an MLP; a tail's
+    is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
     projections)); of a whole MLP the same, with what is between and behind its projections after them, the number of
@@ -70,45 +70,6 @@ class Half(NamedTuple):
 heads: Dict[Callable[..., Any], Half] = {}
 tails: Dict[Callable[..., Any], Half] = {}
 wholes: Dict[Callable[..., Any], Half] = {}
-_sequences = dict.fromkeys(
-    (nn.Sequential.forward, *sequences.SEQUENTIAL.values()), Half(nn.Sequential.forward, None, None, None)
-)
-
-
-def block(
-    module: Union[nn.Module, str],
-    x: Tensor,
-    behind: Tuple[Union[nn.Module, float, str], ...],
-    factor: Any,
-    residual: Tensor,
-    order: Tuple[bool, bool, int],
-    first: Union[nn.Module, str, None],
-    last: Union[nn.Module, str, None],
-    owner: Optional[nn.Module] = None,
-    names: Tuple[str, ...] = (),
-) -> Tensor:
-    """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
-    if _plain is not None:
-        found = _plain.block_of(wholes, module, x, behind, factor, residual, first, last, owner, names)
-        if type(found) is tuple:
-            found = shortcut.packed_block(*found)
-        if found is not None:
-            return found
-    module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
-    whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
-    if whole is not None:
-        projections, act, between, passing = whole
-        given = forwards.PLAIN, x, projections, act, between, (*passing, *behind), factor, residual, first, last
-        found = _plain.block(*given, None, ())
-        if found is not None:
-            return found
-    values = module(x if first is None else first(x))
-    return shortcut.around(values, behind, factor, residual, order, last)
-
-
-def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """What a sequence is whose call runs its forward, and nothing else."""
-    return None if type(running(module, _sequences)) is str else sequences.whole(module)
 
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
@@ -126,19 +87,43 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
     """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
-    first, last = running(head, heads), running(tail, tails)
-    if type(first) is str or type(last) is str or _are_watched():
-        return tail(head(x), *rest, **named)
-    pending = first.function(head, x)
-    if memory != pending.pattern.memory:
-        pending = pending._replace(pattern=replace(pending.pattern, memory=memory))
-    return last.function(tail, pending, *rest, **named)
+    last = running(tail, tails)
+    handed = head(x) if type(last) is str else _handed(memory, head, x)
+    if type(handed) is Pending:
+        return last.function(tail, handed, *rest, **named)
+    return tail(handed, *rest, **named)
+
+
+def followed(memory: str, head: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor) -> Tensor:
+    """``projection(...(head(x)))``, with dropouts and identities between; ``memory``: what training keeps."""
+    handed = _handed(memory, head, x)
+    if type(handed) is Pending:
+        return finished(handed, projection, between)
+    return forwards.second_half(handed, between, projection)
+
+
+def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
+    """What a module hands over to a tail: hidden values where it is no head, more than its forward runs, or where that
+    takes another branch than the one with an MLP in it."""
+    half = running(head, heads)
+    if type(half) is str or _are_watched():
+        return head(x)
+    handed = half.function(head, x)
+    if type(handed) is Pending and memory != handed.pattern.memory:
+        handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
+    return handed
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
     """What comes out of the projection that a tail begins with."""
     pattern, x, projections, act, _ = pending
     return shortcut.fused(pattern, x, (*projections, projection), act, between)
+
+
+def is_head(kind: type) -> bool:
+    """Whether the forward of a class is that of heads."""
+    forward = getattr(kind, "forward", None)
+    return type(forward) is FunctionType and forward in heads
 
 
 def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, str]:

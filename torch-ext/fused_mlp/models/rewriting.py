@@ -13,7 +13,7 @@ import itertools
 import sys
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from . import (
     effects,
     forwards,
     halves,
+    loops,
     norms,
     obstacles,
     sequences,
@@ -35,14 +36,15 @@ from . import (
     switching,
     traced,
 )
-from .found import FoundMLP, act_of, mlps_of
+from .found import FoundMLP, act_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call, name_of_pattern
 from .interface import original_of
 from .matches import ending_of, returned, start_of
+from .names import assignment, is_name
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
-from .sites import Act, AnySite, Block, Joint, Site, Whole
-from .source import ORIGINAL, Instead, function_of, value_of, values_of
+from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
+from .source import ORIGINAL, Instead, function_of, tree_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
@@ -54,12 +56,12 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
-        if _mlps_in_sequence(module):
+        if _mlps_in_turn(module._modules):
             return {"forward": sequences.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
     parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
-    has_layers = not {Role.PROJECTION, *Role.LAYERS}.isdisjoint(parts.values())
+    has_layers = not {Role.PROJECTION, Role.SEQUENCE, *Role.LAYERS}.isdisjoint(parts.values())
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
     stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
@@ -92,9 +94,16 @@ def memory_of(function: FunctionType) -> str:
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
-        return _mlps_in_sequence(module)
+        return _mlps_in_turn(module._modules)
     original = getattr(function, ORIGINAL)
-    return [mlp for site in getattr(function, _SITES) for mlp in mlps_of(site, original, module)]
+    return [mlp for site in getattr(function, _SITES) for mlp in _mlps_of(site, original, module)]
+
+
+def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    if not isinstance(site, Turns):
+        return mlps_of(site, function, module)
+    ((path, parts),) = values_of(site.modules, function, module).items()
+    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)} if type(parts) is nn.ModuleList else {})
 
 
 def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
@@ -114,8 +123,8 @@ def role_of(part: Any) -> Optional[str]:
     """What a part of a module may be in a site."""
     if part is None:
         return None
-    if isinstance(part, nn.ModuleList):  # that of all its parts
-        return role_of(part[0]) if len(part) and len({role_of(each) for each in part}) == 1 else Role.OTHER
+    if isinstance(part, nn.ModuleList):
+        return _role_of_list(part)
     if isinstance(part, nn.Module):
         return _role_of_module(part)
     if not isinstance(part, (FunctionType, MethodType, type(torch.relu))):
@@ -124,9 +133,28 @@ def role_of(part: Any) -> Optional[str]:
     if role is None:
         activation = recognise(part)
         if activation is not None:
-            return _BY_ROW.get(activation.name, Role.ACTIVATION)
-        role = Role.UNKNOWN if looks_like_activation(part) else Role.OTHER
+            return Role.BOUND if isinstance(part, MethodType) else _BY_ROW.get(activation.name, Role.ACTIVATION)
+        role = Role.UNKNOWN if looks_like_activation(part) else Role.FLAG if _is_flag(part) else Role.OTHER
     return role
+
+
+def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
+    """That of all its parts, or of what they are together."""
+    roles = {role_of(each) for each in modules}
+    if len(roles) == 1:
+        return roles.pop()
+    return Role.SEQUENCE if _mlps_in_turn(modules._modules) else Role.OTHER
+
+
+def _is_flag(part: Any) -> bool:
+    """Whether a function takes nothing, and returns a global."""
+    tree = tree_of(part) if isinstance(part, FunctionType) and not part.__code__.co_freevars else None
+    body = [] if tree is None or part.__code__.co_varnames else tree.body[-1:] if _is_documented(tree) else tree.body
+    return [type(each) for each in body] == [ast.Return] and isinstance(body[0].value, ast.Name)
+
+
+def _is_documented(tree: ast.FunctionDef) -> bool:
+    return len(tree.body) == 2 and ast.get_docstring(tree, clean=False) is not None
 
 
 def _role_of_module(part: nn.Module) -> str:
@@ -170,7 +198,7 @@ def _role_of_layer(part: nn.Module) -> str:
     return Role.WHOLE if made in halves.wholes else Role.LAYER
 
 
-_WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, *Role.ACTIVATIONS}
+_WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
 _BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
 _ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
 
@@ -192,9 +220,11 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 
 @functools.cache
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
-    """What a function calls by name or attribute, by its source."""
+    """What a function calls, or runs in a loop, by name or attribute, by its source."""
     tree = effects.readable(function)
-    calls = [] if tree is None else [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    nodes = [] if tree is None else list(ast.walk(tree))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    calls += [node.iter for node in nodes if isinstance(node, ast.For)]
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
 
 
@@ -241,8 +271,9 @@ def _rewritten(
     found = substitution.rewrite(tree, role, is_known, functools.partial(call_of, memory, function))
     for other in branches.parted(effects.readable(function), role):
         there = substitution.rewrite(other, role, is_known, functools.partial(call_of, memory, function))
-        if _blocks_around(there) > _blocks_around(found):
+        if _worth(there) > _worth(found):
             tree, found = other, _once(there)
+    found += loops.rewrite(tree, role, functools.partial(call_of, memory, function))
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
@@ -252,8 +283,8 @@ def _rewritten(
         head = _head(tree, function, found, names, role) if name == "forward" else None
         whole = _whole(tree, function, found, role)
         other = switching.instead_of(name, function, function)
-        # A block's MLP may be a module of its own, of any kind.
-        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, Block) for site in found)
+        # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
+        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
         made = method_of(tree, function, names, instead, tuple(found), memory)
@@ -304,9 +335,10 @@ def _unchunked(
     return made
 
 
-def _blocks_around(sites: List[AnySite]) -> int:
-    """How many blocks there are around modules that are MLPs."""
-    return sum(isinstance(site, Block) and isinstance(site.site, Whole) for site in sites)
+def _worth(sites: List[AnySite]) -> Tuple[int, int]:
+    """How many blocks there are around modules that are MLPs, and how many products that are fused."""
+    blocks = sum(isinstance(site, Block) and isinstance(site.site, Whole) for site in sites)
+    return blocks, sum(isinstance(site, Site) and not site.pattern.pointwise for site in _once(sites))
 
 
 def _once(sites: List[AnySite]) -> List[AnySite]:
@@ -352,21 +384,39 @@ def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
 def _head(
     tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
 ) -> Optional[halves.Half]:
-    """What a forward that was rewritten hands over as a head; None if it is none: it does more than one fused call."""
+    """What a forward that was rewritten hands over as a head; None if it is none: it does more with what it computes
+    than to return it."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    call, behind = returned(tree, role)
     is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
-    if not is_hidden or call is None or behind or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+    if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
         return None
-    if ast.unparse(site.inputs[0]) != arguments[1].arg:
-        return None
+    call, behind = returned(tree, role)
+    is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
     tree = copy.deepcopy(tree)
-    tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
+    if is_alone:
+        tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
     whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.pending}
-    called = (site.act.callee,) if site.act.form == "call" and not (site.act.options or site.act.named) else ()
-    parts = _children((*called, *site.projections), forward) if called else None
+    called = (site.act.callee,) if site.act.is_callee else ()
+    parts = _children((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
     return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
+
+
+def _is_returned(tree: ast.FunctionDef) -> bool:
+    """Whether what a fused call computes is returned, or bound and returned next, under conditions at most."""
+
+    def ends(block: List[ast.stmt]) -> Iterator[ast.expr]:
+        for statement, following in itertools.zip_longest(block, block[1:]):
+            if isinstance(statement, ast.If):
+                yield from (*ends(statement.body), *ends(statement.orelse))
+            target, value = assignment(statement)
+            if isinstance(statement, ast.Return):
+                yield statement.value
+            elif isinstance(following, ast.Return) and isinstance(target, ast.Name):
+                yield from [value] if is_name(following.value, target.id) else []
+
+    calls = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")}
+    return calls <= set(ends(tree.body))
 
 
 def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf) -> Optional[halves.Half]:
@@ -374,10 +424,10 @@ def _whole(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], r
     pass its result on."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
     call, behind = returned(tree, role)
-    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.form == "call"
+    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.is_callee
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
-    if ast.unparse(site.inputs[0]) != arguments[1].arg or site.act.options or site.act.named:
+    if ast.unparse(site.inputs[0]) != arguments[1].arg:
         return None
     passing = (*site.between, *behind)
     casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
@@ -413,18 +463,22 @@ def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tup
 # Sequences.
 
 
-def _mlps_in_sequence(module: nn.Sequential) -> List[FoundMLP]:
-    found, parts = [], list(module._modules.items())
+def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
+    found, parts = [], list(modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        if role_of(first) != Role.PROJECTION or recognise(act) is None:
+        is_head = role_of(first) == Role.HEAD
+        if not is_head and (role_of(first) != Role.PROJECTION or recognise(act) is None):
             continue
-        rest = parts[index + 2 :]
+        rest = parts[index + (1 if is_head else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        if role_of(last[1]) == Role.PROJECTION and not any(recognise(part) for _, part in after):
+        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(recognise(part) for _, part in after)
+        if is_mlp and is_head:
+            found.append(mlp_behind(name, first, dict(passing), dict([last])))
+        elif is_mlp:
             found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
-        else:
+        elif not is_head:
             found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
     return found
 

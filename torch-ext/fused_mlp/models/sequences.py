@@ -1,4 +1,6 @@
-"""The forward of ``nn.Sequential``: which of its parts are MLPs is decided by their classes, as they are at each call.
+"""Modules that run one after the other: which of them are MLPs is decided by their classes, as they are at each call.
+
+So run the parts of a ``nn.Sequential``, and those of a ``nn.ModuleList`` in a loop that does nothing else.
 
 Where MLPs can be among parts of some classes is found once and kept. Whether the parts there are plain is asked at each
 call, by what fuses them.
@@ -7,12 +9,12 @@ call, by what fuses them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
 from .. import training
-from . import obstacles, shortcut, switching, traced
+from . import halves, obstacles, shortcut, switching, traced
 from .forwards import LINEAR, PLAIN
 from .pattern import Pattern
 from .recognition import row_of_class
@@ -44,18 +46,33 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     )
     if runs_as_written:
         return nn.Sequential.forward(self, input)
-    parts, index = tuple(self), 0
-    for act, second in _places(parts):
-        for part in parts[index : act - 1]:
-            input = part(input)
-        if second is None:
-            input, index = shortcut.fused(LINEAR, input, (parts[act - 1],), parts[act]), act + 1
+    return _in_turn(tuple(self), input, plain)
+
+
+def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """What ``for module in modules: x = module(x)`` makes of x; ``memory``: what training keeps."""
+    if type(modules) is nn.ModuleList:
+        return _in_turn(tuple(modules), x, PLAIN if memory == training.KEPT else _RECOMPUTED)
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
+    index = 0
+    for first, act, second in _places(parts):
+        for part in parts[index:first]:
+            x = part(x)
+        if act is None:
+            x = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
+        elif second is None:
+            x = shortcut.fused(LINEAR, x, (parts[first],), parts[act])
         else:
-            projections, between = (parts[act - 1], parts[second]), parts[act + 1 : second]
-            input, index = shortcut.fused(plain, input, projections, parts[act], between), second + 1
+            x = shortcut.fused(plain, x, (parts[first], parts[second]), parts[act], parts[act + 1 : second])
+        index = (act if second is None else second) + 1
     for part in parts[index:]:
-        input = part(input)
-    return input
+        x = part(x)
+    return x
 
 
 class Whole(NamedTuple):
@@ -80,10 +97,12 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
 
 
 class _Place(NamedTuple):
-    """Where an MLP stands among parts: the indices of its activation, which is behind its first linear layer, and of
-    its second one; that is None where there is only the first."""
+    """Where an MLP stands among parts: the indices of its first linear layer, of the activation behind it, and of its
+    second linear layer. That is None where there is only the first. Where the first part is a head, there is no index
+    of an activation."""
 
-    act: int
+    first: int
+    act: Optional[int]
     second: Optional[int]
 
 
@@ -101,16 +120,19 @@ def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
 def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
     index = 0
     while index < len(parts):
-        act = index + 1
-        if obstacles.is_foreign(parts[index]) or not _is_activation(parts[act : act + 1]):
+        is_head = halves.is_head(type(parts[index]))
+        act = None if is_head else index + 1
+        if not is_head and (obstacles.is_foreign(parts[index]) or not _is_activation(parts[act : act + 1])):
             index += 1
             continue
-        second = _behind_passing(parts, act + 1)
+        last = index if is_head else act
+        second = _behind_passing(parts, last + 1)
         is_mlp = second < len(parts) and not obstacles.is_foreign(parts[second])
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
-        yield _Place(act, second if is_mlp else None)
-        index = (second if is_mlp else act) + 1
+        if is_mlp or not is_head:
+            yield _Place(index, act, second if is_mlp else None)
+        index = (second if is_mlp else last) + 1
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:

@@ -14,7 +14,12 @@ from . import rewriting
 from .roles import Role
 from .source import tree_of, values_of
 
-_ACTIVATIONS = {Role.ACTIVATION, Role.RELU, Role.UNKNOWN}  # a sigmoid is more often a gate of something else
+_ACTIVATIONS = {
+    Role.ACTIVATION,
+    Role.BOUND,
+    Role.RELU,
+    Role.UNKNOWN,
+}  # a sigmoid is more often a gate of something else
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:

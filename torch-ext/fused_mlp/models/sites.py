@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import FrozenSet, Optional, Tuple, Union
 
 from .pattern import Pattern
+from .roles import Role
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Act:
     options: Tuple[ast.expr, ...] = ()
     named: Tuple[ast.keyword, ...] = ()
     base: Optional[Act] = None
+
+    @property
+    def is_callee(self) -> bool:
+        """Whether it is what the source calls, with h alone, and no method: one is bound anew whenever it is read."""
+        return self.form == "call" and not self.options and not self.named and self.role != Role.BOUND
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
@@ -139,4 +145,17 @@ class Block:
         return (*self.site.parts, *self.behind, self.residual, *others)
 
 
-AnySite = Union[Site, Joint, Block]
+@dataclass(frozen=True)
+class Turns:
+    """``for module in modules: x = module(x)``, of modules with MLPs among them."""
+
+    modules: ast.expr
+    x: ast.Name
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        return (self.modules, self.x)
+
+
+AnySite = Union[Site, Joint, Block, Turns]

@@ -42,7 +42,8 @@ def rewrite(
             for k in sorted(absorbed, reverse=True):
                 del block[k]
             index -= len(absorbed)
-    _keep_local(function, local - _bound_in_body(function))
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
+    _keep_local(function, local - _bound_in_body(function) - arguments)
     return sites
 
 

@@ -1,0 +1,250 @@
+"""Modules that run one after the other: one that computes hidden values, and a linear layer behind it, are an MLP."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from safety import assert_close, x_of
+
+_has_own_kernel = False
+
+
+def has_own_kernel():
+    return _has_own_kernel
+
+
+class GatedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.act = nn.Linear(32, 176), nn.SiLU()
+
+    def forward(self, x):
+        x = self.proj(x)
+        x, gate = x.chunk(2, dim=-1)
+        return x * self.act(gate)
+
+
+class ConditionalHead(nn.Module):
+    """As diffusers' GEGLU: a question of another package between the projection and what is made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.asked = nn.Linear(32, 176), 0
+
+    def forward(self, x, *args, **kwargs):
+        if len(args) > 0 or kwargs.get("scale") is not None:
+            raise TypeError("scale")
+        self.asked = self.asked + 1
+        x = self.proj(x)
+        if has_own_kernel():
+            return F.relu(x[..., :88])
+        else:
+            x, gate = x.chunk(2, dim=-1)
+            return x * F.gelu(gate)
+
+
+class PlainHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(32, 88)
+
+    def forward(self, x):
+        x = self.proj(x)
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Changing(nn.Module):
+    """Computes hidden values, and changes them under a condition: no head."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.doubled = nn.Linear(32, 88), True
+
+    def forward(self, x):
+        x = F.relu(self.proj(x))
+        if self.doubled:
+            return 2 * x
+        return x
+
+
+def parts(head):
+    return [head(), nn.Dropout(0.5), nn.Linear(88, 32), nn.Dropout(0.5)]
+
+
+class Loop(nn.Module):
+    """As diffusers' FeedForward."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.net = nn.ModuleList(parts(head))
+
+    def forward(self, x):
+        for module in self.net:
+            x = module(x)
+        return x
+
+
+class Chain(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.net = nn.Sequential(*parts(head))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class LoopAndMore(Loop):
+    def forward(self, x):
+        for module in self.net:
+            x = module(x)
+        return x, module
+
+
+HEADS = (GatedHead, ConditionalHead, PlainHead)
+heads = pytest.mark.parametrize("head", HEADS)
+owners = pytest.mark.parametrize("owner", (Loop, Chain))
+
+
+@pytest.fixture
+def ops(tell_ops, dispatched):
+    called = []
+    tell_ops(lambda name, given: called.append(name))
+    return called
+
+
+def pair(fused_mlp, device, owner, head):
+    torch.manual_seed(0)
+    module = owner(head).to(device).eval()
+    fused = copy.deepcopy(module)
+    patterns = {entry.pattern for entry in fused_mlp.fuse_mlps(fused).fused}
+    assert any(pattern.endswith("in two modules") for pattern in patterns)
+    with torch.no_grad():
+        fused(x_of(device))  # the class of an activation is learnt at its first call
+    return module, fused
+
+
+@heads
+@owners
+def test_one_op(fused_mlp, device, ops, owner, head):
+    module, fused = pair(fused_mlp, device, owner, head)
+    x = x_of(device)
+    ops.clear()
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert ops == ["mlp" if head is PlainHead else "gated_mlp"]
+
+
+@heads
+@owners
+@pytest.mark.parametrize("mode", ("eval", "train"))
+def test_gradients(fused_mlp, device, owner, head, mode):
+    module, fused = pair(fused_mlp, device, owner, head)
+    results, given = [], x_of(device)
+    for each in (module, fused):
+        getattr(each, mode)()
+        x = given.clone().requires_grad_()
+        torch.manual_seed(1)
+        result = each(x)
+        result.square().sum().backward()
+        results.append([result, x.grad, *(parameter.grad for parameter in each.parameters())])
+    for one, other in zip(*results):
+        assert_close(other, one)
+
+
+def hook(part):
+    return lambda net, _: net[part].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def raise_the_flag(net, monkeypatch):
+    monkeypatch.setitem(globals(), "_has_own_kernel", True)
+
+
+def replace_the_flag(net, monkeypatch):
+    monkeypatch.setitem(globals(), "has_own_kernel", lambda: True)
+
+
+CHANGES = {
+    "a hook of the head": hook(0),
+    "a hook of the dropout": hook(1),
+    "a hook of the projection": hook(2),
+    "the dropout in training": lambda net, _: net[1].train(),
+    "the last dropout in training": lambda net, _: net[3].train(),
+    "another head": lambda net, _: net.__setitem__(0, nn.Linear(32, 88).to(net[2].weight)),
+    "another projection": lambda net, _: net.__setitem__(2, nn.Linear(88, 32, bias=False).to(net[2].weight)),
+    "another weight": lambda net, _: setattr(net[2], "weight", nn.Parameter(torch.ones_like(net[2].weight))),
+    "a projection less": lambda net, _: net.__delitem__(2),
+    "another part": lambda net, _: net.append(nn.ReLU()),
+    "nothing": lambda net, _: [net.__delitem__(0) for _ in range(4)],
+    "a forward of the head": lambda net, _: setattr(net[0], "forward", lambda x: x.new_ones(*x.shape[:-1], 88)),
+    "a flag": raise_the_flag,
+    "another question": replace_the_flag,
+}
+
+
+@owners
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(fused_mlp, device, monkeypatch, owner, change):
+    module, fused = pair(fused_mlp, device, owner, ConditionalHead)
+    for each in (module, fused):
+        torch.manual_seed(3)
+        each.net[0].asked = 0
+        CHANGES[change](each.net, monkeypatch)
+    x = x_of(device)
+    with torch.no_grad():
+        torch.manual_seed(2)
+        expected = module(x)
+        torch.manual_seed(2)
+        assert_close(fused(x), expected)
+    assert [vars(part).get("asked") for part in fused.net] == [vars(part).get("asked") for part in module.net]
+
+
+@pytest.mark.parametrize("modules", (list, tuple, lambda net: (each for each in net)))
+def test_what_is_no_list_of_modules_runs_as_written(fused_mlp, device, modules):
+    module, fused = pair(fused_mlp, device, Loop, GatedHead)
+    for each in (module, fused):
+        net = each.net
+        del each.net
+        each.net = modules([*net])
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+
+
+def test_what_the_function_reads_of_its_loop_stays(fused_mlp, device):
+    torch.manual_seed(0)
+    module = LoopAndMore(GatedHead).to(device).eval()
+    fused = copy.deepcopy(module)
+    report = fused_mlp.fuse_mlps(fused)
+    assert [entry.pattern for entry in report.fused] == ["packed gated linear, up first"]
+    x = x_of(device)
+    with torch.no_grad():
+        (result, last), (expected, _) = fused(x), module(x)
+    assert_close(result, expected)
+    assert last is fused.net[3]
+
+
+@owners
+def test_hidden_values_that_are_changed_are_computed(fused_mlp, device, owner):
+    torch.manual_seed(0)
+    module = owner(Changing).to(device).eval()
+    fused = copy.deepcopy(module)
+    report = fused_mlp.fuse_mlps(fused)
+    assert {entry.pattern for entry in report.fused} == {"linear"}
+    x = x_of(device)
+    for doubled in (True, False):
+        module.net[0].doubled = fused.net[0].doubled = doubled
+        with torch.no_grad():
+            assert_close(fused(x), module(x))
+
+
+@heads
+@owners
+def test_compiled(fused_mlp, device, owner, head):
+    module, fused = pair(fused_mlp, device, owner, head)
+    x = x_of(device)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert_close(torch.compile(fused, backend="eager")(x), module(x))
