@@ -19,8 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
 from fuzz_parts import Ending, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import cubed, record, tanh_gelu, wrapped
+from fuzz_parts import Turns, cubed, in_turn, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear
+
+_here = True
+
+
+def is_here():
+    return _here
 """
 
 # Activations: modules that the attribute `act` may hold, and expressions of {h}. What is in neither row of the table
@@ -160,6 +166,8 @@ self.{p} = self.{p}
 BLOCKS = r"""
 if self.flag:
 if not self.flag:
+if is_here():
+if not is_here():
 if x.dim() > 1:
 for _ in range(2):
 for k, part in enumerate([1]):
@@ -308,6 +316,8 @@ MODULE_CHANGES = [
     "Made.forward = None",
     "Made.forward = math.sqrt",
     "globals().update(tanh_gelu=torch.tanh, gelu=F.relu)",
+    "globals().update(_here=False)",
+    "globals().update(is_here=lambda: False)",
     "m.flag = not m.flag",
     "m.approximate = 'tanh'",
     "m.approximate = 'neither'",
@@ -373,7 +383,7 @@ class Writer:
     def steps(self) -> tuple[str, dict[str, tuple[int, int]], list[Step]]:
         """A kind of MLP, its projections with their sizes, and its steps."""
         kind = self.draw.choice(
-            ["plain", "plain", "plain", "gated", "gated", "packed", "packed", "linear", "gated linear", "glu"]
+            ["plain"] * 3 + ["gated", "packed"] * 2 + ["linear", "gated linear", "packed linear", "glu"]
         )
         first, second = (self.n_in, self.hidden), (self.hidden, self.n_out)
         names = self.draw.choice([["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"], ["fc1", "fused", "fc2"]])
@@ -388,7 +398,7 @@ class Writer:
             glu = self.draw.choice(["F.glu({h})", "F.glu({h}, dim=-1)", "F.glu({h}, -1)", "self.glu({h})"])
             steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), glu, ("h",))]
         else:
-            if kind == "packed":
+            if kind.startswith("packed"):
                 sizes[gate] = (self.n_in, 2 * self.hidden)
                 halves = ("g", "u") if self.likely(0.7) else ("u", "g")
                 steps.append(Step(("h",), f"self.{gate}({{x}})", ("x",)))
@@ -412,7 +422,7 @@ class Writer:
                 steps.append(Step(("a",), self.act("g"), ("g",)))
                 steps.append(Step(("s",), product, ("a", "u")))
         value = "s"
-        if kind not in ("linear", "gated linear"):
+        if not kind.endswith("linear"):
             if self.likely(0.3):
                 steps.append(Step(("t",), self.draw.choice(BETWEEN).replace("{h}", "{s}"), ("s",)))
                 value = "t"
@@ -531,7 +541,7 @@ class Writer:
         else:
             made = self.module(sizes, self.body(steps, list(sizes)))
         before, later = (self.changes(list(sizes), chance) for chance in (0.35, 0.15))
-        root = self.root("*, x" in made)
+        root = self.root("*, x" in made, self.hidden if kind.endswith("linear") else self.n_out)
         text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
         draw = self.draw
         # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
@@ -638,14 +648,16 @@ class Writer:
             lines.append(f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}")
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
-    def root(self, alone: bool) -> str:
-        """What holds the module."""
+    def root(self, alone: bool, width: int) -> str:
+        """What holds the module, of results of a width."""
         holders = {
             "m": 12,
             "nn.Sequential(m)": 2,
             "nn.Sequential(m, nn.Identity())": 2,
             "nn.Sequential(m, m)": 1,
             "nn.Sequential(odd(), m)": 1,
+            f"in_turn(nn.Sequential, m, {width})": 2,
+            f"in_turn(Turns, m, {width})": 3,
             "Layer(m)": 9 if self.n_in == self.n_out else 0,
         }
         holder = "m" if alone else self.draw.choices(list(holders), list(holders.values()))[0]

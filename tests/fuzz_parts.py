@@ -89,3 +89,22 @@ class Scales(nn.Module):
 
     def forward(self, x):
         return x * self.gamma
+
+
+class Turns(nn.Module):
+    """Runs its parts one after the other."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.net = nn.ModuleList(parts)
+
+    def forward(self, x):
+        for part in self.net:
+            x = part(x)
+        return x
+
+
+def in_turn(kind, head, width):
+    """A head of so many hidden features, and what makes an MLP of it, in a module that runs them in turn."""
+    made = kind(head, nn.Dropout(0.4), nn.Linear(width, 4))
+    return made.to(next((p.dtype for p in head.parameters()), None)).train(head.training)
