@@ -394,9 +394,9 @@ class DoubledInTraining(Gated):
 
 
 class Configurable(Gated):
-    """Like Gemma 3n's MLP: what an instance computes depends on an attribute."""
+    """Like Gemma 3n's MLP: what an instance computes depends on an attribute, and is whole where that is 0."""
 
-    fused = "pointwise"
+    fused = "pointwise, gated"
 
     def __init__(self, sparsity=0.5, **options):
         super().__init__(**options)

@@ -281,24 +281,35 @@ class Reading(Output):
 
 
 class Busy(Intermediate):
-    """The head does more than to compute hidden values."""
+    """A head that does more than to compute hidden values, before it does."""
 
     def forward(self, hidden_states):
         self.calls = getattr(self, "calls", 0) + 1
         return self.intermediate_act_fn(self.dense(hidden_states))
 
 
-@pytest.mark.parametrize("kind", [Shared, Reading, Busy], ids=lambda kind: kind.__name__)
+def test_what_a_head_does_besides_is_done(fused_mlp, device, whole):
+    module = Halves()
+    module.intermediate = Busy()
+    module, fused = fused_pair(fused_mlp, device, module)
+    whole.clear()
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert len(whole) == 1
+    assert (module.intermediate.calls, fused.intermediate.calls) == (1, 2)  # one of them in fused_pair()
+
+
+@pytest.mark.parametrize("kind", [Shared, Reading], ids=lambda kind: kind.__name__)
 def test_what_is_no_pair_of_halves(fused_mlp, device, kind):
     module = Shared() if kind is Shared else Halves()
-    if kind is not Shared:
-        setattr(module, "output" if kind is Reading else "intermediate", kind())
+    if kind is Reading:
+        module.output = Reading()
     module = module.to(device).eval()
     plain, x = copy.deepcopy(module), x_of(device)
     end = [] if kind is Reading else ["linear with residual and norm"]  # what the tail is alone
     assert sorted(entry.pattern for entry in fused_mlp.fuse_mlps(module).fused) == ["linear", *end]
     assert_close(module(x), plain(x))
-    assert getattr(module.intermediate, "calls", 1) == 1
 
 
 def test_types_are_covered():

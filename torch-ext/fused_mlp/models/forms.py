@@ -51,10 +51,8 @@ def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
 
 
 def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
-    """``function(h, *options, **named)``; without options, of a method"""
+    """``function(h, *options, **named)``, with at least one option"""
     row, inplace = activation_of(function), False
-    if not options and not named:
-        return Form(name_of(function), function, row)
     if function in _INPLACE:
         inplace, *others = (*options, *named.values())
         row = None if others else row

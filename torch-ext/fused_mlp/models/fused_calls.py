@@ -12,6 +12,7 @@ from ..activations import Activation
 from ..dispatch import is_small_product
 from . import blocks, chunks, forms, forwards, halves, obstacles, sequences, shortcut
 from .pattern import Pattern
+from .roles import Role
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
 
 
@@ -28,10 +29,11 @@ def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
         gate, up = site.inputs
         waiting = made_call("activated", gate, act)
         return made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
-    return _by_names("fused", function, _arguments(site), {2, 3, 4})
+    return _by_names("fused", function, arguments_of(site), {2, 4, *_act_by_name(site)})
 
 
-def _arguments(site: Site) -> List[ast.expr]:
+def arguments_of(site: Site) -> List[ast.expr]:
+    """What ``shortcut.fused`` is given."""
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, expression_of(site.act), between]
@@ -53,7 +55,13 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
     around += [ast.Constant(block.order), block.first or none, block.last or none]
     if isinstance(block.site, Whole):
         return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
-    return _by_names("block", function, [*_arguments(block.site), *around], {2, 3, 4, 5, 9, 10})
+    places = {2, 4, 5, 9, 10, *_act_by_name(block.site)}
+    return _by_names("block", function, [*arguments_of(block.site), *around], places)
+
+
+def _act_by_name(site: Site) -> Set[int]:
+    """The place of an activation among the arguments, where it may be given by name: no method is found by that."""
+    return set() if site.act.role == Role.BOUND else {3}
 
 
 def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
@@ -74,7 +82,7 @@ def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], plac
 
 def expression_of(act: Act) -> ast.expr:
     """What gives the activation as a callable of one tensor."""
-    if act.is_callee:
+    if act.form == "call" and not act.options and not act.named:
         return act.callee
     if act.form == "method":
         return made_call("method", ast.Constant(act.name))

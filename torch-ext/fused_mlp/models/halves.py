@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, U
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from .. import calls
+from .. import calls, training
 from . import forwards, obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
@@ -34,13 +34,6 @@ class Pending(NamedTuple):
     x: Tensor
     projections: Tuple[nn.Module, ...]
     act: Callable[[Tensor], Tensor]
-    between: Tuple[Any, ...] = ()
-
-
-def pending(pattern: Pattern, x: Tensor, *given: Any) -> Pending:
-    """What a head hands over: the arguments of ``shortcut.fused``, with parts that are given by name read."""
-    *parts, owner, _ = given
-    return Pending(pattern, x, *shortcut.read(owner, tuple(parts)))
 
 
 class Half(NamedTuple):
@@ -109,14 +102,14 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
     if type(half) is str or _are_watched():
         return head(x)
     handed = half.function(head, x)
-    if type(handed) is Pending and memory != handed.pattern.memory:
+    if memory != training.KEPT and type(handed) is Pending:
         handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
     return handed
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
     """What comes out of the projection that a tail begins with."""
-    pattern, x, projections, act, _ = pending
+    pattern, x, projections, act = pending
     return shortcut.fused(pattern, x, (*projections, projection), act, between)
 
 

@@ -37,7 +37,7 @@ from . import (
     traced,
 )
 from .found import FoundMLP, act_of, mlp_behind, mlps_of
-from .fused_calls import NAMES, call_of, made_call, name_of_pattern
+from .fused_calls import NAMES, arguments_of, call_of, made_call, name_of_pattern
 from .interface import original_of
 from .matches import ending_of, returned, start_of
 from .names import assignment, is_name
@@ -392,10 +392,12 @@ def _head(
         return None
     call, behind = returned(tree, role)
     is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
-    tree = copy.deepcopy(tree)
+    tree, site = copy.deepcopy((tree, site))
     if is_alone:
-        tree.body = [ast.copy_location(ast.Return(copy.deepcopy(call)), tree.body[-1])]
-    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.pending}
+        tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
+        node.args = arguments_of(site)[:-1]
+    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = _children((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)

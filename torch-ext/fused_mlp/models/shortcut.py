@@ -204,8 +204,11 @@ def fused(
 
 
 def _known_by(act: Union[Act, str]) -> Union[Act, str]:
-    """What compiled code knows an activation by: the table's function where a method spells it out."""
-    return act.activation.function if type(act) is forms.Form and act.activation is not None else act
+    """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
+    if type(act) is not forms.Form and type(act) is not MethodType:
+        return act
+    row = forms.row_of(act)
+    return act if row is None else row.function
 
 
 def read(owner: Optional[nn.Module], part: Any) -> Any:

@@ -30,7 +30,7 @@ class Act:
 
     @property
     def is_callee(self) -> bool:
-        """Whether it is what the source calls, with h alone, and no method: one is bound anew whenever it is read."""
+        """Whether it is what the source calls, with h alone, and no method."""
         return self.form == "call" and not self.options and not self.named and self.role != Role.BOUND
 
     @property
