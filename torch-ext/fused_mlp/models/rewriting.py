@@ -390,9 +390,9 @@ def _head(
     is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
     if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
         return None
+    tree, site = copy.deepcopy((tree, site))
     call, behind = returned(tree, role)
     is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
-    tree, site = copy.deepcopy((tree, site))
     if is_alone:
         tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
