@@ -396,7 +396,7 @@ class DoubledInTraining(Gated):
 class Configurable(Gated):
     """Like Gemma 3n's MLP: what an instance computes depends on an attribute, and is whole where that is 0."""
 
-    fused = "pointwise, gated"
+    fused = "pointwise"
 
     def __init__(self, sparsity=0.5, **options):
         super().__init__(**options)

@@ -1,10 +1,13 @@
 """What fuse_mlps and explain tell of a model: how much of it is fused, what is left, and why."""
 
+import copy
+
 import pytest
 import transformers
 from torch import nn
 
 from modules import Gated, Plain
+from safety import assert_close, x_of
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 
@@ -106,3 +109,32 @@ def test_the_model_itself_is_named(fused_mlp, device):
     report = fused_mlp.fuse_mlps(Gated().to(device))
     assert report.modules[0].path == ""
     assert str(report).splitlines()[2].endswith("  the model itself")
+
+
+class Sparse(Gated):
+    """As Gemma 3n's MLP: a condition between the gate and its activation."""
+
+    sparsity = 0.5
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        if self.sparsity > 0:
+            gate = gate * (gate > self.sparsity)
+        activated = self.act_fn(gate)
+        up = self.up_proj(x)
+        return self.down_proj(activated * up)
+
+
+def test_a_branch_that_does_not_run_is_not_reported_as_fused(fused_mlp, device):
+    module = Sparse().to(device).eval()
+    plain = copy.deepcopy(module)
+    (entry,) = fused_mlp.fuse_mlps(module).modules
+    assert (entry.pattern, entry.extent, entry.fused) == ("gated", "none", False)
+    assert entry.reason == "runs another branch of its code (self.sparsity > 0)"
+    x = x_of(device)
+    for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last cannot be told
+        module.sparsity = plain.sparsity = sparsity
+        (entry,) = fused_mlp.fuse_mlps(module).modules
+        assert entry.extent == extent
+        if sparsity != "none":
+            assert_close(module(x), plain(x))

@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import ast
 import copy
-from typing import Iterator, List, Optional, Tuple
+from types import FunctionType
+from typing import Any, Iterator, List, Optional, Tuple
 
 from .effects import bound
 from .names import SIMPLE, blocks
 from .roles import Role, RoleOf, harmless_calls
+from .source import globals_of
+
+Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
 
 _MOST = 2  # conditions that are moved: each doubles the code
 
@@ -41,6 +45,38 @@ def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]
         if not any([parting.part(block, most) for block in list(blocks(made))]):
             return
         yield made
+
+
+def around(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Condition, ...]:
+    """The conditions under which a method computes an expression, of those that can be told from its module alone."""
+    parting = _Parting(function, role)
+
+    def of(block: List[ast.stmt]) -> Optional[Tuple[Condition, ...]]:
+        for statement in block:
+            if not any(part is node for part in ast.walk(statement)):
+                continue
+            for _, field in ast.iter_fields(statement):
+                inner = of(field) if isinstance(field, list) and field and isinstance(field[0], ast.stmt) else None
+                if inner is not None:
+                    settled = ((statement.test, field is statement.body),) if parting.is_settled(statement) else ()
+                    return (*settled, *inner)
+            return ()
+        return None
+
+    return of(function.body) or ()
+
+
+def against(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
+    """What keeps a method from a branch now, as source; None where nothing does, or that cannot be told."""
+    for test, wanted in conditions:
+        code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(test))), "<condition>", "eval")
+        try:
+            found = bool(eval(code, globals_of(function), {function.__code__.co_varnames[0]: module}))
+        except Exception:  # a property may raise anything, and so does the method then
+            continue
+        if found != wanted:
+            return ast.unparse(test) if found else f"not {ast.unparse(test)}"
+    return None
 
 
 class _Parting:
@@ -70,7 +106,7 @@ class _Parting:
 
     def _branches(self, statements: List[ast.stmt], most: int) -> List[ast.stmt]:
         for statement in statements if most > 0 else ():
-            if self._is_settled(statement):
+            if self.is_settled(statement):
                 both = [self._decided(copy.deepcopy(statements), statement.test, value) for value in (True, False)]
                 branches = (self._branches(each, most - 1) for each in both)
                 return [ast.copy_location(ast.If(statement.test, *branches), statement)]
@@ -90,7 +126,7 @@ class _Parting:
                 break
         return statements
 
-    def _is_settled(self, statement: ast.stmt) -> bool:
+    def is_settled(self, statement: ast.stmt) -> bool:
         """Whether a statement has a condition that the attributes of the module decide, or their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
@@ -107,7 +143,7 @@ class _Parting:
         return True
 
     def _is_near(self, statement: ast.stmt) -> bool:
-        if not (isinstance(statement, SIMPLE) or self._is_settled(statement)):
+        if not (isinstance(statement, SIMPLE) or self.is_settled(statement)):
             return False
         return not _stores(statement) and all(
             self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement)

@@ -22,7 +22,8 @@ class FoundMLP:
     """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
 
     ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
-    from being skipped, or None. ``around`` says what else of its block is in the call.
+    from being skipped, or None. ``around`` says what else of its block is in the call. ``aside`` is what keeps the
+    method from the branch that the MLP is in, as source, if something does now.
     """
 
     pattern: Pattern
@@ -31,6 +32,7 @@ class FoundMLP:
     between: Dict[str, Any]
     halves: Dict[str, Optional[str]] = field(default_factory=dict)
     around: str = ""
+    aside: Optional[str] = None
 
     @property
     def activation(self) -> Optional[Activation]:

@@ -40,6 +40,7 @@ GRAPH = "graph"
 NO_FUNCTION = "no function"
 NO_SOURCE = "no source"
 UNKNOWN_FORM = "unknown form"
+OTHER_BRANCH = "other branch"
 DISAGREES = "disagrees"
 OWN_WAY = "own way"
 ERROR = "error"
@@ -55,6 +56,7 @@ _REASON_WORDS = {
     NO_FUNCTION: "its forward is a {detail}, not a function",
     NO_SOURCE: "source of its code not found",
     UNKNOWN_FORM: "code in a form that is not known",
+    OTHER_BRANCH: "runs another branch of its code ({detail})",
     DISAGREES: "{detail}",
     OWN_WAY: "runs as it is: {detail}",
     ERROR: "cannot be changed: {detail}",
@@ -95,6 +97,11 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
     if not mlps:  # they are modules of their own, and have an outcome
         return None
+    now = [mlp for mlp in mlps if mlp.aside is None]
+    if not now:
+        reasons = (Reason(OTHER_BRANCH, "", aside) for aside in dict.fromkeys(mlp.aside for mlp in mlps))
+        return Outcome(NONE, tuple(reasons), _pattern(mlps))
+    mlps = now
     reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
     full = any(mlp.projections for mlp in mlps)
     return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))

@@ -47,6 +47,7 @@ from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
 from .source import ORIGINAL, Instead, function_of, tree_of, value_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
+_BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
 TRACED = CellType(traced)
 _made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
@@ -95,8 +96,12 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(module._modules)
-    original = getattr(function, ORIGINAL)
-    return [mlp for site in getattr(function, _SITES) for mlp in _mlps_of(site, original, module)]
+    original, found = getattr(function, ORIGINAL), []
+    for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
+        against = [branches.against(conditions, original, module) for conditions in branch]
+        aside = None if None in against else against[0]
+        found += [replace(mlp, aside=aside) for mlp in _mlps_of(site, original, module)]
+    return found
 
 
 def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
@@ -268,12 +273,18 @@ def _rewritten(
     def is_unknown(site: AnySite) -> bool:
         return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
 
-    found = substitution.rewrite(tree, role, is_known, functools.partial(call_of, memory, function))
+    calls: List[Tuple[AnySite, ast.expr]] = []
+
+    def replacement(site: AnySite) -> ast.expr:
+        calls.append((site, call_of(memory, function, site)))
+        return calls[-1][1]
+
+    found = substitution.rewrite(tree, role, is_known, replacement)
     for other in branches.parted(effects.readable(function), role):
-        there = substitution.rewrite(other, role, is_known, functools.partial(call_of, memory, function))
+        there = substitution.rewrite(other, role, is_known, replacement)
         if _worth(there) > _worth(found):
             tree, found = other, _once(there)
-    found += loops.rewrite(tree, role, functools.partial(call_of, memory, function))
+    found += loops.rewrite(tree, role, replacement)
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
@@ -287,7 +298,10 @@ def _rewritten(
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
-        made = method_of(tree, function, names, instead, tuple(found), memory)
+        conditions = [
+            tuple(branches.around(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
+        ]
+        made = method_of(tree, function, names, instead, tuple(found), memory, tuple(conditions))
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
@@ -302,10 +316,12 @@ def method_of(
     instead: Instead,
     sites: Tuple[AnySite, ...],
     memory: str,
+    conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
 ) -> FunctionType:
     """The fused method that a changed definition makes, known as one."""
     made = function_of(tree, function, names, instead)
     setattr(made, _SITES, sites)
+    setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)
     made.__name__ = instead.name  # by which a bound method is pickled
     _made.add(made)
@@ -343,7 +359,17 @@ def _worth(sites: List[AnySite]) -> Tuple[int, int]:
 
 def _once(sites: List[AnySite]) -> List[AnySite]:
     """Sites without those of other branches that have the same parts."""
-    return list({(type(site), *map(ast.unparse, site.parts)): site for site in sites}.values())
+    return list({_key(site): site for site in sites}.values())
+
+
+def _key(site: AnySite) -> Tuple[Any, ...]:
+    return (type(site), *map(ast.unparse, site.parts))
+
+
+def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
+    """What stands for a site in a tree, in each branch."""
+    nodes = set(ast.walk(tree))
+    return [node for other, node in calls if node in nodes and _key(other) == _key(site)]
 
 
 def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:

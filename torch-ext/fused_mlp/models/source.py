@@ -123,6 +123,12 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     return function.__globals__.get(node.id, getattr(builtins, node.id, None))
 
 
+def globals_of(function: FunctionType) -> Dict[str, Any]:
+    """The names that a function sees around it."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return {**function.__globals__, **{name: cell.cell_contents for name, cell in cells if cell != CellType()}}
+
+
 def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
     """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
     tree = tree_of(function)
