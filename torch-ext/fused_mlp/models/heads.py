@@ -1,0 +1,100 @@
+"""What a forward that was rewritten is to code that calls its module: a head, or a whole MLP (``halves``)."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import sys
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from . import forwards, halves
+from .fused_calls import arguments_of, name_of_pattern
+from .matches import returned
+from .names import assignment, is_name
+from .roles import RoleOf
+from .sites import AnySite, Site
+from .source import function_of, value_of
+
+
+def head_of(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
+) -> Optional[halves.Half]:
+    """What a forward that was rewritten hands over as a head; None if it is none: it does more with what it computes
+    than to return it."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
+    if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
+        return None
+    tree, site = copy.deepcopy((tree, site))
+    call, behind = returned(tree, role)
+    is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
+    if is_alone:
+        tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
+        node.args = arguments_of(site)[:-1]
+    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
+    called = (site.act.callee,) if site.act.is_callee else ()
+    parts = children_of((*called, *site.projections), forward) if called and is_alone else None
+    own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
+    return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
+
+
+def _is_returned(tree: ast.FunctionDef) -> bool:
+    """Whether what a fused call computes is returned, or bound and returned next, under conditions at most."""
+
+    def ends(block: List[ast.stmt]) -> Iterator[ast.expr]:
+        for statement, following in itertools.zip_longest(block, block[1:]):
+            if isinstance(statement, ast.If):
+                yield from (*ends(statement.body), *ends(statement.orelse))
+            target, value = assignment(statement)
+            if isinstance(statement, ast.Return):
+                yield statement.value
+            elif isinstance(following, ast.Return) and isinstance(target, ast.Name):
+                yield from [value] if is_name(following.value, target.id) else []
+
+    calls = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")}
+    return calls <= set(ends(tree.body))
+
+
+def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf) -> Optional[halves.Half]:
+    """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
+    pass its result on."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    call, behind = returned(tree, role)
+    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.is_callee
+    if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+        return None
+    if ast.unparse(site.inputs[0]) != arguments[1].arg:
+        return None
+    passing = (*site.between, *behind)
+    casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
+    dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
+    modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
+    act, unchanged = _function(site.act.callee, forward) or (None, ())
+    parts = children_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
+    if parts is None or any(children_of((node.test,), forward) != ("training",) for node in dropouts):
+        return None
+    parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
+    names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
+    return halves.Half(forward, names, None, site)
+
+
+def children_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
+    """The names of what nodes stand for, where all are attributes of the first argument."""
+    first = function.__code__.co_varnames[0]
+    plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
+    return tuple(node.attr for node in nodes) if plain else None
+
+
+def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, str, Any], ...]]]:
+    """The function that ``F.silu`` stands for, and what has to stay as it is for that; None if it is no such name."""
+    home = sys.modules.get(function.__module__)
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)) or home is None:
+        return None
+    name, owner = node.value.id, value_of(node.value, function, None)
+    found = value_of(node, function, None) if isinstance(owner, ModuleType) else None
+    is_global = vars(home) is function.__globals__ and vars(home).get(name) is owner
+    return (found, ((home, name, owner), (owner, node.attr, found))) if found is not None and is_global else None
