@@ -541,7 +541,7 @@ class Writer:
         else:
             made = self.module(sizes, self.body(steps, list(sizes)))
         before, later = (self.changes(list(sizes), chance) for chance in (0.35, 0.15))
-        root = self.root("*, x" in made, self.hidden if kind.endswith("linear") else self.n_out)
+        root = self.root("*, x" in made, kind.endswith("linear"))
         text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
         draw = self.draw
         # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
@@ -648,16 +648,17 @@ class Writer:
             lines.append(f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}")
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
-    def root(self, alone: bool, width: int) -> str:
-        """What holds the module, of results of a width."""
+    def root(self, alone: bool, is_half: bool) -> str:
+        """What holds the module; ``is_half``: it lacks the last projection."""
+        width = self.hidden if is_half else self.n_out
         holders = {
             "m": 12,
             "nn.Sequential(m)": 2,
             "nn.Sequential(m, nn.Identity())": 2,
             "nn.Sequential(m, m)": 1,
             "nn.Sequential(odd(), m)": 1,
-            f"in_turn(nn.Sequential, m, {width})": 2,
-            f"in_turn(Turns, m, {width})": 3,
+            f"in_turn(nn.Sequential, m, {width})": 10 if is_half else 1,
+            f"in_turn(Turns, m, {width})": 15 if is_half else 1,
             "Layer(m)": 9 if self.n_in == self.n_out else 0,
         }
         holder = "m" if alone else self.draw.choices(list(holders), list(holders.values()))[0]

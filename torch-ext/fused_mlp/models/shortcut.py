@@ -218,9 +218,17 @@ def read(owner: Optional[nn.Module], part: Any) -> Any:
     if type(part) is not str:
         return part
     value = getattr(owner, part)
-    if value is None:  # without a name it stands for a part that there is none of
+    return _NOTHING if value is None else value  # without a name, None stands for a part that there is none of
+
+
+class _Nothing:
+    """A part that is None: it raises what calling None does, when it is its turn to be called."""
+
+    def __call__(self, *_: Any) -> Tensor:
         raise TypeError("'NoneType' object is not callable")
-    return value
+
+
+_NOTHING = _Nothing()
 
 
 def block(
