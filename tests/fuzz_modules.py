@@ -97,6 +97,8 @@ UNPACKED = [
     "{h}.tensor_split(2, dim=-1)",
     "{h}.chunk(dim=-1, chunks=2)",
     "{h}.chunk(2, dim=0)",
+    "{h}.chunk(2, dim=self.dim)",
+    "{h}.chunk(2, self.dim)",
 ]
 
 # Statements beside the MLP: every way in which Python binds a name, to `other` mostly; and what has effects.
@@ -293,6 +295,8 @@ MODULE_CHANGES = [
     "m.scales.gamma = nn.Parameter(2 * m.scales.gamma.detach())",
     "m.scales.gamma.data = torch._neg_view(m.scales.gamma.data)",
     "m.scales.float()",
+    "m.dim = 0",
+    "m.dim = 1",
     "m.factor = 3",
     "m.factor = 3.0",
     "m.factor = torch.tensor(3.0)",
@@ -576,7 +580,7 @@ class Writer:
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
         parts += [f"self.after, self.scales = nn.LayerNorm({self.n_out}, eps=0.1), Scales({self.n_out})"]
         parts += [f"self.first, self.root = RootMeanSquare({self.n_in}), RootMeanSquare({self.n_out})"]
-        parts += ["self.factor = 0.25"]
+        parts += ["self.factor, self.dim = 0.25, -1"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
         parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
         self.draw.shuffle(parts)

@@ -80,6 +80,35 @@ class SwappedPacked(PackedGated):
         return self.down_proj(up * self.activation_fn(gate))
 
 
+class OrderedByAnAttribute(PackedGated):
+    """As timm's GluMlp: attributes say which dimension is halved, and which half is activated."""
+
+    fused = "packed gated"
+    gate_last, chunk_dim = False, -1
+
+    def forward(self, hidden_states):
+        both = self.gate_up_proj(hidden_states)
+        first, second = both.chunk(2, dim=self.chunk_dim)
+        x = first * self.activation_fn(second) if self.gate_last else self.activation_fn(first) * second
+        return self.down_proj(x)
+
+
+class OrderedTheOtherWay(OrderedByAnAttribute):
+    fused = "packed gated, up first"
+    gate_last = True
+
+
+class RowsByAnAttribute(OrderedByAnAttribute):
+    fused = "pointwise"
+    chunk_dim = 0
+
+    def forward(self, hidden_states):
+        both = self.gate_up_proj(torch.cat([hidden_states] * 2))
+        first, second = both.chunk(2, dim=self.chunk_dim)
+        x = first * self.activation_fn(second) if self.gate_last else self.activation_fn(first) * second
+        return self.down_proj(x[..., ::2])
+
+
 class OneHalfTwice(PackedGated):
     fused = "pointwise"
 

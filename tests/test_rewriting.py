@@ -715,3 +715,15 @@ def test_products_of_what_lies_differently(fused_mlp, device, written, body, tur
     module.act_fn = plain.act_fn = act()
     got, expected = (tree_flatten(each(x))[0] for each in (module, plain))
     assert [each.stride() for each in got] == [each.stride() for each in expected]
+
+
+def test_attributes_that_order_the_halves_may_change(fused_mlp, device):
+    module = look_alikes.OrderedByAnAttribute().to(device)
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    fused_mlp.fuse_mlps(module)
+    for changes in ({"gate_last": True}, {"gate_last": False}, {"chunk_dim": 0, "down_proj": nn.Identity()}, {}):
+        for each in (module, plain):
+            for name, value in changes.items():
+                setattr(each, name, value)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)

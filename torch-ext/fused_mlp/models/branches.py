@@ -10,6 +10,7 @@
 
 Each branch is then code without conditions, in which a block is found. A condition that a branch has decided already is
 none in it. A question such as ``is_torch_npu_available()`` is moved too, where all that it does is to return a global.
+``h = a if self.flag else b`` is such a condition, and so is whether ``self.dim`` in ``h.chunk(2, dim=self.dim)`` is -1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import FunctionType
 from typing import Any, Iterator, List, Optional, Tuple
 
 from .effects import bound
-from .names import SIMPLE, blocks
+from .names import SIMPLE, blocks, is_name
 from .roles import Role, RoleOf, harmless_calls
 from .source import globals_of
 
@@ -42,6 +43,8 @@ def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]
     for most in range(1, _MOST + 1):
         made = copy.deepcopy(function)
         parting = _Parting(made, role)
+        for block in list(blocks(made)):
+            block[:] = map(parting.spread, block)
         if not any([parting.part(block, most) for block in list(blocks(made))]):
             return
         yield made
@@ -85,6 +88,31 @@ class _Parting:
         arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
         self._local = bound(function) | arguments
         self._role, self._may_call = role, harmless_calls(role)
+
+    def spread(self, statement: ast.stmt) -> ast.stmt:
+        """A statement with the condition that is in its expression around it, if that can be moved."""
+        value = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        dim = self._dim(value)
+        if isinstance(value, ast.IfExp):
+            test, branches = value.test, (value.body, value.orelse)
+        elif dim is not None:
+            test, last = ast.Compare(dim, [ast.Eq()], [ast.Constant(-1)]), ast.Constant(-1)
+            branches = (_Exchange(dim, last).visit(copy.deepcopy(value)), value)
+        else:
+            return statement
+        both = [copy.copy(statement) for _ in branches]
+        for each, branch in zip(both, branches):
+            each.value = branch
+        made = ast.copy_location(ast.If(test, [both[0]], [both[1]]), statement)
+        return made if self.is_settled(made) else statement
+
+    def _dim(self, value: Optional[ast.expr]) -> Optional[ast.Attribute]:
+        """The attribute of the module that says which dimension is halved."""
+        if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "chunk"):
+            return None
+        given = [*value.args[-1:], *(word.value for word in value.keywords if word.arg == "dim")]
+        own = (node for node in given if isinstance(node, ast.Attribute) and is_name(node.value, self._first))
+        return next(own, None)
 
     def part(self, block: List[ast.stmt], most: int) -> bool:
         """Moves up to so many conditions to where that begins which leads to a block's first MLP, if there are any."""
@@ -148,6 +176,17 @@ class _Parting:
         return not _stores(statement) and all(
             self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement)
         )
+
+
+class _Exchange(ast.NodeTransformer):
+    """Puts an expression in the place of all that read like another."""
+
+    def __init__(self, old: ast.expr, new: ast.expr) -> None:
+        self._old, self._new = ast.unparse(old), new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        is_old = isinstance(node, ast.Attribute) and ast.unparse(node) == self._old
+        return copy.copy(self._new) if is_old else self.generic_visit(node)
 
 
 def _callees(statement: ast.stmt) -> List[ast.expr]:

@@ -363,7 +363,8 @@ def _once(sites: List[AnySite]) -> List[AnySite]:
 
 
 def _key(site: AnySite) -> Tuple[Any, ...]:
-    return (type(site), *map(ast.unparse, site.parts))
+    computed = site.site if isinstance(site, Block) else site
+    return (type(site), getattr(computed, "pattern", None), *map(ast.unparse, site.parts))
 
 
 def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
