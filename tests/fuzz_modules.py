@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
 from fuzz_parts import Ending, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import Turns, cubed, in_turn, record, tanh_gelu, wrapped
+from fuzz_parts import GateUp, Turns, UpGate, cubed, in_turn, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear
 
 _here = True
@@ -295,6 +295,10 @@ MODULE_CHANGES = [
     "m.scales.gamma = nn.Parameter(2 * m.scales.gamma.detach())",
     "m.scales.gamma.data = torch._neg_view(m.scales.gamma.data)",
     "m.scales.float()",
+    "m.glu = UpGate()",
+    "m.glu = GateUp()",
+    "m.glu.act = nn.ReLU()",
+    "m.glu.register_forward_hook(lambda m, args, out: 2 * out)",
     "m.dim = 0",
     "m.dim = 1",
     "m.factor = 3",
@@ -399,7 +403,7 @@ class Writer:
         elif kind == "glu":
             sizes[gate] = (self.n_in, 2 * self.hidden)
             self.is_clear = False
-            glu = self.draw.choice(["F.glu({h})", "F.glu({h}, dim=-1)", "F.glu({h}, -1)", "self.glu({h})"])
+            glu = self.draw.choice(["F.glu({h})", "F.glu({h}, dim=-1)", "F.glu({h}, -1)", *["self.glu({h})"] * 3])
             steps += [Step(("h",), f"self.{gate}({{x}})", ("x",)), Step(("s",), glu, ("h",))]
         else:
             if kind.startswith("packed"):
@@ -577,7 +581,8 @@ class Writer:
         self.is_clear &= act.startswith("nn.") and act[3:].partition("(")[0] in ACTIVATIONS
         parts += [f"self.act = {act}"]
         parts += [f"self.drop, self.same, self.norm = nn.Dropout(0.4), nn.Identity(), nn.LayerNorm({self.hidden})"]
-        parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), nn.GLU()"]
+        glu = self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()"])
+        parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), {glu}"]
         parts += [f"self.after, self.scales = nn.LayerNorm({self.n_out}, eps=0.1), Scales({self.n_out})"]
         parts += [f"self.first, self.root = RootMeanSquare({self.n_in}), RootMeanSquare({self.n_out})"]
         parts += ["self.factor, self.dim = 0.25, -1"]
@@ -627,7 +632,10 @@ class Writer:
             projections[str(len(parts))] = (width, out)
             parts.append(f"nn.Linear({width}, {out})")
             width = out
-            if self.likely(0.8):
+            if self.likely(0.1) and width % 2 == 0:
+                parts.append(self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()"]))
+                width //= 2
+            elif self.likely(0.8):
                 parts.append(self.draw.choice([act for act in ACT_MODULES if act.startswith(("nn.", "Q", "W", "S"))]))
             if self.likely(0.3):
                 parts.append(self.draw.choice(["nn.Dropout(0.4)", "nn.Identity()", "nn.Dropout(0.0)"]))

@@ -248,3 +248,76 @@ def test_compiled(fused_mlp, device, owner, head):
     torch._dynamo.reset()
     with torch.no_grad():
         assert_close(torch.compile(fused, backend="eager")(x), module(x))
+
+
+class UpGate(nn.Module):
+    def forward(self, x):
+        x, gate = x.chunk(2, dim=-1)
+        return x * F.gelu(gate)
+
+
+class GateUp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, hidden):
+        both = torch.chunk(hidden, 2, -1)
+        return self.act(both[0]) * both[1]
+
+
+class Method(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.fc1, self.gate, self.fc2 = nn.Linear(32, 176), gate, nn.Linear(88, 32)
+
+    def forward(self, x):
+        return self.fc2(self.gate(self.fc1(x)))
+
+
+def in_a_sequence(gate):
+    return nn.Sequential(nn.Linear(32, 176), gate, nn.Dropout(0.5), nn.Linear(88, 32))
+
+
+def gate_of(module):
+    return module.gate if isinstance(module, Method) else module[1]
+
+
+@pytest.mark.parametrize("gate", (UpGate, GateUp, nn.GLU))
+@pytest.mark.parametrize("owner", (Method, in_a_sequence))
+def test_modules_that_halve_what_they_are_given(fused_mlp, device, ops, owner, gate):
+    torch.manual_seed(0)
+    module = owner(gate()).to(device).eval()
+    fused = copy.deepcopy(module)
+    (entry,) = fused_mlp.fuse_mlps(fused).fused
+    assert entry.pattern == ("packed gated" if gate is GateUp else "packed gated, up first")
+    x = x_of(device)
+    with torch.no_grad():
+        fused(x)
+        ops.clear()
+        assert_close(fused(x), module(x))
+    assert ops == ["gated_mlp"]
+
+
+GATE_CHANGES = {
+    "a hook": lambda module, _: gate_of(module).register_forward_hook(lambda gate, args, output: 2 * output),
+    "another activation": lambda module, _: setattr(gate_of(module), "act", nn.ReLU()),
+    "one that is not known": lambda module, _: setattr(gate_of(module), "act", nn.Tanh()),
+    "a forward": lambda module, _: setattr(gate_of(module), "forward", lambda x: x[..., ::2]),
+    "the forward of the class": lambda module, patch: patch.setattr(GateUp, "forward", lambda self, x: x[..., ::2]),
+    "the other order": lambda module, _: setattr(gate_of(module), "__class__", UpGate),
+}
+
+
+@pytest.mark.parametrize("owner", (Method, in_a_sequence))
+@pytest.mark.parametrize("change", GATE_CHANGES)
+def test_changes_of_a_module_that_halves_are_seen(fused_mlp, device, monkeypatch, owner, change):
+    torch.manual_seed(0)
+    module = owner(GateUp()).to(device).eval()
+    fused, x = copy.deepcopy(module), x_of(device)
+    assert fused_mlp.fuse_mlps(fused).fused
+    with torch.no_grad():
+        fused(x)
+        for each in (module, fused):
+            GATE_CHANGES[change](each, monkeypatch)
+        assert_close(fused(x), module(x))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..dispatch import is_small_product
-from . import blocks, chunks, forms, forwards, halves, obstacles, sequences, shortcut
+from . import blocks, chunks, forms, forwards, gates, halves, obstacles, sequences, shortcut
 from .pattern import Pattern
 from .roles import Role
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
@@ -86,6 +86,8 @@ def expression_of(act: Act) -> ast.expr:
         return act.callee
     if act.form == "method":
         return made_call("method", ast.Constant(act.name))
+    if act.form == "gate":
+        return made_call("gate", act.callee, ast.Constant(act.role == Role.UP_GATE))
     if act.form == "squared":
         return made_call("squared", expression_of(act.base))
     if act.form == "self-gated":
@@ -140,6 +142,7 @@ _CALLS = {
     "finished": halves.finished,
     "in one": chunks.in_one,
     "in turn": sequences.in_turn,
+    "gate": gates.form,
 }
 _CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 NAMES = {f"@{name}": function for name, function in _CALLS.items()}

@@ -17,7 +17,7 @@ from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 from .sites import Act, AnySite, Block, Ending, Joint, Site, Start, Whole
 
 _METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # of tensors
-_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
+_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}, "gate": set()}  # keywords beside the input
 _QUICK_SLOPE = 1.702
 
 
@@ -139,9 +139,10 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
     """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
     act, inner = _applied(value, role)
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
-        halves = {"gated": True, "packed": True, "up_first": True} if act.form == "glu" else {}
+        is_halving = act.role in Role.HALVING
+        halves = {"gated": True, "packed": True, "up_first": act.role != Role.GATE_UP} if is_halving else {}
         return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
-    for act, factor, gate, other in _gated(value, role):
+    for act, factor, gate, other in gated(value, role):
         up = value.part(other)
         if not (is_call(gate.node, role, Role.PROJECTION) and is_call(up.node, role, Role.PROJECTION)):
             continue
@@ -166,7 +167,7 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
 
 def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
     """``A(gate) * up``, computed in the order of the source, but that A may wait for up."""
-    for act, factor, _, up in _gated(value, role):
+    for act, factor, _, up in gated(value, role):
         if act.form != "call":
             continue
         gate, direct, up_left = factor.node.args[0], factor.place == value.place, up is value.node.left
@@ -181,14 +182,14 @@ def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
     return None
 
 
-def _gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.expr]]:
+def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.expr]]:
     """The activation in a product, the factor that it is, what it is applied to, and the other factor."""
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
         left, right = value.node.left, value.node.right
         for first, second in ((left, right), (right, left)):
             factor = value.part(first)
             act, inner = _applied(factor, role)
-            if act is not None and act.form != "glu":
+            if act is not None and act.role not in Role.HALVING:
                 yield act, factor, inner, second
 
 
@@ -197,8 +198,8 @@ def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]
     node = value.node
     if value.half is None and isinstance(node, ast.Call):
         found = role(node.func)
-        if found in Role.ACTIVATIONS or found == Role.GLU:
-            form = "glu" if found == Role.GLU else "call"
+        if found in Role.ACTIVATIONS or found in Role.HALVING:
+            form = {Role.GLU: "glu", Role.UP_GATE: "gate", Role.GATE_UP: "gate"}.get(found, "call")
             arguments, options = node.args[:1], node.args[1:]
             given = [*options, *(word.value for word in node.keywords)]
             if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):

@@ -25,7 +25,7 @@ from . import (
     branches,
     chunks,
     effects,
-    forwards,
+    gates,
     halves,
     loops,
     norms,
@@ -167,6 +167,9 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.PASSING
     if type(part) is nn.GLU:
         return Role.GLU
+    up_first = gates.order_of(type(part))
+    if up_first is not None:
+        return Role.UP_GATE if up_first else Role.GATE_UP
     code = norms.code_of(type(part))
     if code is not None and code != norms.SCALE:
         return Role.NORM
@@ -415,8 +418,8 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     found, parts = [], list(modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        is_head = role_of(first) == Role.HEAD
-        if not is_head and (role_of(first) != Role.PROJECTION or recognise(act) is None):
+        is_head, up_first = role_of(first) == Role.HEAD, gates.order_of(type(act))
+        if not is_head and (role_of(first) != Role.PROJECTION or (recognise(act) is None and up_first is None)):
             continue
         rest = parts[index + (1 if is_head else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
@@ -424,10 +427,10 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
         is_mlp = role_of(last[1]) == Role.PROJECTION and not any(recognise(part) for _, part in after)
         if is_mlp and is_head:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
-        elif is_mlp:
-            found.append(FoundMLP(forwards.PLAIN, dict([(name, first), last]), act, dict(passing)))
         elif not is_head:
-            found.append(FoundMLP(forwards.LINEAR, {name: first}, act, {}))
+            act = act if up_first is None else gates.form(act, up_first)
+            pattern = sequences.pattern_of(is_mlp, up_first, KEPT)
+            found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
 
 

@@ -8,14 +8,15 @@ call, by what fuses them.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
 from .. import training
-from . import halves, obstacles, shortcut, switching, traced
-from .forwards import LINEAR, PLAIN
+from . import gates, halves, obstacles, shortcut, switching, traced
+from .forwards import LINEAR, PACKED_GATED, PLAIN
 from .pattern import Pattern
 from .recognition import row_of_class
 
@@ -60,19 +61,28 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
     index = 0
-    for first, act, second in _places(parts):
+    for first, act, second, up_first in _places(parts):
         for part in parts[index:first]:
             x = part(x)
         if act is None:
             x = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
-        elif second is None:
-            x = shortcut.fused(LINEAR, x, (parts[first],), parts[act])
         else:
-            x = shortcut.fused(plain, x, (parts[first], parts[second]), parts[act], parts[act + 1 : second])
+            pattern = pattern_of(second is not None, up_first, plain.memory)
+            activation = parts[act] if up_first is None else gates.form(parts[act], up_first)
+            projections = (parts[first],) if second is None else (parts[first], parts[second])
+            x = shortcut.fused(pattern, x, projections, activation, () if second is None else parts[act + 1 : second])
         index = (act if second is None else second) + 1
     for part in parts[index:]:
         x = part(x)
     return x
+
+
+@functools.cache
+def pattern_of(is_whole: bool, up_first: Optional[bool], memory: str) -> Pattern:
+    """What a linear layer, an activation and perhaps another layer compute; ``up_first``: of one that halves."""
+    if up_first is None:
+        return replace(PLAIN, memory=memory) if is_whole else LINEAR
+    return replace(PACKED_GATED, whole=is_whole, up_first=up_first, memory=memory)
 
 
 class Whole(NamedTuple):
@@ -88,7 +98,7 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
     """What a sequence is by the classes of its parts; None if it is no such."""
     parts = tuple(module)
     first, *others = _places(parts) or (None,)
-    if first is None or others or first.act != 1 or first.second is None:
+    if first is None or others or first.act != 1 or first.second is None or first.up_first is not None:
         return None
     behind = parts[first.second + 1 :]
     if _behind_passing(behind, 0) < len(behind):
@@ -99,11 +109,12 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
 class _Place(NamedTuple):
     """Where an MLP stands among parts: the indices of its first linear layer, of the activation behind it, and of its
     second linear layer. That is None where there is only the first. Where the first part is a head, there is no index
-    of an activation."""
+    of an activation. ``up_first``: of an activation that halves what it is given (``gates``)."""
 
     first: int
     act: Optional[int]
     second: Optional[int]
+    up_first: Optional[bool]
 
 
 _known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
@@ -131,13 +142,15 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
         if is_mlp or not is_head:
-            yield _Place(index, act, second if is_mlp else None)
+            up_first = None if is_head else gates.order_of(type(parts[act]))
+            yield _Place(index, act, second if is_mlp else None, up_first)
         index = (second if is_mlp else last) + 1
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
-    """Whether a slice of parts has one whose class computes a row of the table."""
-    return any(isinstance(each, nn.Module) and row_of_class(each) is not None for each in part)
+    """Whether a slice of parts has one whose class computes a row of the table, or halves what it is given."""
+    modules = (each for each in part if isinstance(each, nn.Module))
+    return any(row_of_class(each) is not None or gates.order_of(type(each)) is not None for each in modules)
 
 
 def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
