@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
 from fuzz_parts import Ending, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import GateUp, Turns, UpGate, cubed, in_turn, record, tanh_gelu, wrapped
-from modules import WRAPPERS, FalconLinear
+from fuzz_parts import Turns, cubed, in_turn, record, tanh_gelu, wrapped
+from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
 _here = True
 

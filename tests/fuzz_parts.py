@@ -91,24 +91,6 @@ class Scales(nn.Module):
         return x * self.gamma
 
 
-class UpGate(nn.Module):
-    """Halves what it is given."""
-
-    def forward(self, x):
-        x, gate = x.chunk(2, dim=-1)
-        return x * F.gelu(gate)
-
-
-class GateUp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.SiLU()
-
-    def forward(self, h):
-        both = torch.chunk(h, 2, dim=-1)
-        return self.act(both[0]) * both[1]
-
-
 class Turns(nn.Module):
     """Runs its parts one after the other."""
 

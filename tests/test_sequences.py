@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modules import GateUp, UpGate
 from safety import assert_close, x_of
 
 _has_own_kernel = False
@@ -250,22 +251,6 @@ def test_compiled(fused_mlp, device, owner, head):
         assert_close(torch.compile(fused, backend="eager")(x), module(x))
 
 
-class UpGate(nn.Module):
-    def forward(self, x):
-        x, gate = x.chunk(2, dim=-1)
-        return x * F.gelu(gate)
-
-
-class GateUp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.SiLU()
-
-    def forward(self, hidden):
-        both = torch.chunk(hidden, 2, -1)
-        return self.act(both[0]) * both[1]
-
-
 class Method(nn.Module):
     def __init__(self, gate):
         super().__init__()
@@ -321,3 +306,18 @@ def test_changes_of_a_module_that_halves_are_seen(fused_mlp, device, monkeypatch
         for each in (module, fused):
             GATE_CHANGES[change](each, monkeypatch)
         assert_close(fused(x), module(x))
+
+
+def test_a_report_says_what_runs_of_a_sequence(fused_mlp, device, ops):
+    """A linear layer before one that is halved begins no MLP with it."""
+    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 176), GateUp(), nn.Linear(88, 32))
+    module = module.to(device).eval()
+    fused = copy.deepcopy(module)
+    (entry,) = fused_mlp.fuse_mlps(fused).fused
+    assert entry.pattern == "linear, packed gated"
+    x = x_of(device)
+    with torch.no_grad():
+        fused(x)
+        ops.clear()
+        assert_close(fused(x), module(x))
+    assert ops == ["linear", "gated_mlp"]

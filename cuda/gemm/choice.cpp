@@ -84,9 +84,9 @@ bool torch_reads_faster(const GemmProblem& p) {
   return p.gated() && p.m >= kManyRows && p.k > kLong;
 }
 
-// What the estimate of a product of many rows leaves out where these are not whole lines, next to what torch's leaves
-// out: a factor that grows with the requests of a row.
-double of_broken_lines(const GemmProblem& p) {
+// By how much our kernels of many rows take longer than estimated, next to torch's, where rows are not whole lines.
+// Each row of operands then takes more requests, the more the longer it is (fitted on an H100 and an H200).
+double broken_lines_factor(const GemmProblem& p) {
   constexpr int64_t kManyRows = 65;
   return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
 }
@@ -125,7 +125,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   constexpr int64_t kFewRows = 64;
   const double activated = p.m <= kFewRows ? kMarginOfFewRows : kMarginOfActivated;
   const double margin = !p.linear() ? activated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
-  return of_broken_lines(p) * plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
+  return broken_lines_factor(p) * plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
 }
 
 // Whether a product of inference is taken for the CPU's time that it saves.

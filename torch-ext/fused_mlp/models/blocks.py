@@ -1,4 +1,4 @@
-"""Blocks of modules that are MLPs, and no more."""
+"""The block of a layer, a norm, an MLP and a sum with the residual, whose MLP is a module of its own."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from .effects import bound
 from .names import SIMPLE, blocks, is_name
 from .roles import Role, RoleOf, harmless_calls
 from .source import globals_of
+from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
 
@@ -35,7 +36,7 @@ _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
 # What a condition may be moved over. Another call, such as an attention's, may change what the condition asks for.
 _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
-_STARTS = {Role.WHOLE, Role.PROJECTION}
+_STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 
 
 def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]:
@@ -50,7 +51,7 @@ def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]
         yield made
 
 
-def around(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Condition, ...]:
+def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Condition, ...]:
     """The conditions under which a method computes an expression, of those that can be told from its module alone."""
     parting = _Parting(function, role)
 
@@ -69,8 +70,8 @@ def around(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Con
     return of(function.body) or ()
 
 
-def against(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
-    """What keeps a method from a branch now, as source; None where nothing does, or that cannot be told."""
+def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
+    """The condition that keeps a method from a branch now, as source; None where there is none, or nobody can tell."""
     for test, wanted in conditions:
         code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(test))), "<condition>", "eval")
         try:
@@ -96,8 +97,9 @@ class _Parting:
         if isinstance(value, ast.IfExp):
             test, branches = value.test, (value.body, value.orelse)
         elif dim is not None:
-            test, last = ast.Compare(dim, [ast.Eq()], [ast.Constant(-1)]), ast.Constant(-1)
-            branches = (_Exchange(dim, last).visit(copy.deepcopy(value)), value)
+            test = ast.Compare(dim, [ast.Eq()], [ast.Constant(-1)])
+            chunk, asked = copy.deepcopy((value, dim))
+            branches = (replace(chunk, asked, ast.Constant(-1)), value)
         else:
             return statement
         both = [copy.copy(statement) for _ in branches]
@@ -176,17 +178,6 @@ class _Parting:
         return not _stores(statement) and all(
             self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement)
         )
-
-
-class _Exchange(ast.NodeTransformer):
-    """Puts an expression in the place of all that read like another."""
-
-    def __init__(self, old: ast.expr, new: ast.expr) -> None:
-        self._old, self._new = ast.unparse(old), new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        is_old = isinstance(node, ast.Attribute) and ast.unparse(node) == self._old
-        return copy.copy(self._new) if is_old else self.generic_visit(node)
 
 
 def _callees(statement: ast.stmt) -> List[ast.expr]:

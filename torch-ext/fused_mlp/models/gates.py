@@ -14,7 +14,7 @@ from . import obstacles
 from .effects import is_harmless, readable
 from .forms import Form, glu
 from .matches import gated
-from .names import Place, Value, assignment, is_name
+from .names import Place, Value, assignment, body_of, is_name
 from .recognition import activation_of, name_of
 from .roles import Role
 from .source import value_of
@@ -65,8 +65,8 @@ def _read(forward: Optional[FunctionType]) -> Optional[_Read]:
     given = None if tree is None else tree.args
     if given is None or len(given.args) != 2 or given.defaults or given.vararg or given.kwonlyargs or given.kwarg:
         return None
-    name, statements = given.args[1].arg, tree.body[int(ast.get_docstring(tree, clean=False) is not None) :]
-    *before, last = statements or [None]
+    name = given.args[1].arg
+    *before, last = body_of(tree) or [None]
     if not isinstance(last, ast.Return) or last.value is None or not all(map(_is_halving, before)):
         return None
     value = Value(last.value, Place(tree, tree.body, len(tree.body) - 1))

@@ -11,7 +11,7 @@ from typing import Dict, Iterator, List, Optional, Tuple, Union
 
 from . import casts
 from .effects import is_harmless, is_plain, is_reached, uses
-from .names import SIMPLE, Place, Value, assignment, expressions, is_name, reads_of
+from .names import SIMPLE, Place, Value, assignment, body_of, expressions, is_name, reads_of
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 from .sites import Act, AnySite, Block, Ending, Joint, Site, Start, Whole
@@ -299,7 +299,7 @@ def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional
         is_sum = type(value) is Ending and value.norm is None
         return dataclasses.replace(value, norm=node.func) if is_sum else None
 
-    *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :]
+    *statements, last = body_of(function)
     for statement in statements:
         target, value = assignment(statement)
         if not isinstance(target, ast.Name) or value is None:
@@ -313,7 +313,7 @@ def returned(function: ast.FunctionDef, role: RoleOf) -> Tuple[Optional[ast.Call
     """The call whose result a function returns, and what passes it on, modules and dropouts; if that is all it does."""
     found: Optional[ast.Call] = None
     name, behind = "", []
-    *statements, last = function.body[int(ast.get_docstring(function, clean=False) is not None) :] or [ast.Pass()]
+    *statements, last = body_of(function) or [ast.Pass()]
     for statement in (*statements, last):
         target, value = assignment(statement)
         passing: List[ast.expr] = []

@@ -126,6 +126,11 @@ def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[
     return None
 
 
+def body_of(function: ast.FunctionDef) -> List[ast.stmt]:
+    """The statements of a function behind its docstring."""
+    return function.body[int(ast.get_docstring(function, clean=False) is not None) :]
+
+
 def assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.expr]]:
     """Target and value of a statement that is one assignment."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:

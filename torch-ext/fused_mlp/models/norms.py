@@ -20,7 +20,7 @@ from torch import nn
 from . import obstacles
 from .casts import cast_of
 from .effects import readable
-from .names import is_name
+from .names import body_of, is_name
 from .source import value_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
@@ -129,7 +129,7 @@ class _Reader:
             return None
         names = [argument.arg for argument in tree.args.args]
         scope = _Scope(function, names[0], dict(zip(names[1:], given)))
-        for statement in self._taken(tree.body[int(ast.get_docstring(tree, clean=False) is not None) :], scope):
+        for statement in self._taken(body_of(tree), scope):
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return self._value(statement.value, scope) if statement is tree.body[-1] else None
             statement = self._done(statement, scope)

@@ -97,14 +97,13 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
     if not mlps:  # they are modules of their own, and have an outcome
         return None
-    now = [mlp for mlp in mlps if mlp.aside is None]
-    if not now:
+    running = [mlp for mlp in mlps if mlp.aside is None]
+    if not running:
         reasons = (Reason(OTHER_BRANCH, "", aside) for aside in dict.fromkeys(mlp.aside for mlp in mlps))
         return Outcome(NONE, tuple(reasons), _pattern(mlps))
-    mlps = now
-    reasons = tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp)))
-    full = any(mlp.projections for mlp in mlps)
-    return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(mlps))
+    reasons = tuple(dict.fromkeys(reason for mlp in running for reason in _reasons(mlp)))
+    full = any(mlp.projections for mlp in running)
+    return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(running))
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:

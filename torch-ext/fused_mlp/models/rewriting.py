@@ -41,6 +41,7 @@ from .fused_calls import NAMES, call_of, made_call, name_of_pattern
 from .heads import children_of, head_of, whole_of
 from .interface import original_of
 from .matches import ending_of, start_of
+from .names import body_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
@@ -98,8 +99,8 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
         return _mlps_in_turn(module._modules)
     original, found = getattr(function, ORIGINAL), []
     for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
-        against = [branches.against(conditions, original, module) for conditions in branch]
-        aside = None if None in against else against[0]
+        unmet = [branches.unmet(conditions, original, module) for conditions in branch]
+        aside = None if None in unmet else unmet[0]
         found += [replace(mlp, aside=aside) for mlp in _mlps_of(site, original, module)]
     return found
 
@@ -153,13 +154,11 @@ def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
 
 def _is_flag(part: Any) -> bool:
     """Whether a function takes nothing, and returns a global."""
-    tree = tree_of(part) if isinstance(part, FunctionType) and not part.__code__.co_freevars else None
-    body = [] if tree is None or part.__code__.co_varnames else tree.body[-1:] if _is_documented(tree) else tree.body
-    return [type(each) for each in body] == [ast.Return] and isinstance(body[0].value, ast.Name)
-
-
-def _is_documented(tree: ast.FunctionDef) -> bool:
-    return len(tree.body) == 2 and ast.get_docstring(tree, clean=False) is not None
+    if not isinstance(part, FunctionType) or part.__code__.co_freevars or part.__code__.co_varnames:
+        return False
+    tree = tree_of(part)
+    body = [] if tree is None else body_of(tree)
+    return len(body) == 1 and isinstance(body[0], ast.Return) and isinstance(body[0].value, ast.Name)
 
 
 def _role_of_module(part: nn.Module) -> str:
@@ -302,7 +301,7 @@ def _rewritten(
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
         conditions = [
-            tuple(branches.around(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
+            tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
         made = method_of(tree, function, names, instead, tuple(found), memory, tuple(conditions))
         if head is not None:
@@ -419,12 +418,12 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
         is_head, up_first = role_of(first) == Role.HEAD, gates.order_of(type(act))
-        if not is_head and (role_of(first) != Role.PROJECTION or (recognise(act) is None and up_first is None)):
+        if not is_head and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
             continue
         rest = parts[index + (1 if is_head else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(recognise(part) for _, part in after)
+        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(_is_activation(part) for _, part in after)
         if is_mlp and is_head:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
         elif not is_head:
@@ -432,6 +431,10 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
             pattern = sequences.pattern_of(is_mlp, up_first, KEPT)
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
+
+
+def _is_activation(part: nn.Module) -> bool:
+    return recognise(part) is not None or gates.order_of(type(part)) is not None
 
 
 def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import calls, dispatch
 from ..backends import native
 from . import obstacles, shortcut, switching
+from .names import body_of
 from .source import tree_of
 
 _is_compiling, _is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
@@ -87,7 +88,7 @@ def _form_of(method: FunctionType) -> Optional[_Form]:
     tree = tree_of(method)
     if tree is None or method.__code__.co_argcount != 2:
         return None
-    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    body = body_of(tree)
     form = _FORMS.get(ast.unparse(ast.Module(body, [])))
     if form is None:
         return None

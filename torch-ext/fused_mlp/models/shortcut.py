@@ -310,7 +310,7 @@ def around(
 
 def _passed(values: Tensor, parts: Tuple[Union[nn.Module, float], ...]) -> Tensor:
     for part in parts:
-        if isinstance(part, nn.Module):
+        if callable(part):
             values = part(values)
         elif part or F.dropout is not _DROPOUT:
             values = F.dropout(values, part, True)
