@@ -34,6 +34,7 @@ import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
+import diffusers
 import kernels
 import torch
 import transformers
@@ -75,6 +76,16 @@ def ids(batch: int, tokens: int) -> Callable[[], dict[str, torch.Tensor]]:
 
 def noise(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], dict[str, torch.Tensor]]:
     return lambda: {name: torch.randn(shape, device=DEVICE, dtype=dtype)}
+
+
+def denoising(**shapes: tuple[int, ...]) -> Callable[[], dict[str, torch.Tensor]]:
+    """A step with classifier-free guidance: each input twice, with noise and with text."""
+
+    def inputs() -> dict[str, torch.Tensor]:
+        made = {name: noise(name, 2, *shape)()[name] for name, shape in shapes.items()}
+        return made | {"timestep": torch.full((2,), 500, device=DEVICE)}
+
+    return inputs
 
 
 def minilm():
@@ -133,6 +144,18 @@ def dinov2():
     return transformers.Dinov2Model(transformers.Dinov2Config())
 
 
+def sd3():
+    sizes = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192}
+    return diffusers.SD3Transformer2DModel(**sizes)
+
+
+sd3_step = denoising(hidden_states=(16, 64, 64), encoder_hidden_states=(154, 4096), pooled_projections=(2048,))
+
+
+def sd1_unet():
+    return diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+
+
 GPU_WORKLOADS = [
     Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),
     Workload("minilm", "64 x 128", minilm, ids(64, 128), "attention"),
@@ -149,6 +172,8 @@ GPU_WORKLOADS = [
     Workload("gemma-2-2b", "1 token", gemma2, ids(1, 1), "self_attn"),
     # In bfloat16 the original DINOv2 itself is 6% off what it computes in float32.
     Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention", alike=7e-2),
+    Workload("sd3-medium", "2 x 512 px", sd3, sd3_step),
+    Workload("sd-1.5 unet", "2 x 512 px", sd1_unet, denoising(sample=(4, 64, 64), encoder_hidden_states=(77, 768))),
 ]
 CPU_WORKLOADS = [
     Workload("minilm", "16 x 20", minilm, ids(16, 20), "attention"),

@@ -11,17 +11,29 @@ constexpr int64_t kMaxGridY = 65535;
 // Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
 constexpr int64_t kFewBlocks = 264;
 
+template <typename T, int Width, int Vectors, typename Op>
+cudaError_t launch_in_flight(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols,
+                             cudaStream_t stream) {
+  unsigned threads = kThreads;
+  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * Vectors) threads /= 2;
+  unsigned x = threads;  // narrow rows share a block
+  while (x > 1 && int64_t{x / 2} * Width * Vectors >= cols) x /= 2;
+  const dim3 block(x, threads / x);
+  const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * Vectors)),
+                  static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
+  pointwise_kernel<T, Width, Vectors, Op><<<grid, block, 0, stream>>>(operands, rows, cols);
+  return cudaGetLastError();
+}
+
+// Memory keeps a GPU busy with two vectors for each thread. What fits into one round of blocks waits for a thread's
+// arithmetic instead, and for its code to arrive: one vector takes half of both.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
-  unsigned threads = kThreads;
-  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * kUnroll) threads /= 2;
-  unsigned x = threads;  // narrow rows share a block
-  while (x > 1 && int64_t{x / 2} * Width * kUnroll >= cols) x /= 2;
-  const dim3 block(x, threads / x);
-  const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * kUnroll)),
-                  static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
-  pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols);
-  return cudaGetLastError();
+  constexpr int64_t kOneRound = 2 * kFewBlocks * kThreads * Width;
+  if constexpr (Width > 1) {
+    if (rows * cols <= kOneRound) return launch_in_flight<T, Width, 1, Op>(operands, rows, cols, stream);
+  }
+  return launch_in_flight<T, Width, 2, Op>(operands, rows, cols, stream);
 }
 
 // Columns the 16-byte kernel takes; the rest of a row (fewer than one vector) goes to the element-wise one.

@@ -12,7 +12,6 @@
 namespace fused_mlp {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 2;  // vectors a thread has in flight per operand
 
 // Memory is what bounds these kernels: the finer of the two fits costs nothing.
 template <Activation A, typename T>
@@ -60,17 +59,18 @@ struct Operands {
   Matrix out[Outputs];
 };
 
-// A block covers blockDim.y rows and blockDim.x * kUnroll vectors of columns.
-template <typename T, int Width, typename Op>
+// A block covers blockDim.y rows and blockDim.x * Vectors vectors of columns. A thread has that many in flight per
+// operand.
+template <typename T, int Width, int Vectors, typename Op>
 __global__ void __launch_bounds__(kThreads)
     pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols) {
   using Vec = Vector<T, Width>;
-  const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * kUnroll + threadIdx.x) * Width;
+  const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * Vectors + threadIdx.x) * Width;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.y} * blockDim.y) {
-    Vec in[kUnroll][Op::kInputs];
+    Vec in[Vectors][Op::kInputs];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < Vectors; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (col + Width > cols) continue;
 #pragma unroll
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < Vectors; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (col + Width > cols) continue;
       float results[Op::kOutputs][Width];
