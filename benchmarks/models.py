@@ -281,6 +281,10 @@ def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, f
     return {name: statistics.median(itertools.chain(*some)) / 1e3 for name, some in taken.items()}
 
 
+def versions() -> dict[str, str]:
+    return {library.__name__: library.__version__ for library in (transformers, diffusers)}
+
+
 def summary(copies: list[dict[str, float]], what: str) -> dict[str, float]:
     values = [figures[what] for figures in copies]
     return {what: statistics.median(values), "low": min(values), "high": max(values)}
@@ -289,7 +293,7 @@ def summary(copies: list[dict[str, float]], what: str) -> dict[str, float]:
 def run(given) -> dict:
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
     chosen = [work for work in WORKLOADS if not given.models or work.name in given.models]
-    found = {"machine": {**measure.machine(), "copies": given.copies, "transformers": transformers.__version__}}
+    found = {"machine": {**measure.machine(), "copies": given.copies, **versions()}}
     found["results"] = results = []
     # All copies share the code of a class. Past the limit of what is compiled from one, they would run uncompiled.
     torch._dynamo.config.recompile_limit = max(2 * given.copies, torch._dynamo.config.recompile_limit)

@@ -208,9 +208,10 @@ def models_spread(name: str) -> str:
 
 def models_machine(name: str) -> str:
     facts = run(name)["machine"]
+    libraries = ", ".join(f"{each} {facts[each]}" for each in ("transformers", "diffusers") if each in facts)
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, bfloat16, random "
-        f"weights; at least {facts['copies']} copies of each variant in turns, which lie {models_spread(name)} apart. "
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, {libraries}, bfloat16, random weights; at least "
+        f"{facts['copies']} copies of each variant in turns, which lie {models_spread(name)} apart. "
         "Ratios below 1 are faster; a ratio is to the same mode without fusing, of runs right after one another."
     )
 
