@@ -86,6 +86,13 @@ def test_gradients_against_written_derivatives(fused_mlp, device, implementation
     assert_no_worse_than_eager(got["up"], of_eager["up"], wide * formula.exact(gate.double()), "gradient of up")
 
 
+@dtypes
+def test_gradients_of_many_elements(fused_mlp, device, implementation, dtype):
+    """As many as a GPU computes with more than one vector in flight for each thread, and a tail."""
+    made = operands("act_and_mul", (1009,), (8, 1607, 8), dtype=dtype, device=device)
+    check(fused_mlp, implementation, "act_and_mul", made)
+
+
 @pytest.mark.parametrize("lead", [(), (1,), (0,), (131,), (2, 0, 3), (2, 3, 5)], ids=str)
 @functions
 def test_gradients_over_shapes(fused_mlp, device, implementation, function, lead):

@@ -56,6 +56,14 @@ def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype)
     check(fused_mlp, implementation, function, operands(function, lead, sizes, dtype=dtype, device=device))
 
 
+@dtypes
+@pytest.mark.parametrize("function", ["act_and_mul", "linear"])
+def test_many_elements(fused_mlp, device, implementation, function, dtype):
+    """As many as a GPU computes with more than one vector in flight for each thread, and a tail."""
+    made = operands(function, (1009,), (8, 1607, 8), dtype=dtype, device=device)
+    check(fused_mlp, implementation, function, made, "gelu")
+
+
 @pytest.mark.parametrize(
     ("lead", "sizes"),
     [
