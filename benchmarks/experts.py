@@ -119,7 +119,7 @@ def ways(
         names.append("batched_mm")
     made = {name: partial(by_transformers, name) for name in names}
     made["ours"] = partial(ours, "auto")
-    if ON_GPU:  # of which "auto" takes one
+    if ON_GPU:  # "auto" takes one of them
         made["ours-cuda"] = partial(ours, "cuda")
         made["ours-triton"] = partial(ours, "triton")
     if "liger" in slow:

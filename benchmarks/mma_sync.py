@@ -45,10 +45,10 @@ SHAPES = {  # M, D, H of each part
 COMPARED = 24  # ways at a time
 SLOW = 1.5  # times the least: one call of such a way is enough
 SETTLED = 40_000.0  # microseconds of a turn in which the clock, which large products lower, is the way's own
-LOOKS, TURNS = 7, 27  # of each way in a search, and of the best: between them large products differ by 5%
-FINALISTS = 2  # of each search, among which the turns decide
+LOOKS, TURNS = 7, 27  # for each way in a search, and for the best: from turn to turn large products differ by 5%
+FINALISTS = 2  # from each search; the turns decide among them
 FEW = 64  # rows, up to which streamed kernels are tried
-COPIES = 8  # of L2, that copies of weights take
+COPIES = 8  # copies of weights take this many times the bytes of L2
 Way = Callable[[], object]
 
 
@@ -102,7 +102,7 @@ class Search(NamedTuple):
 
 
 def search(ways: dict[str, Way], seconds: float) -> Search:
-    """Of many, those compared are the best at a first look, which may take these seconds."""
+    """Compares the ways; where there are many, the best of a first look, which may take these seconds."""
     candidates = list(ways)
     if len(ways) > COMPARED:
         looked = first_look(ways, seconds)

@@ -59,7 +59,7 @@ KINDS = {
     "packed": (Phi3MLP, transformers.Phi3Config, {"pad_token_id": 0}),
     "packed, gelu": (ModernBertMLP, transformers.ModernBertConfig, {"mlp_dropout": 0.0}),
 }
-LOSS = 1.05  # of the original's time
+LOSS = 1.05  # times the original's time
 
 
 def keep_memory() -> None:
@@ -107,7 +107,7 @@ class Point:
 
 
 def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) -> float:
-    """Of the time of the originals, that of the fused modules: medians of the turns of all copies."""
+    """The time of the fused modules, as a part of the originals': medians of the turns of all copies."""
     grad = contextlib.nullcontext() if training else torch.inference_mode()
     with grad:
         calls = {}

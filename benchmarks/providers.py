@@ -31,7 +31,7 @@ def unavailable(name, activation=GELU_TANH):
 
 
 NEEDS = {"liger": "liger_kernel", "quack": "quack"}
-PARTS = ("gemms", "gate-up-gemm", "ours-gated", "gemm")  # of the work: no answer, so no peer
+PARTS = ("gemms", "gate-up-gemm", "ours-gated", "gemm")  # a part of the work gives no answer, and is no peer
 
 
 def eager_mlp(x, gate, up, down, function):

@@ -188,7 +188,7 @@ struct Epilogue {
 
 template <Activation kActivation, bool kGated>
 void run_epilogue(Epilogue& epilogue, int64_t count) {
-  constexpr int64_t kPairs = kGated ? 8 : 16;  // of features
+  constexpr int64_t kPairs = kGated ? 8 : 16;  // pairs of features
   const Layer& layer = *epilogue.layer;
   const Destination& to = epilogue.to;
   const bool packs = to.row_stride == 0, keeps = to.kept.gate != nullptr;
@@ -377,7 +377,7 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
 
 // How a product is divided.
 struct Blocking {
-  int64_t pairs;  // of tiles of tokens
+  int64_t pairs;  // pairs of tiles of tokens
   int64_t slice, chunk;
   int64_t group;
   int64_t slots;  // panels whose sums are kept: a group, but at least two, as one epilogue runs during the next panel

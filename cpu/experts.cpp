@@ -32,8 +32,8 @@ constexpr int64_t kBlockRows = 256;
 // What a token's choices are, sorted by expert. A row is one choice of one token.
 struct Routing {
   int64_t top_k;
-  std::vector<int64_t> tokens;       // of the rows
-  std::vector<int64_t> row_of_slot;  // of the choices, token by token; -1 where skipped
+  std::vector<int64_t> tokens;       // the token of each row
+  std::vector<int64_t> row_of_slot;  // the row of each choice, token by token; -1 where skipped
 };
 
 // Rows of one expert.

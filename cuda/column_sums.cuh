@@ -8,7 +8,7 @@
 namespace fused_mlp {
 
 constexpr int kColumnSumThreads = 512;
-constexpr int kSumColumns = 32;  // of a block
+constexpr int kSumColumns = 32;  // columns that a block adds up
 constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 
 // The rows that a block reads at once: threads beside each other share a row.

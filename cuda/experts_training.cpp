@@ -147,7 +147,7 @@ class TrainedExperts {
   }
 
   Tensor new_gate_up() const { return new_rows(2 * hidden_); }
-  Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // of float
+  Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // in float32
 
  private:
   int64_t rows() const { return plan_.sorted_rows; }

@@ -18,7 +18,7 @@ struct Choice {
   int64_t tokens;
   int experts, chosen;
   bool normalized;  // whether the weights of a token add up to 1
-  DType dtype;      // of logits
+  DType dtype;      // the dtype of logits
   bool narrow;      // whether weights are of that dtype, and not float32
   void* weights;    // [tokens, chosen], the largest first
   int64_t* index;

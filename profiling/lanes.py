@@ -30,7 +30,7 @@ _STYLE = {
     "ytick.color": _COLOR["ink"],
 }
 _LETTER_INCHES = 0.085
-_MARGIN_INCHES = 0.3  # of the figure, left and right together
+_MARGIN_INCHES = 0.3  # the figure's, left and right together
 _END_LETTERS = 7  # room for the time that stands behind a lane
 _TICK_LETTERS = 9  # room for a number of the axis, of six letters at most, and what keeps it from the next one
 

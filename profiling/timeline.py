@@ -113,7 +113,7 @@ def _forward(range_: dict, timed: list[dict], on_gpu: bool) -> Forward:
     same_thread = [event for event in inside if event.get("tid") == range_["tid"]]
     kernels = [event for event in timed if event.get("cat") in _ON_GPU]
     correlations = {kernel["args"].get("correlation") for kernel in kernels}
-    calls = [  # of the CUDA runtime and driver that put something on the GPU
+    calls = [  # calls of the CUDA runtime and driver that put something on the GPU
         event
         for event in same_thread
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and event["args"].get("correlation") in correlations

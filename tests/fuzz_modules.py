@@ -650,7 +650,7 @@ class Writer:
         lines = []
         while self.likely(chance):
             change = self.draw.choice(PART_CHANGES if self.likely(0.6) else MODULE_CHANGES)
-            if p.isdigit():  # of a sequence
+            if p.isdigit():  # a part of a sequence has a number for a name
                 change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
                 if "Made" in change or "m.act" in change or "m.drop" in change or "m.flag" in change:
                     continue

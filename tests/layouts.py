@@ -59,7 +59,7 @@ def check_product(fused_mlp, implementation, draw: random.Random, device: torch.
     """A product of operands drawn at random, and its gradients: eager's values, and eager's strides."""
     shape, activation = drawn_shape(draw, draw.choice([None, 4])), draw.choice(ACTIVATIONS)
     gate, up, grad = (drawn(draw, shape, device, dtype) for _ in range(3))
-    if draw.random() < 0.4:  # of one layout, the usual case
+    if draw.random() < 0.4:  # usually all have one layout
         up, grad = (torch.randn_like(gate) if draw.random() < 0.7 else each for each in (up, grad))
 
     def results(call):

@@ -125,7 +125,7 @@ def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def quick_facts(monkeypatch):
-    """Of this machine, with copies of a few megabytes for its bandwidth."""
+    """The bandwidth of this machine is measured by copies of a few megabytes."""
     monkeypatch.setattr(measure, "copy_bandwidth", partial(measure.copy_bandwidth, megabytes=8))
 
 

@@ -157,7 +157,7 @@ def test_variant_is_laid_out_for_the_loader(backend):
     ],
 )
 def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine, loaded):
-    """Of a release, as it is fetched to be tried: where there is no GPU, or one of a Mac, the variant for its CPU."""
+    """Where there is no GPU, or one of a Mac, it is the CPU variant of a release that is fetched to be tried."""
     for name in ("cpu-x86_64-linux", "cpu-aarch64-linux", "cpu-aarch64-darwin", "cu130-x86_64-linux"):
         (tmp_path / f"torch-stable-abi211-{name}").mkdir()
     monkeypatch.setattr(project, "BUILD", tmp_path)

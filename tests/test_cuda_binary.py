@@ -39,7 +39,7 @@ def extension(variant) -> Path:
 
 @pytest.fixture(scope="module")
 def cuobjdump() -> str:
-    """Of the CUDA toolkit, where it is whole, else Triton's."""
+    """The path of the CUDA toolkit's cuobjdump, where the toolkit is whole, else of Triton's."""
     folders = [Path(toolchain.nvcc().path).parent]
     if (triton := find_spec("triton")) is not None:
         folders.append(Path(triton.origin).parent / "backends/nvidia/bin")

@@ -46,7 +46,7 @@ def test_an_operand_of_another_kind(fused_mlp, device, function, wrong):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_nested_operand(fused_mlp, device, function):
-    """Of the kind that has no shape."""
+    """A nested tensor of the strided layout has no shape."""
     for name, operand in good(function, device).items():
         nested = torch.nested.nested_tensor([operand, operand], layout=torch.strided)
         for call in each(fused_mlp, function):

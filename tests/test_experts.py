@@ -342,7 +342,7 @@ def test_grouped_routings(fused_mlp, device, tokens, k, experts, routing):
 @hopper
 @pytest.mark.parametrize("tokens", [20, 300])
 def test_grouped_operands(fused_mlp, device, tokens):
-    """Of every dtype of the routing, and as views of more."""
+    """The routing may have any dtype, and operands may be views of more."""
     made = drawn(tokens, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
     for dtype in (torch.int32, torch.int16, torch.int8):
         check_grouped(fused_mlp, made | {"top_k_index": made["top_k_index"].to(dtype)})
@@ -563,7 +563,7 @@ def gradients(function, made, grad):
 
 @dtypes
 def test_gradients(fused_mlp, device, dtype):
-    """Of x, the routing's weights, all weights and biases."""
+    """They are those of x, the routing's weights, all weights and biases."""
     for form in forms() if dtype == torch.float32 else ({}, {"interleaved": True, "transposed": True, **GPT_OSS}):
         made = drawn(dtype=dtype, device=device, biases=True, **form)
         made["top_k_weights"].nan_to_num_(0.3)

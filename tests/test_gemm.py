@@ -71,7 +71,7 @@ def relaid(tensor, before, after):
 
 
 def feature_count(rng):
-    """Of rows that fill lines of memory, which most do, sectors or neither."""
+    """Draws so many that rows fill lines of memory, which most do, sectors or neither."""
     step = rng.choice((8, 16, 64, 64))
     return step * rng.randint(1, 1600 // step) if rng.random() < 0.9 else rng.randint(1, 800)
 
@@ -131,7 +131,7 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
 @pytest.mark.parametrize("rows", [1, 13, 40, 64])
 @pytest.mark.parametrize(("function", "sizes"), [("gated_linear", (1096, 520, 0)), ("linear", (2120, 520, 0))])
 def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, rows, dtype):
-    """Of weights whose rows lie multiples of 256 bytes apart, and end within a pair's second block, or before it."""
+    """Rows of such weights lie multiples of 256 bytes apart. They end within a pair's second block, or before it."""
     made = operands(function, (rows,), sizes, dtype=dtype, device=device)
     wide = {name for name, operand in made.items() if operand.shape[-1] == sizes[0]}
     made.update({name: relaid(made[name], 0, -sizes[0] % 128) for name in wide})

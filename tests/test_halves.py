@@ -54,7 +54,7 @@ def test_models(fused_mlp, device, whole, model_type):
         expected = model(**inputs)[0]
         fused = fused_mlp.fuse_mlps(model).fused
         joined = [entry for entry in fused if entry.pattern.startswith("plain in two modules")]
-        ends = [entry for entry in fused if entry.pattern == "linear with residual and norm"]  # of attention
+        ends = [entry for entry in fused if entry.pattern == "linear with residual and norm"]  # the ends of attention
         assert {(entry.class_name, entry.extent) for entry in joined} == {(TYPES[model_type], "full")}
         model(**inputs)  # the class of an activation is learnt at its first call
         whole.clear()

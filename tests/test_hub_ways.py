@@ -248,7 +248,7 @@ ACTIVATION_NAMES = [
 
 
 def test_the_names_of_the_default_mapping(fused_mlp):
-    """Of every MLP, linear layer and activation that transformers maps, there is a layer of that name here."""
+    """There is a layer here for the name of every MLP, linear layer and activation that transformers maps."""
     theirs = {
         name
         for name, devices in hub_kernels.get_kernel_mapping_transformers().items()

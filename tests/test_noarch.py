@@ -44,7 +44,7 @@ def build(tmp_path_factory) -> Path:
 
 
 def test_kernel_builder_parses_its_build_toml(tmp_path):
-    """Of the source tree that kernel-builder is given: real files, the Python of the other build, and no other."""
+    """The source tree that kernel-builder is given holds real files, the Python of the other build, and no other."""
     noarch.write(tmp_path)
     assert Build.open(tmp_path).general.backends == [Backend.ROCm, Backend.XPU]
     files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if not path.is_dir()}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import machine
 
-ROWS, FEATURES, HIDDEN = 20_000, 64, 16_000  # of which hidden values take 640 MB
+ROWS, FEATURES, HIDDEN = 20_000, 64, 16_000  # hidden values take 640 MB
 ROOM = 200 << 20
 NEEDS_LESS = {"gated_mlp"} if machine.device_type() == "cpu" else ()  # hidden values of some rows at a time
 

@@ -97,7 +97,7 @@ def test_the_page_is_one_small_file(made_page):
     html = path.read_text()
     assert path.stat().st_size < 500_000
     assert "a &lt;GPU&gt;" in html and "a <GPU>" not in html
-    assert html.count('href="mlp-eager.json"') == 2  # of eager, and of the planted set-up made from it
+    assert html.count('href="mlp-eager.json"') == 2  # eager's, and that of the planted set-up made from it
     assert 'href="mlp-ours.json"' not in html
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))

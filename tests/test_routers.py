@@ -50,7 +50,7 @@ def test_routers(fused_mlp, device, monkeypatch, model_type, normalized):
         for rows in (1, 7, 300):
             x = torch.randn(rows, 32, device=device)
             assert_same(fused(x), plain(x))
-        x = torch.randn(2, 3, 64, device=device)[..., ::2]  # of more dimensions, and strided
+        x = torch.randn(2, 3, 64, device=device)[..., ::2]  # with more dimensions, and strided
         assert_same(fused(x), plain(x))
     assert len(calls) == 4
 

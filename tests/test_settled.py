@@ -134,7 +134,7 @@ def test_changes(fused_mlp, device, functions, change):
 
 
 def test_patches(fused_mlp, device, monkeypatch):
-    """Of the class, of the class of its activation, and of functions of torch."""
+    """The class, the class of its activation and functions of torch may be patched."""
     model = built(device)
     fused_mlp.fuse_mlps(model)
     module = group(model)

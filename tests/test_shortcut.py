@@ -159,7 +159,7 @@ def test_the_option_of_gelu_is_read_at_each_call(fused_mlp, device, approximate)
 
 @pytest.mark.parametrize("rows", [2, 1, 3], ids=["even", "one", "odd"])
 def test_halves_of_a_packed_projection(fused_mlp, device, rows):
-    """Of an odd number of rows there are none: the error is the original's."""
+    """An odd number of rows has no halves: the error is the original's."""
     module, fused = fused_pair(fused_mlp, PackedGated(bias=True, sizes=(32, 1, 32)), device)
     for each in (module, fused):
         each.gate_up_proj = nn.Linear(32, rows).to(device)
@@ -219,7 +219,7 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
     pays_from(1 << 40, gated, in_eval)
     outputs = []
     for each in (fused, module):
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         outputs.append(each(x))
     output, expected = outputs
     assert torch.equal(output, expected)

@@ -87,7 +87,7 @@ def test_a_gated_convolution(fused_mlp, device, implementation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("function", PRODUCTS)
 def test_any_input(fused_mlp, device, implementation, function, dtype):
-    """Of a layer's input, however it lies: eager's result, which is contiguous."""
+    """However a layer's input lies, the result has eager's strides, which are contiguous."""
     draw = random.Random(torch.initial_seed())
     for _ in range(60):
         shape = layouts.drawn_shape(draw, draw.randint(1, 4))

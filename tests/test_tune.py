@@ -129,7 +129,7 @@ def test_every_tiled_kernel_has_been_timed():
 
 
 def test_the_gemms_of_sm80_on_a_gpu_that_was_measured(tmp_path):
-    """Of times that a model with other constants makes, those constants come out; then the package goes by them."""
+    """Times made by a model with other constants give those constants; then the package goes by them."""
     gpu = GPUS["A100 80GB SXM"]
     for folder in ("cuda", "tools/tuning"):
         shutil.copytree(project.ROOT / folder, tmp_path / folder)

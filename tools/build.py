@@ -32,7 +32,7 @@ NO_NVCC = "no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
 @dataclass(frozen=True)
 class Built:
     variant: plan.Variant
-    bytes: int | None  # of the extension, where there is one
+    bytes: int | None  # the size of the extension, where there is one
     seconds: float
     checks: list[abi.Check]
 

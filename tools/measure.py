@@ -91,7 +91,7 @@ def at_any_depth(run: Callable[[], object]) -> object:
     that call returns. Calls in a loop that happens to stand at the end of a chunk take a page fault each: at some
     depths a compiled Gemma 2 takes 1.4 times as long, and a variant with other frames beside it does not.
     """
-    frames_of_chunk = 150  # of _deeper, and a few more
+    frames_of_chunk = 150  # frames of _deeper, and a few more
     return _deeper(run, random.randrange(frames_of_chunk))
 
 

@@ -34,7 +34,7 @@ FEW_ROWS = 256  # reported apart
 
 @dataclasses.dataclass
 class Times:
-    name: str  # of the GPU
+    name: str  # the name of the GPU
     gpu: Gpu
     points: list[Point]
 

@@ -16,7 +16,7 @@ inline Answer answer(bool yes) { return yes ? kYes : kNo; }
 inline PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
 
 inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
-  if (PyModule_Check(owner)) {  // of Python's, whose dictionary has all that was set; asked without its class
+  if (PyModule_Check(owner)) {  // its dictionary has all that was set, and is asked without its class
     PyObject* const held = item(PyModule_GetDict(owner), name);
     if (held != nullptr || PyErr_Occurred()) return held == nullptr ? kError : answer(held == value);
   }

@@ -26,7 +26,7 @@ struct PlainMlp {
   Matrix x;
   int64_t rows, in;
   PlainLayer layers[2];
-  int count;  // of layers
+  int count;  // how many layers there are
   // A residual makes it the block of torch_binding.h; its data is null where there is none.
   Matrix residual;
   Norm first, last;

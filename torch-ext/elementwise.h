@@ -213,7 +213,7 @@ class Walk {
 
  private:
   struct Rows {
-    int64_t cols;    // of adjacent elements; 0 where the rows are not evenly spaced
+    int64_t cols;    // the columns of adjacent elements; 0 where the rows are not evenly spaced
     int64_t stride;  // from row to row
   };
 

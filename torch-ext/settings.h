@@ -30,7 +30,7 @@ struct Settings {
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take
   PyObject* on_device;       // the attribute of a tensor that is true on their device
-  PyObject* refusal;         // of an index of a GPU: None where the ops run on it; None for a CPU
+  PyObject* refusal;         // the one for a GPU by its index: None where the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
   PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never

@@ -93,7 +93,7 @@ def pointwise_cases(dtype, activation, rows=(8192, 1)):
             types = {f"{tensor}_ptr": f"*{dtype}" for tensor in inputs + outputs}
             types.update(dict.fromkeys(("cols", *(f"{tensor}_stride" for tensor in inputs)), "i32"))
             constants = {"ACTIVATION": code, "TILE_ROWS": tile_rows, "TILE_COLS": tile_cols}
-            if count == 1:  # of an argument that is 1 Triton makes a constant
+            if count == 1:  # Triton makes a constant of an argument that is 1
                 constants["rows"] = 1
             else:
                 types["rows"] = "i32"

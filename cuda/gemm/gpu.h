@@ -9,7 +9,7 @@ struct Gpu {
   int major, minor, multiprocessors;
   int shared_of_cta, shared_of_multiprocessor;  // bytes of shared memory, at most
   double cycles_per_microsecond;
-  double bytes_per_microsecond;  // of its memory, nominally
+  double bytes_per_microsecond;  // its memory's, nominally
   int64_t l2_bytes;
   bool geforce;  // its tensor cores add in float32 at half the rate of the other chips of their kind
 

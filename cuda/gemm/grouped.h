@@ -9,7 +9,7 @@ namespace fused_mlp {
 // Who chose which expert. A slot is one of the choices of a token: slot t top_k + i is the i-th of token t.
 struct Routes {
   const void* index;  // [slots], signed integers: an expert each. What names none is skipped
-  int index_bytes;    // of such an integer
+  int index_bytes;    // the size of such an integer
   int tokens;
   int top_k;
   int experts;
@@ -25,9 +25,9 @@ struct RowRange {
 
 // What the blocks are that sorted rows fill.
 struct RowBlocks {
-  const int* codes;                // of every block of rows, a BlockCode; null where there are none
+  const int* codes;                // a BlockCode for every block of rows; null where there are none
   const int* count;                // how many blocks there are
-  const RowRange* rows = nullptr;  // of every expert, in blocks of kTiledBlock rows
+  const RowRange* rows = nullptr;  // the rows of every expert, in blocks of kTiledBlock
 };
 
 constexpr int kFittedStep = 16;       // the height of a fitted tile is a multiple of this
@@ -54,8 +54,8 @@ struct FittedTiles {
 
 // What products of training have besides.
 struct GroupedTraining {
-  int experts;               // of outer products
-  const float* row_weights;  // of gradients, which are multiplied by these
+  int experts;               // how many outer products there are
+  const float* row_weights;  // gradients are multiplied by these
   // Written by gradients: for every row, the parts of the gradient of its weight, one for each kRowSumColumns columns.
   float* row_sums;
 };
@@ -75,7 +75,7 @@ struct BlockCode {
 struct RowGather {
   Matrix x;  // [tokens, k]
   int64_t k;
-  const int* token_of_row;  // of every row of a fitted tile, filled or not
+  const int* token_of_row;  // the token of every row of a fitted tile, filled or not
 };
 
 // A GEMM with a row of the output for every slot, by the weights of the slot's expert. In `gemm`, m is the number of
@@ -83,7 +83,7 @@ struct RowGather {
 struct GroupedProblem {
   GemmProblem gemm;
   Routes routes;
-  int slots_of_row;     // of a: top_k where its rows are those of tokens, 1 where they are those of slots
+  int slots_of_row;     // slots of a row of a: top_k where its rows are those of tokens, 1 where those of slots
   int64_t weight_rows;  // from an expert's first row of weights to the next one's, for both operands
   // Weights are [k, n], or of a gated product [k, 2 n]: gates and ups side by side, or columns of them in turns where
   // interleaved. `gemm.weight` is all of it, and so is `gemm.up_weight`. k is a multiple of 64.
@@ -105,7 +105,7 @@ enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 struct SortedTraining {
   const void* weights;  // [slots]
   WeightType type;
-  float* row_weights;  // of the filled rows
+  float* row_weights;  // weights of the filled rows
 };
 
 constexpr int kZeroRows = 64;
@@ -121,8 +121,8 @@ struct RowSort {
   void* sorted;                 // [blocks * block_rows, k]; null where rows are gathered
   int* row_of_slot;             // [slots], -1 where skipped
   int* codes;                   // [blocks], of RowBlocks
-  int* count;                   // of blocks: codes and sorted have room for as many as there can be
-  RowRange* rows = nullptr;     // of every expert
+  int* count;                   // how many blocks: codes and sorted have room for as many as there can be
+  RowRange* rows = nullptr;     // the rows of every expert
   FittedTile* tiles = nullptr;  // where a block is a multiple of kFittedStep rows
   int* tile_count = nullptr;    // likewise
   int* token_of_row = nullptr;  // likewise
@@ -156,11 +156,11 @@ struct WeightGradient {
 struct GroupedPlan {
   MainLoop loop;
   bool sorts;             // rows, into blocks of a tile's height
-  int rows;               // of a tile, at most
+  int rows;               // rows of a tile, at most
   int row_tiles;          // at most, however the slots fall on the experts
   int split_k;            // CTAs of a cluster that share a tile, each with a part of k
   int sorted_rows = 0;    // at most, where they are sorted
-  bool few_rows = false;  // of an expert on the fitted loop: reading the weights takes the time
+  bool few_rows = false;  // an expert on the fitted loop has so few that reading the weights takes the time
   bool gathers = false;   // whether the first layer takes rows of tokens from where they lie: the sort lists them
 };
 

@@ -75,7 +75,7 @@ struct EpilogueArgs {
 
 // What products of training have besides. All are [m, n] but the operands of a pair.
 struct TrainingMatrices {
-  Matrix second_a, second_weight;  // of a pair
+  Matrix second_a, second_weight;  // operands of a pair's second product
   Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
   // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
   Matrix gate_gradient, up_gradient;

@@ -11,18 +11,18 @@ namespace {
 
 // Beyond so many rows the tensor cores of sm_90a are ahead.
 constexpr int64_t kMostRows = 64, kMostGatedRows = 32;
-constexpr int kLargestTile = 32;  // of most kernels
+constexpr int kLargestTile = 32;  // most kernels have no larger one
 constexpr int kLeastTile = 8;
 constexpr int kRowTiles = 2;
 // Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, each call with other weights, together with those of
 // sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/tuning.h).
 constexpr double kStart = 1.714;              // microseconds
 constexpr double kRound = 0.311;              // microseconds
-constexpr double kShareOfBandwidth = 0.9335;  // of the nominal one
+constexpr double kShareOfBandwidth = 0.9335;  // the part of the nominal bandwidth that is reached
 constexpr double kRowBytesPerCycle = 192.5;   // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 38.0;  // of rows of both operands, for a CTA
-constexpr double kBlockCycles = 359.0;        // of a block of k
-constexpr double kProductCycles = 0.0107;     // of a block, for each product of two elements of its rows, by one warp
+constexpr double kAloneBytesPerCycle = 38.0;  // rows of both operands, by one CTA
+constexpr double kBlockCycles = 359.0;        // cycles for a block of k
+constexpr double kProductCycles = 0.0107;     // cycles for each product of two elements of a block's rows, by one warp
 // Between two rounds of a product that is not gated, until a tile's results are stored: for each of them without an
 // activation, and with one, which takes kActivationCycles besides, however few the results.
 constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;

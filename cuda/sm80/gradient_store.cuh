@@ -63,9 +63,9 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
                                                 uint32_t shared, int first_row, int first_column) {
   using Element = typename Gemm::Element;
   constexpr bool kOfUp = Gemm::kProduct == Product::kGatedGradient;
-  constexpr int kPieces = Gemm::kWarpColumns / kPiece;  // of a row
+  constexpr int kPieces = Gemm::kWarpColumns / kPiece;  // pieces of a row
   constexpr int kOfLane = kMmaM * kPieces / 32;
-  constexpr int kRowsApart = 32 / kPieces;  // of a lane's pieces
+  constexpr int kRowsApart = 32 / kPieces;  // rows between a lane's pieces
   constexpr int kStride = Gemm::kGradientStride * 4;
   const int lane = threadIdx.x % 32;
   const int column = first_column + lane % kPieces * kPiece;

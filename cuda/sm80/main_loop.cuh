@@ -22,7 +22,7 @@ constexpr int kMmaK = 16;
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   constexpr int kPieces = kRowBytes / kPieceBytes < 8 ? kRowBytes / kPieceBytes : 8;  // that change places
-  constexpr int kRowsOfLine = 8 / kPieces;                                            // of 128 bytes, once in all banks
+  constexpr int kRowsOfLine = 8 / kPieces;  // rows of a line of 128 bytes, once in all banks
   return row * kRowBytes + (piece ^ row / kRowsOfLine % kPieces) * kPieceBytes;
 }
 
@@ -46,9 +46,9 @@ struct CtaTile {
 
   static constexpr int kWarpRowsM = kRowsM / kWarpsM;
   static constexpr int kWarpRowsN = kRowsN / kWarpsN;
-  static constexpr int kTilesM = kWarpRowsM / kMmaM;  // of a warp
+  static constexpr int kTilesM = kWarpRowsM / kMmaM;  // tiles of a warp
   static constexpr int kTilesN = kWarpRowsN / kMmaN;
-  static constexpr int kSteps = kBlockK / kMmaK / kWarpsK;  // of a warp, in a block
+  static constexpr int kSteps = kBlockK / kMmaK / kWarpsK;  // steps that a warp takes in a block
   // A block's copies are spread over the steps before the one that waits for the next block.
   static constexpr int kLoadSteps = kSteps > 1 ? kSteps - 1 : 1;
 
@@ -64,7 +64,7 @@ using Accumulator = float[Tile::kTilesM][Tile::kTilesN][4];
 template <typename Tile, int kRows, bool kSkips = false>
 struct SideLoader {
   using Element = typename Tile::Element;
-  static constexpr int kPieces = Tile::kBlockK / kPiece;  // of a row
+  static constexpr int kPieces = Tile::kBlockK / kPiece;  // pieces of a row
   static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
   static constexpr int kPasses = (kRows + kRowsOfPass - 1) / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0, "the swizzle is the same in each pass");
@@ -108,12 +108,12 @@ struct SideLoader {
 template <typename Tile>
 struct LyingLoader {
   using Element = typename Tile::Element;
-  static constexpr int kPieces = Tile::kRowsN / kPiece;  // of a row
+  static constexpr int kPieces = Tile::kRowsN / kPiece;  // pieces of a row
   static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
   static constexpr int kPasses = Tile::kBlockK / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0 && Tile::kBlockK % kRowsOfPass == 0);
 
-  const Element* source;  // of this thread's next copy
+  const Element* source;  // where this thread's next copy reads
   int64_t step;           // to the one behind it
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }

@@ -38,7 +38,7 @@ bool offered(size_t place, const Gpu& gpu) {
 }
 
 GemmPlan choose(const GemmProblem& p, const Gpu& gpu) {
-  constexpr int64_t kStreamedTiles = 2;  // of rows, at most: each reads all the weights
+  constexpr int64_t kStreamedTiles = 2;  // tiles of rows, at most: each reads all the weights
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];

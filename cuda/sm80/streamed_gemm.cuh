@@ -38,7 +38,7 @@ struct StreamedGemm {
   static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kTokens = kTokens_;
-  static constexpr int kColumns = kColumns_;  // of the output, which are rows of each weight
+  static constexpr int kColumns = kColumns_;  // columns of the output, which are rows of each weight
   using Tile = CtaTile<Element, kParts * kColumns, kTokens, kBlockK_, kWarpsM_, 1, kWarpsK_, kStages_>;
 
   static constexpr Shape kShape =
@@ -67,7 +67,7 @@ struct StreamedCopies {
   const StreamedGemmArgs& args;
   int tile;
   int first;  // block of a tile that is copied, by where it begins
-  int begin;  // of the next block
+  int begin;  // where the next block begins
   Weights weights;
   Tokens tokens;
 
@@ -95,7 +95,7 @@ struct StreamedCopies {
     const int column = first_column(args, tile);
     return Weights([&](int row) {
       const bool up = Gemm::kGated && row / Gemm::kRun % 2 == 1;
-      const int runs = row / Gemm::kRun / Gemm::kParts;  // of both weights, before this row's
+      const int runs = row / Gemm::kRun / Gemm::kParts;  // runs of both weights, before this row's
       return row_of<Element>(up ? args.up_weight : args.weight, column + runs * Gemm::kRun + row % Gemm::kRun, args.n);
     });
   }

@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_sums(const typename Gemm::Args& args,
                                            int first_column) {
   using Element = typename Gemm::Element;
   using Tile = typename Gemm::Tile;
-  constexpr int kTiles = Tile::kTilesM / Gemm::kParts;  // of columns
+  constexpr int kTiles = Tile::kTilesM / Gemm::kParts;  // tiles of columns
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {

@@ -46,10 +46,10 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr bool kPersistent = is_persistent(Tile::kShape);
   static constexpr int kBlockM = kBlockM_;
-  static constexpr int kColumns = kBlockN_ / kParts;              // of the output, in a tile
-  static constexpr int kWarpColumns = Tile::kWarpRowsN / kParts;  // of a warp
-  static constexpr int kTilesOfPart = Tile::kTilesN / kParts;     // of a warp, 8 columns each
-  static constexpr int kStoreRowBytes = kWarpColumns * 2;         // of a warp's results on their way out
+  static constexpr int kColumns = kBlockN_ / kParts;              // columns of the output, in a tile
+  static constexpr int kWarpColumns = Tile::kWarpRowsN / kParts;  // columns that a warp computes
+  static constexpr int kTilesOfPart = Tile::kTilesN / kParts;     // tiles of a warp, 8 columns each
+  static constexpr int kStoreRowBytes = kWarpColumns * 2;         // bytes of a row of a warp's results on their way out
   static constexpr int kStoreBytes = kMmaM * kStoreRowBytes;      // they lie where the ring's last stage was
   static constexpr int kGradientStride = kWarpColumns + 8;        // floats; keeps a warp's lanes on distinct banks
   static constexpr int kGradientBytes = kMmaM * kGradientStride * 4;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_rows(const typename Gemm::Args& args, cons
                                            const float (&value)[kCount], uint32_t store, int first_row,
                                            int first_column) {
   using Element = typename Gemm::Element;
-  constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // of a row
+  constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // pieces of a row
   static_assert(kMmaM * kPieces % 32 == 0, "every lane stores as many pieces");
   const int lane = threadIdx.x % 32;
   warp_sync();  // all lanes have read the rows before

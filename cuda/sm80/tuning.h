@@ -12,10 +12,10 @@ constexpr int kTiles[][2] = {{128, 256}, {256, 128}, {128, 128}, {64, 128}, {64,
 // 128 x 128 compare with what else multiplies by mma.sync there (benchmarks/results/h200-mma-sync.json): the worst
 // ratio of each, within 3%, is taken to be the same on all chips. All else is estimated.
 struct Tuning {
-  int major = 0, minor = 0;  // of the GPUs that it was measured on
+  int major = 0, minor = 0;  // the capability of the GPUs that were measured
   // The share of the tensor cores' peak that the main loop of a tiled kernel reaches, in the order of kTiles.
   double of_peak[5] = {0.89, 0.87, 0.86, 0.74, 0.60};
-  double share_of_bandwidth = 0.88;  // of the memory's nominal bandwidth, by streamed kernels
+  double share_of_bandwidth = 0.88;  // what streamed kernels reach of the memory's nominal bandwidth
   double start = 3.0;                // microseconds of a kernel, before its first and after its last product
   // torch's way, at its best.
   double torch_of_peak = 0.93;
@@ -38,9 +38,9 @@ constexpr double kTiledShareOfBandwidth = 0.70;  // by tiled kernels: few of the
 constexpr double kLyingShare = 0.95;
 constexpr double kGradientShareOfBandwidth = 0.90;
 constexpr double kL2BytesPerCycle = 40.0;  // that reach one multiprocessor
-constexpr double kBusyCtas = 2.0;          // of a multiprocessor that reads as fast as it can
-constexpr double kLeastReach = 0.4;        // of the bandwidth, by few CTAs
-constexpr double kSoloReach = 1.5;  // of its share of the bandwidth, by a streamed CTA while other multiprocessors idle
-constexpr double kL2Speedup = 3.0;  // of what the pointwise kernel finds in L2, up to half of its size
+constexpr double kBusyCtas = 2.0;          // CTAs of a multiprocessor that reads as fast as it can
+constexpr double kLeastReach = 0.4;        // what few CTAs reach of the bandwidth
+constexpr double kSoloReach = 1.5;         // times its share of the bandwidth, for a streamed CTA while others idle
+constexpr double kL2Speedup = 3.0;         // for what the pointwise kernel finds there, up to half of its size
 
 }  // namespace fused_mlp::sm80

@@ -17,7 +17,7 @@ struct GroupedGemmArgs {
   Routes routes;
   GateLimits limits;
   RowBlocks blocks;
-  int box_rows;  // of a, that the TMA brings at a time
+  int box_rows;  // rows of a that the TMA brings at a time
   int slots_of_row;
   int weight_rows;
   int64_t bias_stride;

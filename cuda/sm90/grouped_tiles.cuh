@@ -64,7 +64,7 @@ struct GroupedTile {
 
 // A tile of the outer product of an expert's rows.
 struct OuterTile {
-  int row;  // of the output of all experts
+  int row;  // row in the output of all experts
   int a_column;
   int column;
   int first_k;
@@ -84,7 +84,7 @@ struct GroupedTileOrder {
 
   template <typename Gemm>
   __device__ __forceinline__ GroupedTile tile(int index) const {
-    const int first_index = index / tiles_n;  // of a block of the same expert
+    const int first_index = index / tiles_n;  // the first block's, of the same expert
     const int expert = BlockCode{__ldg(grouped.blocks.codes + first_index)}.expert();
     const RowRange* rows = grouped.blocks.rows + expert;
     const int first = __ldg(&rows->first), count = __ldg(&rows->count);
@@ -100,7 +100,7 @@ struct GroupedTileOrder {
 struct OuterTileOrder {
   const TiledGemmArgs& args;
   const GroupedOperands& grouped;
-  TileOrder tiles;  // of an expert
+  TileOrder tiles;  // the tiles of an expert
 
   __device__ __forceinline__ int count() const { return grouped.training.experts * tiles.count(); }
 

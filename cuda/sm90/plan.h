@@ -48,7 +48,7 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
     visit_columns(most);
     const int usable = usable_multiprocessors(multiprocessors, kernel.split_k);
     for (int ctas = 1; ctas <= streamed_ctas(most); ++ctas) {
-      const int64_t tiles = usable * ctas / kernel.split_k / tiles_m;  // of columns, that there is room for
+      const int64_t tiles = usable * ctas / kernel.split_k / tiles_m;  // tiles of columns that there is room for
       if (tiles == 0) continue;
       const int64_t columns = ceil_div(p.n, tiles * kStoredColumns) * kStoredColumns;
       if (most - kStreamedColumns < columns && columns <= most) visit_columns(static_cast<int>(columns));

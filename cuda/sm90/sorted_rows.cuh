@@ -10,8 +10,8 @@ namespace fused_mlp::sm90 {
 
 constexpr int kSortThreads = 1024;
 constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
-constexpr int kSortLoads = 8;    // of slots that a thread counts, at once
-constexpr int kSortChunks = 4;   // of 16 bytes of a row, that a thread copies at once
+constexpr int kSortLoads = 8;    // slots that a thread loads at once to count them
+constexpr int kSortChunks = 4;   // pieces of 16 bytes of a row that a thread copies at once
 
 struct SortedRows {
   int next[kMaxGroupedExperts];   // at first an expert's slots before the CTA's part, then the row of its next slot

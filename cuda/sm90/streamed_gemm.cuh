@@ -28,7 +28,7 @@ struct StreamedGemmArgs {
   int tiles_m;
   int tokens;         // in a tile
   int columns;        // likewise
-  int stages;         // of the ring
+  int stages;         // stages of the ring
   bool starts_early;  // before the kernel that writes a is done
   bool reads_once;    // weights that the L2 cache cannot keep for another tile, or another call
 };
@@ -129,7 +129,7 @@ template <typename Gemm>
 struct StreamedTile {
   using Element = typename Gemm::Element;
   const StreamedGemmArgs& args;
-  int column;  // of the output, the first
+  int column;  // the first column of the output
   int first_token;
 
   __device__ __forceinline__ int weight_row() const { return column; }

@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #if __CUDACC_VER_MAJOR__ < 13
   constexpr bool kSetFirst = true;
 #else
-  constexpr bool kSetFirst = Gemm::kOuter;  // of which there may be no blocks
+  constexpr bool kSetFirst = Gemm::kOuter;  // there may be no blocks of k
 #endif
   // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
   // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
@@ -295,7 +295,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
   if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
-  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // of what a gradient is made of
+  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // the place of what a gradient is made of
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);

@@ -36,7 +36,7 @@ struct TrainingGemmArgs : TiledGemmArgs {
   CUtensorMap up;
   CUtensorMap gate_gradient;
   CUtensorMap up_gradient;
-  bool stores_value;  // of a gradient's product, act(gate) * up
+  bool stores_value;  // whether a gradient's product stores act(gate) * up
 };
 
 __host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
@@ -86,7 +86,7 @@ struct TiledGemm {
   static constexpr int kMmas = kHalvesRows ? 2 : (kSwapped ? kBlockN : kBlockM) / 64 / kConsumersOfTile;
   static constexpr int kMmaStride = kSwapped ? kBlockN / 2 : 64;
   static constexpr int kMmaN = kHalvesRows ? kBlockM / 2 : kSwapped ? kBlockM : kBlockN;
-  static constexpr int kAccumulators = kMmaN / 2;  // of a thread, for each wgmma
+  static constexpr int kAccumulators = kMmaN / 2;  // accumulators of a thread, for each wgmma
 
   // The results pass through shared memory, kStepN columns of a warp's 16 rows at a time, and the TMA stores them in
   // boxes of kBoxN columns. Every warp has its own buffers: warps that share some wait for each other, and then all

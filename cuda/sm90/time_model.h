@@ -8,7 +8,7 @@ namespace fused_mlp::sm90 {
 // What the time depends on besides: the chip at hand, next to the one that the constants were measured on.
 struct Chip {
   int multiprocessors;
-  double bytes_per_microsecond;  // of its memory, as far as kernels reach it
+  double bytes_per_microsecond;  // its memory's, as far as kernels reach it
   double clock;                  // 1 for that of the other chip
 };
 

@@ -9,9 +9,9 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kSumThreads = 128;
-constexpr int kSumColumns = 8;  // of a thread, 16 bytes
+constexpr int kSumColumns = 8;  // columns that a thread adds up, 16 bytes
 constexpr int kSumTerms = 8;    // that a thread reads at once
-constexpr int kSumCtas = 8;     // of a multiprocessor, so that enough is read at once
+constexpr int kSumCtas = 8;     // CTAs of a multiprocessor, so that enough is read at once
 
 // A term of a token's sum: a row, and its weight.
 struct SumTerm {

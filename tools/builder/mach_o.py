@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-MAGIC = b"\xcf\xfa\xed\xfe"  # of 64 bits, little endian
+MAGIC = b"\xcf\xfa\xed\xfe"  # 64 bits, little endian
 _SYMBOL_TABLE = 2  # LC_SYMTAB
 _EXTERNAL, _DEBUGGING, _TYPE = 0x01, 0xE0, 0x0E  # bits of a symbol's type, which is 0 where it is defined elsewhere
 

@@ -28,7 +28,7 @@ class Variant:
     backend: str
     label: str  # the name of its folder, by which the loader chooses
     stable_abi: str  # the torch version whose stable ABI it keeps to; empty where nothing is compiled
-    id: str  # of the module, and the namespace of the ops
+    id: str  # the name of the module, and the namespace of the ops
     sections: tuple[Section, ...]
 
     @property

@@ -50,7 +50,7 @@ def build(model_type: str) -> PreTrainedModel:
                 return _build(model_class, _shrunk(config, widths, unset))
             except TimeoutError:
                 raise
-            except Exception as caught:  # of any kind: sizes that depend on each other, packages that are not there
+            except Exception as caught:  # sizes may depend on each other, packages may not be there, and so on
                 error = error if isinstance(error, ImportError) else caught
     raise NoModelError(f"{type(error).__name__}: {error}".strip()) from error
 

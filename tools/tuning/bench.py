@@ -18,8 +18,8 @@ from tuning.kernels import Gpu, Kernel, Point
 from tuning.model import KERNEL, Model
 
 ROUNDS = 4
-BUDGET_US = 1000.0  # of one candidate's turn
-WEIGHT_BYTES = 200e6  # of different weights, which calls have in turn: none finds its own in the L2 cache
+BUDGET_US = 1000.0  # the length of one candidate's turn
+WEIGHT_BYTES = 200e6  # as many bytes of weights take turns, so that no call finds its own in the L2 cache
 MOST_CALLS = 60  # in a turn
 ENTRY = Path(__file__).with_name("entry.cpp")
 SUFFIXES = (".cpp", ".cu", ".cuh", ".def", ".h")
@@ -59,7 +59,7 @@ class TuneError(Exception):
 
 
 def capability() -> tuple[int, int] | None:
-    """Of the current GPU, or None where there is none."""
+    """The compute capability of the current GPU, or None where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 

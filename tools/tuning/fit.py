@@ -16,8 +16,8 @@ from tuning.model import KERNEL, SHAPE, Model
 TORCH_ROWS = 33  # from here on torch's GEMM may be the faster one
 LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
 MANY_ROWS = 33  # from here on the bandwidth is that of a product which is bound by memory, not by its start
-EVALUATIONS = 8000  # of the loss in a search for the constants of tiled kernels
-GENERATIONS, POPULATION = 150, 10  # of a search for the others, and in each generation for every constant
+EVALUATIONS = 8000  # how often a search for the constants of tiled kernels asks for the loss
+GENERATIONS, POPULATION = 150, 10  # for the others; the second number is for each constant
 MOST_LOG = 3.0  # a constant is varied by factors of up to e to this power
 
 
@@ -64,7 +64,7 @@ class TorchTime:
 
 @dataclass
 class Constants:
-    tiled: dict[bool, dict[Kernel, TiledTime]]  # of gated products, and of the others
+    tiled: dict[bool, dict[Kernel, TiledTime]]  # by whether the products are gated
     streamed: dict[str, StreamedTime]  # by Point.streamed
     bytes_per_microsecond: float
     flops_per_microsecond: float

@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 
     multiprocessors: int
     cycles_per_microsecond: float
-    bytes_per_microsecond: float  # of its memory, nominally
+    bytes_per_microsecond: float  # its memory's, nominally
 
 
 @dataclass

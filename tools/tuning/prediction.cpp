@@ -16,7 +16,7 @@ struct Prediction {
   int kernel;  // in the list, the one of the least time that the GPU has the shared memory for
   int ours;    // whether it is taken
   double microseconds, torch_microseconds;
-  char record[256];  // of a gated layer, as the ops write it
+  char record[256];  // a gated layer's, as the ops write it
 };
 
 // A layer without biases, or with them: torch has an epilogue of its own for some of these.

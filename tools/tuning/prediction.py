@@ -70,7 +70,7 @@ class Prediction:
     ours: bool  # whether it is taken
     microseconds: float
     torch_microseconds: float
-    record: str  # of a gated layer, which `explain` has the words for
+    record: str  # a gated layer's, which `explain` has the words for
 
 
 class Listed(NamedTuple):
@@ -108,7 +108,7 @@ class Predictor:
         return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
     def predict_training(self, gpu: Gpu, product: int, m: int, n: int, k: int) -> tuple[bool, float, float]:
-        """Of a product of training, by its number in Product: whether ours is taken, its microseconds and torch's."""
+        """Whether ours is taken for a product of training, its microseconds and torch's; by its number in Product."""
         found = (ctypes.c_double * 2)()
         ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
         return bool(ours), *found

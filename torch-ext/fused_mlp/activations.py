@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # of sigmoid in gelu's tanh form: 0.5 (1 + tanh u) = sigmoid(2u)
+_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # sigmoid's in gelu's tanh form, as 0.5 (1 + tanh u) = sigmoid(2u)
 _TANH_CUBIC = 0.044715
 _QUICK_SLOPE = 1.702
 

@@ -36,9 +36,9 @@ class Routing(NamedTuple):
     """Who goes where. ``skipped`` is [T, K], the others are [T * K], but ``offsets`` [E]."""
 
     skipped: Tensor
-    experts: Tensor  # of the rows, E where skipped
-    slots: Tensor  # of the rows
-    rows: Tensor  # of the slots
+    experts: Tensor  # the expert of each row, E where skipped
+    slots: Tensor  # the slot of each row
+    rows: Tensor  # the row of each slot
     offsets: Tensor
     top_k: int
     masked: bool  # whether anything may stand in the rows of skipped slots, and has to be masked

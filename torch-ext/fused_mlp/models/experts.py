@@ -196,12 +196,12 @@ def _found_out(module: nn.Module, method: FunctionType) -> Optional[Union[Expert
         return _of_any_class(module, method) if own is None else _of_decorated(module, own)
     except MiniatureError as error:
         return Unknown(str(error))
-    except Exception as error:  # of whatever a class has that nobody foresaw: its own code runs
+    except Exception as error:  # a class may have what nobody foresaw: its own code runs
         return Unknown(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _of_decorated(module: nn.Module, own: FunctionType) -> Union[Experts, Unknown]:
-    """Of a class that says by flags how its weights lie."""
+    """The experts of a class that says by flags how its weights lie."""
     flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
     if not all(type(flag) is bool for flag in flags.values()):
         return Unknown("the flags of the experts interface are missing")
@@ -223,7 +223,7 @@ def _of_decorated(module: nn.Module, own: FunctionType) -> Union[Experts, Unknow
 
 
 def _of_any_class(module: nn.Module, method: FunctionType) -> Optional[Experts]:
-    """Of a class whose own loop is all there is to go by. What is not understood is not taken for experts."""
+    """Those of a class whose own loop is all there is to go by. What is not understood is not taken for experts."""
     if purity.reads(method, module) is None:
         return None
     for up, down in itertools.permutations(_stacks(module), 2):
@@ -338,7 +338,7 @@ def _normal(rows: int, columns: int) -> Tensor:
 
 
 def _scales(rows: int, numbers: List[float]) -> Tensor:
-    """Of rows: gates within the bend of an activation, beyond it, and beyond every bound."""
+    """Scales of rows: gates within the bend of an activation, beyond it, and beyond every bound."""
     scales = torch.tensor([1.0, 1.0, 4.0, 3.0 * max(numbers, default=1.0)], dtype=_DTYPE, device="cpu")
     return scales.repeat(rows // 4 + 1)[:rows].unsqueeze(1)
 

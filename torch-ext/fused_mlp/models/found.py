@@ -52,7 +52,7 @@ def mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[Fo
     act = act_of(site.act, function, module)
     between = {_name(node): _between(node, function, module) for node in site.between}
     projections = [list(values_of(node, function, module).items()) for node in site.projections]
-    turns = range(max(map(len, projections), default=1))  # of a loop
+    turns = range(max(map(len, projections), default=1))  # the turns of a loop
     now = [dict(parts[min(turn, len(parts) - 1)] for parts in projections) for turn in turns]
     return [FoundMLP(site.pattern, parts, act, between, around=around) for parts in now]
 
@@ -64,7 +64,7 @@ def _around(is_summed: bool, is_normed: bool) -> str:
 def _mlps_across(joint: Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """The MLPs that pairs of modules hold, which a method calls one after the other."""
     pairs = [list(values_of(node, function, module).items()) for node in (joint.head, joint.tail)]
-    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # of a loop
+    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # the turns of a loop
     return [_mlp_across(*(parts[min(turn, len(parts) - 1)] for parts in pairs)) for turn in turns]
 
 

@@ -16,7 +16,7 @@ from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 from .sites import Act, AnySite, Block, Ending, Joint, Site, Start, Whole
 
-_METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # of tensors
+_METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}, "gate": set()}  # keywords beside the input
 _QUICK_SLOPE = 1.702
 

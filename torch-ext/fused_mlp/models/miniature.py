@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import switching
 
-EXPERTS, WIDTH, HIDDEN = 5, 10, 6  # of a miniature, where the module's own are all different
+EXPERTS, WIDTH, HIDDEN = 5, 10, 6  # a miniature's, where the module's own are all different
 
 
 class MiniatureError(Exception):

@@ -32,9 +32,9 @@ class Role:
     HALVING = frozenset((GLU, UP_GATE, GATE_UP))
 
 
-RoleOf = Callable[[ast.expr], Optional[str]]  # of a callee
+RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee
 
-_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "view"}  # of tensors: they change nothing
+_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "view"}  # methods of tensors that change nothing
 
 
 def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:

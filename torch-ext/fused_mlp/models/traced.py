@@ -406,7 +406,7 @@ def _by_torch(made: _Made, hidden: _Hidden, x: fx.Node, *given: Optional[fx.Node
     columns, bias = given[0], given[3]
     first, weight = _value(x), _value(columns)
     is_taken = hidden.row.name == "gelu_pytorch_tanh" and first.dim() == 2 and first.dtype != torch.float32
-    if not is_taken or weight.shape[1] == 0:  # of no inputs torch does not apply it
+    if not is_taken or weight.shape[1] == 0:  # torch does not apply it where there are no inputs
         return None
     call = _Call(torch.ops.aten._addmm_activation.default, (bias, x, made.node("t", columns)), {"use_gelu": True})
     for view in hidden.gate.nodes[-2::-1]:

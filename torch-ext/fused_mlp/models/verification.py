@@ -107,7 +107,7 @@ def _difference_between(fused: Callable[[], Tensor], plain: Callable[[], Tensor]
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             got, expected = fused(), plain()
-    except Exception as error:  # of a width or a device that does not fit, say: what cannot be compared is left alone
+    except Exception as error:  # a width or a device may not fit, say: what cannot be compared is left alone
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
     difference = _difference(got, expected)
     if difference <= _TOLERANCE[x.dtype]:

@@ -13,7 +13,7 @@ from .activations import activate, derivative
 from .devices import device_of
 from .rows import as_rows
 
-_TILE_BYTES = 4096  # of each operand: two 16-byte accesses a thread, so that loads overlap
+_TILE_BYTES = 4096  # for each operand: two 16-byte accesses a thread, so that loads overlap
 
 
 @triton.jit
