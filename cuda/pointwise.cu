@@ -26,11 +26,13 @@ cudaError_t launch_in_flight(Operands<Op::kInputs, Op::kOutputs> operands, int64
 }
 
 // Memory keeps a GPU busy with two vectors for each thread. What fits into one round of blocks waits for a thread's
-// arithmetic instead, and for its code to arrive: one vector takes half of both.
+// arithmetic instead, and for its code to arrive: one vector takes half of both. An activation alone needs that to take
+// no longer than PyTorch's; for the others it would be a megabyte more of the binary.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   constexpr int64_t kOneRound = 2 * kFewBlocks * kThreads * Width;
-  if constexpr (Width > 1) {
+  constexpr bool kActivationAlone = Op::kInputs == 1;
+  if constexpr (Width > 1 && kActivationAlone) {
     if (rows * cols <= kOneRound) return launch_in_flight<T, Width, 1, Op>(operands, rows, cols, stream);
   }
   return launch_in_flight<T, Width, 2, Op>(operands, rows, cols, stream);

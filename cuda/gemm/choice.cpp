@@ -121,7 +121,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
   // rows the product behind an activated one of ours starts early: an MLP gains by that where the estimates are alike.
-  // With more, torch's short products take up to 1.3 times as long as estimated, whose weights come from memory
+  // With more, torch's short products take up to 1.3 times as long as estimated where their weights come from memory
   // (measured on an H100 and an H200).
   constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.97;
   constexpr double kMarginOfFewRows = 1.05, kMarginOfShort = 1.2, kShortMicroseconds = 10.0;
