@@ -323,10 +323,14 @@ def assert_same_state(now: dict, before: dict) -> None:
 
 
 def outcome(fused_mlp, seed: int, folder: Path) -> list[str]:
-    """:func:`check` of a seed; a failure shows the source."""
+    """:func:`check` of a seed; a failure shows the source.
+
+    TorchScript optimises a class for what its first call saw, in whichever copy that was. A later call, of another
+    copy, then differs by itself: under autocast its backward raises.
+    """
     source = source_of(seed)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.jit.optimized_execution(False):
             warnings.simplefilter("ignore")
             return check(fused_mlp, source, folder)
     except Exception as error:
