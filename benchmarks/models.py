@@ -82,8 +82,10 @@ def denoising(**shapes: tuple[int, ...]) -> Callable[[], dict[str, torch.Tensor]
     """A step with classifier-free guidance: each input twice, with noise and with text."""
 
     def inputs() -> dict[str, torch.Tensor]:
-        made = {name: noise(name, 2, *shape)()[name] for name, shape in shapes.items()}
-        return made | {"timestep": torch.full((2,), 500, device=DEVICE)}
+        made = {"timestep": torch.full((2,), 500, device=DEVICE)}
+        for name, shape in shapes.items():
+            made |= noise(name, 2, *shape)()
+        return made
 
     return inputs
 

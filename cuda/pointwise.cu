@@ -25,9 +25,9 @@ cudaError_t launch_in_flight(Operands<Op::kInputs, Op::kOutputs> operands, int64
   return cudaGetLastError();
 }
 
-// Memory keeps a GPU busy with two vectors for each thread. What fits into one round of blocks waits for a thread's
-// arithmetic instead, and for its code to arrive: one vector takes half of both. An activation alone needs that to take
-// no longer than PyTorch's; for the others it would be a megabyte more of the binary.
+// Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
+// thread's arithmetic, and as its code takes to arrive: with one vector both are half. An activation alone needs this
+// to take no longer than PyTorch's. For the other operations the binary would grow by a megabyte.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   constexpr int64_t kOneRound = 2 * kFewBlocks * kThreads * Width;

@@ -88,7 +88,7 @@ def test_gradients_against_written_derivatives(fused_mlp, device, implementation
 
 @dtypes
 def test_gradients_of_many_elements(fused_mlp, device, implementation, dtype):
-    """As many as a GPU computes with more than one vector in flight for each thread, and a tail."""
+    """There are more than fit into one round of a GPU's blocks, and the last ones fill no vector."""
     made = operands("act_and_mul", (1009,), (8, 1607, 8), dtype=dtype, device=device)
     check(fused_mlp, implementation, "act_and_mul", made)
 

@@ -59,7 +59,7 @@ def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype)
 @dtypes
 @pytest.mark.parametrize("function", ["act_and_mul", "linear"])
 def test_many_elements(fused_mlp, device, implementation, function, dtype):
-    """As many as a GPU computes with more than one vector in flight for each thread, and a tail."""
+    """There are more than fit into one round of a GPU's blocks, and the last ones fill no vector."""
     made = operands(function, (1009,), (8, 1607, 8), dtype=dtype, device=device)
     check(fused_mlp, implementation, function, made, "gelu")
 
