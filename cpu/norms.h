@@ -12,7 +12,7 @@ inline void norm_rows(const PointwiseShape& shape, const Norm& norm, const Matri
     const auto from = [&](const Matrix& rows) {
       return rows.data == nullptr ? rows : from_row(rows, begin, shape.dtype);
     };
-    pointwise().norm({shape.dtype, end - begin, shape.cols}, norm, from(x), from(residual), from(out));
+    pointwise().norm({shape.dtype, end - begin, shape.cols}, norm, begin, from(x), from(residual), from(out));
   });
 }
 

@@ -28,8 +28,9 @@ struct PointwiseKernels {
                                Matrix dgate, Matrix dup, Matrix values);
   // out[c] = sum of x[r][c] over all rows r, of bfloat16
   void (*column_sums)(const PointwiseShape& shape, Matrix x, Matrix out);
-  // norm.h has what is computed of each row of x, and of the residual.
-  void (*norm)(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out);
+  // norm.h has what is computed of each row of x, and of the residual. The first of these is row `first` of those that
+  // the norm's features are of.
+  void (*norm)(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out);
 };
 
 // Those of the best instruction set that this CPU has.

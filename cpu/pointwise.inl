@@ -151,10 +151,15 @@ FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const 
   return {mean, left, 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps)};
 }
 
+template <typename T>
+FUSED_MLP_INLINE const T* features_of(const Features& features, int64_t row) {
+  return static_cast<const T*>(features.data) + row / features.rows * features.stride;
+}
+
 template <typename T, Residual kResidual>
-void norm_rows(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
-  const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
+void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
+    const T *weight = features_of<T>(norm.weight, first + r), *bias = features_of<T>(norm.bias, first + r);
     const T* x_row = row<T>(x, r);
     const T* residual_row = kResidual == Residual::kNone ? nullptr : row<T>(residual, r);
     T* out_row = row<T>(out, r);
@@ -222,20 +227,20 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
 }
 
 template <typename T>
-void norm_of(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+void norm_of(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
   switch (norm.residual) {
     case Residual::kNone:
-      return norm_rows<T, Residual::kNone>(shape, norm, x, residual, out);
+      return norm_rows<T, Residual::kNone>(shape, norm, first, x, residual, out);
     case Residual::kNormed:
-      return norm_rows<T, Residual::kNormed>(shape, norm, x, residual, out);
+      return norm_rows<T, Residual::kNormed>(shape, norm, first, x, residual, out);
     case Residual::kAdded:
-      return norm_rows<T, Residual::kAdded>(shape, norm, x, residual, out);
+      return norm_rows<T, Residual::kAdded>(shape, norm, first, x, residual, out);
   }
 }
 
-static void norm(const PointwiseShape& shape, const Norm& norm, Matrix x, Matrix residual, Matrix out) {
+static void norm(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
   const auto rows = shape.dtype == DType::kFloat32 ? norm_of<float> : norm_of<BFloat16>;
-  rows(shape, norm, x, residual, out);
+  rows(shape, norm, first, x, residual, out);
 }
 
 const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, column_sums, norm};

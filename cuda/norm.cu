@@ -67,8 +67,9 @@ cudaError_t run(const NormRows& rows, cudaStream_t stream) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; };
   const auto fits = [&](const Matrix& m) { return aligned(m.data) && (rows.rows == 1 || m.row_stride % kWidth == 0); };
+  const auto all_fit = [&](const Features& f) { return aligned(f.data) && f.stride % kWidth == 0; };
   const bool vectors = rows.cols % kWidth == 0 && fits(rows.x) && fits(rows.residual) && fits(rows.out) &&
-                       aligned(rows.norm.weight) && aligned(rows.norm.bias);
+                       all_fit(rows.norm.weight) && all_fit(rows.norm.bias);
   return vectors ? launch<T, kWidth>(rows, stream) : launch<T, 1>(rows, stream);
 }
 

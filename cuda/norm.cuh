@@ -51,6 +51,11 @@ __device__ __forceinline__ Packed<T, Width> read_pack(const void* data, int64_t 
   return *reinterpret_cast<const Packed<T, Width>*>(static_cast<const T*>(data) + col);
 }
 
+template <typename T>
+__device__ __forceinline__ const T* features_of(const Features& features, int64_t row) {
+  return static_cast<const T*>(features.data) + (features.stride == 0 ? 0 : row / features.rows * features.stride);
+}
+
 // residual + factor * x, of which each thread computes a pack; with a weight, x times that. blockDim.y rows for a
 // block, whose blockDim.x packs are part of a row, one of `parts`.
 template <typename T, int Width>
@@ -65,8 +70,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant_
   float sums[Width];
 #pragma unroll
   for (int i = 0; i < Width; ++i) sums[i] = x.lane(i);
-  if (norm.weight != nullptr) {
-    const auto weight = read_pack<T, Width>(norm.weight, col);
+  if (norm.weight.data != nullptr) {
+    const auto weight = read_pack<T, Width>(features_of<T>(norm.weight, row), col);
 #pragma unroll
     for (int i = 0; i < Width; ++i) sums[i] *= weight.lane(i);
   }
@@ -89,6 +94,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const Norm& norm = p.norm;
   const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
   const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
+  const T *const weight = features_of<T>(norm.weight, row), *const bias = features_of<T>(norm.bias, row);
   T* const out = static_cast<T*>(p.out.data) + row * p.out.row_stride;
   const unsigned first = threadIdx.x * Width, step = blockDim.x * Width;
 
@@ -102,8 +108,8 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     Terms terms;
     terms.x = read_pack<T, Width>(x, col);
     if (Place != Residual::kNone) terms.residual = read_pack<T, Width>(residual, col);
-    if (norm.weight != nullptr) terms.weight = read_pack<T, Width>(norm.weight, col);
-    if (norm.bias != nullptr) terms.bias = read_pack<T, Width>(norm.bias, col);
+    if (weight != nullptr) terms.weight = read_pack<T, Width>(weight, col);
+    if (bias != nullptr) terms.bias = read_pack<T, Width>(bias, col);
     return terms;
   };
   const auto add_residual = [&](Values& values, const Terms& terms) {
@@ -167,11 +173,11 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   for_each([&](int64_t col, Values values, const Terms& terms) {
 #pragma unroll
     for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
-    if (norm.weight != nullptr) {
+    if (weight != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + weight_offset;
     }
-    if (norm.bias != nullptr) {
+    if (bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] += terms.bias.lane(i);
     }

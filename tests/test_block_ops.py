@@ -12,7 +12,8 @@ from reference import FLOAT32_ROUNDING
 from safety import assert_close
 
 SILU = 4
-NONE, LAYER, RMS, RMS_OF_ONE_MORE, SCALE = range(5)
+NONE, LAYER, RMS, RMS_OF_ONE_MORE, SCALE, LAYER_OF_ONE_MORE = range(6)
+NORMS = (LAYER, RMS, RMS_OF_ONE_MORE, LAYER_OF_ONE_MORE)
 EPS = 1e-6
 
 
@@ -30,9 +31,9 @@ FORMS = {
     "sandwich": Form(RMS_OF_ONE_MORE, RMS_OF_ONE_MORE),
     "all": Form(LAYER, RMS, False, -0.7),
     "all of the sum": Form(RMS, LAYER, True, 0.5),
-    **{f"first {kind}": Form(first=kind) for kind in (LAYER, RMS, RMS_OF_ONE_MORE)},
-    **{f"of the result {kind}": Form(last=kind) for kind in (LAYER, RMS, RMS_OF_ONE_MORE)},
-    **{f"of the sum {kind}": Form(last=kind, norms_sum=True) for kind in (LAYER, RMS, RMS_OF_ONE_MORE)},
+    **{f"first {kind}": Form(first=kind) for kind in NORMS},
+    **{f"of the result {kind}": Form(last=kind) for kind in NORMS},
+    **{f"of the sum {kind}": Form(last=kind, norms_sum=True) for kind in NORMS},
 }
 
 
@@ -95,14 +96,19 @@ def normed(values, kind, weight, bias):
         return values
     if kind == SCALE:
         return values * weight
-    if kind == LAYER:
+    if kind == LAYER and all(each is None or each.dim() == 1 for each in (weight, bias)):
         return F.layer_norm(values, values.shape[-1:], weight, bias, EPS)
+    if kind in (LAYER, LAYER_OF_ONE_MORE):
+        values = F.layer_norm(values, values.shape[-1:], eps=EPS)
+        values = values if weight is None else values * (weight + (kind == LAYER_OF_ONE_MORE))
+        return values if bias is None else values + bias
     wide = values if values.dtype == torch.float64 else values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     if weight is None:
         return wide.to(values.dtype)
     if kind == RMS_OF_ONE_MORE:
-        return (wide * (1 + weight.to(wide))).to(values.dtype)
+        wide = wide * (1 + weight.to(wide))
+        return (wide if bias is None else wide + bias.to(wide)).to(values.dtype)
     return weight * wide.to(values.dtype)
 
 
@@ -114,7 +120,7 @@ def made_case(device, dtype, form, layers=3, rows=5, sizes=(32, 96, 32), biased=
 
     def norm(kind, width):
         weight = made(width) if kind == SCALE or (kind and weighted) else None
-        return weight, made(width) if kind == LAYER and weighted else None
+        return weight, made(width) if kind in (LAYER, LAYER_OF_ONE_MORE) and weighted else None
 
     widths = [n_in, *(hidden,) * (layers > 1), out]
     shapes = [(hidden, n_in)] * (layers - 1) + [(out, widths[-2])]
@@ -234,6 +240,50 @@ def test_rows(ops, device, form):
         assert got.shape == (rows, out) and got.isfinite().all()
 
 
+# Dimensions of x before the features, and of the weights and biases of its norms.
+SHARED = [
+    ((3, 7), (3, 1)),
+    ((3, 7), (1, 1)),
+    ((3, 7), (1,)),
+    ((3, 7), (3, 7)),
+    ((3, 1), (3, 1)),
+    ((2, 3, 5), (2, 1, 1)),
+    ((2, 3, 5), (2, 3, 1)),
+    ((2, 3, 5), (1, 1, 1)),
+    ((1, 400), (1, 1)),
+    ((9, 130), (9, 1)),
+]
+
+
+@pytest.mark.parametrize("kinds", [(LAYER_OF_ONE_MORE, SCALE), (RMS_OF_ONE_MORE, LAYER_OF_ONE_MORE), (LAYER, RMS)])
+@pytest.mark.parametrize("features", [96, 33])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_of_some_rows(ops, device, dtype, shared, features, kinds):
+    """Weights and biases that rows which follow each other share, as those of one image: chunks of a wider tensor."""
+    torch.manual_seed(0)
+    leading, given = shared
+    case = made_case(device, dtype, Form(*kinds), 2, sizes=(features, 64, features))
+    case.x, case.residual = (torch.randn(*leading, features, device=device, dtype=dtype) for _ in range(2))
+    scale, shift, gate, other = torch.randn(*given, 4 * features, device=device, dtype=dtype).chunk(4, dim=-1)
+    case.first, case.last = (scale, shift), (gate, None if kinds[1] == SCALE else other)
+    if kinds[0] == LAYER:
+        case.first, case.last = (None, shift), (gate, None)
+    expected, eager = (each.computed() for each in (case.to(torch.float64), case))
+    got = ops[2](*case.arguments())
+    error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
+    assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING
+
+
+@pytest.mark.parametrize("given", [(1, 7), (3, 1, 1), (7,), (3,), (2, 1), (1, 3, 1)])
+def test_features_of_rows_that_are_apart(ops, device, given):
+    case = made_case(device, torch.float32, Form(LAYER_OF_ONE_MORE), 2)
+    case.x, case.residual = torch.randn(3, 7, 32, device=device), torch.randn(3, 7, 32, device=device)
+    case.first = (torch.randn(*given, 32, device=device), None)
+    with pytest.raises(RuntimeError, match="weight of first_norm must be"):
+        ops[2](*case.arguments())
+
+
 def test_equal_values_have_no_deviation(ops, device):
     case = made_case(device, torch.float32, Form(last=LAYER, norms_sum=True), 2)
     case.x, case.biases = torch.zeros_like(case.x), [None, None]
@@ -280,11 +330,14 @@ FAULTS = {
     "more dimensions": (lambda case: setattr(case, "residual", case.residual[None]), "residual must have"),
     "residual's dtype": (lambda case: setattr(case, "residual", case.residual.bfloat16()), "residual differs"),
     "first weight": (lambda case: setattr(case, "first", (case.last[0], None)), "weight of first_norm must be"),
-    "last weight": (lambda case: setattr(case, "last", (case.last[0][None], None)), "weight of last_norm must be"),
+    "last weight": (
+        lambda case: setattr(case, "last", (case.last[0].expand(2, 40), None)),
+        "weight of last_norm must be",
+    ),
     "last bias": (lambda case: setattr(case, "last", (None, case.first[1])), "bias of last_norm must be"),
     "its dtype": (lambda case: setattr(case, "last", (case.last[0].double(), None)), "weight differs in dtype"),
     "no norm": (lambda case: setattr(case, "form", case.form._replace(last=NONE)), "weight of last_norm must be"),
-    "no such norm": (lambda case: setattr(case, "form", case.form._replace(last=5)), "last_norm must be"),
+    "no such norm": (lambda case: setattr(case, "form", case.form._replace(last=6)), "last_norm must be"),
     "a negative one": (lambda case: setattr(case, "form", case.form._replace(first=-1)), "first_norm must be"),
     "a scale of x": (lambda case: setattr(case, "form", case.form._replace(first=SCALE)), "a scale must be"),
     "a scale of the sum": (

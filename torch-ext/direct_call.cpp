@@ -56,7 +56,7 @@ class Reader {
 
   // Reads x. False where that is enough to know that the op has to be called.
   bool read_x(PlainMlp* mlp) {
-    if (!read_tensor(at(0), 0, &x_) || x_.dims == 0) return false;
+    if (!read_tensor(at(0), kX, &x_) || x_.dims == 0) return false;
     const auto dtype = dtype_of(x_.dtype);
     const Rows rows(x_.sizes, x_.strides, x_.dims);
     if (!dtype || !rows.adjacent || rows.rows == 0 || rows.cols == 0) return false;
@@ -88,11 +88,14 @@ class Reader {
   PyObject* at(Py_ssize_t place) const { return PyTuple_GetItem(operands_, place); }
   int64_t integer(Py_ssize_t place) const { return PyLong_AsSsize_t(at(place)); }
 
-  // Reads a tensor that is not empty; where it is not x (`dims` is 0), one with so many dimensions that has the device
-  // and the dtype of x.
+  static constexpr int kX = 0, kAnyDims = -1;
+
+  // Reads a tensor that is not empty; where it is not x, one with so many dimensions that has the device and the dtype
+  // of x.
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
     if (exchange->read(tensor, view) != 0) return false;
-    const bool alike = dims == 0 || (view->dims == dims && view->device == x_.device && view->dtype == x_.dtype);
+    const bool fits = dims == kAnyDims || view->dims == dims;
+    const bool alike = dims == kX || (fits && view->device == x_.device && view->dtype == x_.dtype);
     return alike && view->data != nullptr && view->byte_offset == 0 && !true_or_raises(is_negated, tensor);
   }
 
@@ -164,12 +167,25 @@ class Reader {
     return true;
   }
 
-  bool read_norm(Py_ssize_t place, int64_t features, Norm* norm) const {
+  // Reads what a norm has for each feature of rows like those of x, or of the residual. None gives nothing.
+  bool read_features(Py_ssize_t place, const dlpack::Tensor& of, Features* features) const {
+    *features = kNoFeatures;
+    if (at(place) == Py_None) return true;
+    dlpack::Tensor tensor;
+    if (!read_tensor(at(place), kAnyDims, &tensor)) return false;
+    const Rows rows(tensor.sizes, tensor.strides, tensor.dims);
+    const auto shared = rows_that_share(tensor.sizes, tensor.dims, of.sizes, of.dims);
+    if (!shared || !rows.adjacent) return false;
+    *features = {tensor.data, *shared, rows.rows > 1 ? rows.row_stride : 0};
+    return true;
+  }
+
+  bool read_norm(Py_ssize_t place, const dlpack::Tensor& of, Norm* norm) const {
     norm->kind = static_cast<NormKind>(integer(place + 3));
     norm->eps = static_cast<float>(PyFloat_AsDouble(at(place + 2)));
     norm->residual = Residual::kNone;
     norm->factor = 1.0f;
-    return read_vector(place, features, &norm->weight) && read_vector(place + 1, features, &norm->bias);
+    return read_features(place, of, &norm->weight) && read_features(place + 1, of, &norm->bias);
   }
 
   bool read_block(PlainMlp* mlp) const {
@@ -181,7 +197,7 @@ class Reader {
       return false;
     }
     const Rows rows(residual.sizes, residual.strides, residual.dims);
-    if (!rows.adjacent || !read_norm(place + 2, mlp->in, &mlp->first) || !read_norm(place + 6, out, &mlp->last)) {
+    if (!rows.adjacent || !read_norm(place + 2, x_, &mlp->first) || !read_norm(place + 6, residual, &mlp->last)) {
       return false;
     }
     const bool norms_sum = at(place + 10) == Py_True;

@@ -1,25 +1,38 @@
 #pragma once
 
+#include <cstdint>
+
 // What a block does to the rows of an MLP's input and of its result, for the kernels of every backend.
 namespace fused_mlp {
 
-// The codes of the ops. kRmsOfOneMore: RMSNorm whose weight is stored less 1; kScale: the weight alone, no norm.
-enum class NormKind { kNone, kLayer, kRms, kRmsOfOneMore, kScale };
+// The codes of the ops. kRmsOfOneMore, kLayerOfOneMore: RMSNorm or LayerNorm whose weight is stored less 1; kScale: the
+// weight alone, no norm.
+enum class NormKind { kNone, kLayer, kRms, kRmsOfOneMore, kScale, kLayerOfOneMore };
 
 // kNone: norm(x); kNormed: norm(residual + factor * x); kAdded: residual + factor * norm(x)
 enum class Residual { kNone, kNormed, kAdded };
 
-// A null weight stands for ones, a null bias for zeros.
+// A value for each feature, or null. All rows have the same ones where `stride` is 0; else each `rows` rows have
+// theirs, `stride` elements behind those of the rows before.
+struct Features {
+  const void* data;
+  int64_t rows, stride;
+};
+inline constexpr Features kNoFeatures{nullptr, 1, 0};
+
+// No weight stands for ones, no bias for zeros.
 struct Norm {
   NormKind kind;
-  const void *weight, *bias;
+  Features weight, bias;
   float eps;
   Residual residual;
   float factor;
 
-  constexpr bool centred() const { return kind == NormKind::kLayer; }
+  constexpr bool centred() const { return kind == NormKind::kLayer || kind == NormKind::kLayerOfOneMore; }
   constexpr bool normed() const { return kind != NormKind::kNone && kind != NormKind::kScale; }
-  constexpr float weight_offset() const { return kind == NormKind::kRmsOfOneMore ? 1.0f : 0.0f; }
+  constexpr float weight_offset() const {
+    return kind == NormKind::kRmsOfOneMore || kind == NormKind::kLayerOfOneMore ? 1.0f : 0.0f;
+  }
 };
 
 }  // namespace fused_mlp

@@ -9,6 +9,7 @@
 
 #include "activation.h"
 #include "norm.h"
+#include "tensor_rows.h"
 #include "torch_binding.h"
 
 // What the ops of every backend ask of their operands, and the tensors that they return.
@@ -79,14 +80,15 @@ struct Around {
   bool norms_sum;
 };
 
-inline void check_norm(const BlockNorm& norm, const char* name, int64_t features, const Tensor& x) {
+inline void check_norm(const BlockNorm& norm, const char* name, const Tensor& x) {
   const auto kind = static_cast<NormKind>(norm.kind);
-  STD_TORCH_CHECK(0 <= norm.kind && kind <= NormKind::kScale, name, " must be a code of norm.h, not ", norm.kind);
+  STD_TORCH_CHECK(0 <= norm.kind && kind <= NormKind::kLayerOfOneMore, name, " must be a code of norm.h, not ",
+                  norm.kind);
   const auto check_operand = [&](const OptionalTensor& operand, const char* part) {
     if (!operand.has_value()) return;
     check_same_kind(*operand, part, x);
-    STD_TORCH_CHECK(kind != NormKind::kNone && operand->dim() == 1 && operand->size(0) == features, part, " of ", name,
-                    " must be [features], as it norms");
+    STD_TORCH_CHECK(kind != NormKind::kNone && rows_that_share(*operand, x), part, " of ", name,
+                    " must be [features], as it norms, or one row of these for rows that follow each other");
   };
   check_operand(norm.weight, "the weight");
   check_operand(norm.bias, "the bias");
@@ -99,8 +101,8 @@ inline void check_around(const Tensor& x, const Tensor& last_weight, const Aroun
   STD_TORCH_CHECK(around.residual.dim() == x.dim() && std::equal(sizes.begin(), sizes.end() - 1, of_x.begin()) &&
                       around.residual.size(-1) == last_weight.size(0),
                   "residual must have the shape of the result");
-  check_norm(around.first, "first_norm", x.size(-1), x);
-  check_norm(around.last, "last_norm", last_weight.size(0), x);
+  check_norm(around.first, "first_norm", x);
+  check_norm(around.last, "last_norm", around.residual);
   constexpr auto kScale = static_cast<int64_t>(NormKind::kScale);
   STD_TORCH_CHECK(around.first.kind != kScale && !(around.norms_sum && around.last.kind == kScale),
                   "a scale must be of the MLP's result");

@@ -27,9 +27,9 @@ template <typename Backend>
 void norm_rows(const Tensor& x, const Tensor* residual, const BlockNorm& given, Residual place, double factor,
                const Tensor& out) {
   const TensorRows rows(x), others(residual == nullptr ? x : *residual);
-  const DenseVector weight(given.weight), bias(given.bias);
-  const Norm norm{static_cast<NormKind>(given.kind), weight.data(), bias.data(),
-                  static_cast<float>(given.eps),     place,         static_cast<float>(factor)};
+  const RowFeatures weight(given.weight, x), bias(given.bias, x);
+  const Norm norm{static_cast<NormKind>(given.kind), weight.get(), bias.get(),
+                  static_cast<float>(given.eps),     place,        static_cast<float>(factor)};
   Backend::norm(rows, residual == nullptr ? kNoMatrix : matrix(others), norm, out);
 }
 

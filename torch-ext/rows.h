@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 namespace fused_mlp {
 
@@ -28,5 +29,24 @@ struct Rows {
     }
   }
 };
+
+// How many rows of a tensor [..., features], one after the other, share a row of one that is broadcast to it: as
+// [batch, 1, features] is shared by the rows of each [tokens, features]. Nothing where the shapes do not fit, or rows
+// that lie apart would share one.
+inline std::optional<int64_t> rows_that_share(const int64_t* sizes, int64_t dims, const int64_t* of, int64_t of_dims) {
+  if (dims == 0 || dims > of_dims || sizes[dims - 1] != of[of_dims - 1]) return std::nullopt;
+  int64_t rows = 1;
+  bool varies = false;
+  for (int64_t d = 2; d <= of_dims; ++d) {  // from the last dimension on
+    const int64_t size = d <= dims ? sizes[dims - d] : 1, wanted = of[of_dims - d];
+    if (size == 1 && !varies) {
+      rows *= wanted;
+    } else if (size != wanted) {
+      return std::nullopt;
+    }
+    varies = varies || size != 1;
+  }
+  return rows;
+}
 
 }  // namespace fused_mlp

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "matrix.h"
+#include "norm.h"
 #include "rows.h"
 
 namespace fused_mlp {
@@ -45,6 +46,26 @@ class DenseVector {
 
  private:
   std::optional<torch::stable::Tensor> tensor_;
+};
+
+inline std::optional<int64_t> rows_that_share(const torch::stable::Tensor& given, const torch::stable::Tensor& of) {
+  return rows_that_share(given.sizes().data(), given.dim(), of.sizes().data(), of.dim());
+}
+
+// The weight or the bias of a norm of the rows of a tensor, or none: adjacent elements, a copy where they are not.
+class RowFeatures {
+ public:
+  RowFeatures(const std::optional<torch::stable::Tensor>& source, const torch::stable::Tensor& of) {
+    if (!source) return;
+    rows_.emplace(*source);
+    features_ = {matrix(*rows_).data, rows_that_share(*source, of).value_or(1),
+                 rows_->rows > 1 ? rows_->row_stride : 0};
+  }
+  const Features& get() const { return features_; }
+
+ private:
+  std::optional<TensorRows> rows_;
+  Features features_ = kNoFeatures;
 };
 
 }  // namespace fused_mlp
