@@ -79,16 +79,18 @@ __global__ void __launch_bounds__(kThreads)
         in[u][i] = *reinterpret_cast<const Vec*>(source + col);
       }
     }
-#pragma unroll
+    // Not unrolled, as that would double the code of long formulas: the vectors move up instead, so that each is in
+    // registers.
+#pragma unroll 1
     for (int u = 0; u < Vectors; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
-      if (col + Width > cols) continue;
+      if (col + Width > cols) break;
       float results[Op::kOutputs][Width];
 #pragma unroll
       for (int lane = 0; lane < Width; ++lane) {
         float x[Op::kInputs], y[Op::kOutputs];
 #pragma unroll
-        for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[u][i].lane[lane]);
+        for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[0][i].lane[lane]);
         Op::apply(x, y);
 #pragma unroll
         for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
@@ -96,6 +98,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
+      }
+#pragma unroll
+      for (int v = 0; v + 1 < Vectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < Op::kInputs; ++i) in[v][i] = in[v + 1][i];
       }
     }
   }

@@ -581,7 +581,7 @@ CHANGES = {
     "another eps": (with_attribute("eps", 0.5), True),
     "another weight": (with_attribute("weight", lambda norm: nn.Parameter(2 * norm.weight)), True),
     "no bias": (with_attribute("bias", None), True),
-    "no weight": (with_attribute("weight", None), False),
+    "no weight": (with_attribute("weight", None), True),
     "a forward of its own": (with_attribute("forward", lambda norm: lambda x: 2 * x), False),
     "an eps that is no float": (with_attribute("eps", 1), False),
     "another norm": (changed_norm(lambda norm: nn.LayerNorm(32, bias=False).to(norm.weight)), True),

@@ -25,9 +25,10 @@ Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
   return PyErr_Occurred() ? kError : answer(known);
 }
 
-// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple.
+// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple. Where it `may_lack` a
+// weight, None stands for that.
 Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObject* weight_name, bool biased,
-                       PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place) {
+                       PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place, bool may_lack = false) {
   const Answer bare = is_bare(module, state, recording);
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
@@ -36,7 +37,9 @@ Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObje
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
   if (bias == nullptr) return PyErr_Occurred() ? kError : kNo;
-  if (class_of(weight) != settings.parameter || (bias != Py_None && class_of(bias) != settings.parameter)) return kNo;
+  const bool lacks = may_lack && weight == Py_None;
+  if (!lacks && class_of(weight) != settings.parameter) return kNo;
+  if (bias != Py_None && class_of(bias) != settings.parameter) return kNo;
   const Answer there = put(operands, weight_place, weight);
   return there == kYes ? put(operands, bias_place, bias) : there;
 }
@@ -123,14 +126,18 @@ Answer passes(PyObject* part, bool recording) {
   return is_bare(part, state, recording);
 }
 
-// Whether a norm that knows the shape of what it norms, as torch's do, knows that of its weight.
-Answer norms_last_dimension(PyObject* state, PyObject* weight) {
+// Whether a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
+// and biases, if any.
+Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weight, PyObject* bias) {
   PyObject* normalized = item(state, names().normalized);
   if (normalized == nullptr || !PyTuple_Check(normalized)) return PyErr_Occurred() ? kError : kNo;
   if (PyTuple_Size(normalized) != 1) return kNo;
-  const Owned size(PyObject_CallMethodObjArgs(weight, names().numel, nullptr));
-  if (!size) return kError;
-  return answer(PyLong_AsSsize_t(size.get()) == PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0)));
+  if (features != PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0))) return PyErr_Occurred() ? kError : kNo;
+  for (PyObject* each : {weight, bias}) {
+    const Py_ssize_t size = each == Py_None ? features : PyObject_Size(each);
+    if (size != features) return size < 0 ? kError : kNo;
+  }
+  return kYes;
 }
 
 }  // namespace
@@ -216,17 +223,20 @@ PyObject* known_activation(PyObject* act, bool recording) {
   return plain ? known : nullptr;
 }
 
-Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
+                 Py_ssize_t place) {
   PyObject* known = item(settings.norms, class_of(norm));
   PyObject* state = known == nullptr ? nullptr : state_of(norm);
   if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
-  Answer said = read_parameters(norm, state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1);
+  Answer said =
+      read_parameters(norm, state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1, of_torch);
   if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
   if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
   PyObject* weight = PyTuple_GetItem(operands, place);
   if (said == kYes) {
-    said = of_torch ? norms_last_dimension(state, weight) : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
+    said = of_torch ? norms_last_dimension(state, features, weight, PyTuple_GetItem(operands, place + 1))
+                    : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
   }
   if (said != kYes) return said;
   PyObject* const named = PyTuple_GetItem(known, 1);
@@ -235,7 +245,7 @@ Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* oper
   if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 0)) != kYes) {
     return kError;
   }
-  return has_attribute(weight, names().dtype, dtype);
+  return weight == Py_None ? kYes : has_attribute(weight, names().dtype, dtype);
 }
 
 PyObject* norm_behind(Objects parts, bool recording) {

@@ -58,11 +58,12 @@ Answer all_pass(Objects parts, bool recording);
 // is not.
 PyObject* known_activation(PyObject* act, bool recording);
 
-// Puts weight, bias, eps and code of a plain norm over the last dimension into a tuple, in this order. That the weight
-// is of that dimension the op itself asks. Its class is known by a tuple: (code, name of eps or None, whether it is one
-// of torch's, whether it has a bias, attributes that are unchanged, names that the module itself must not have, names
-// that its class must not have, name of the weight).
-Answer read_norm(PyObject* norm, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place);
+// Puts weight, bias, eps and code of a plain norm of so many features into a tuple, in this order. That the weight of
+// one that is not torch's has as many the op itself asks. Its class is known by a tuple: (code, name of eps or None,
+// whether it is one of torch's, whether it has a bias, attributes that are unchanged, names that the module itself must
+// not have, names that its class must not have, name of the weight).
+Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
+                 Py_ssize_t place);
 
 // The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
 // where another part does not pass values on.

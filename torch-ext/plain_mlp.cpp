@@ -4,6 +4,8 @@
 
 #include "activation.h"
 #include "direct_call.h"
+#include "norm.h"
+#include "rows.h"
 #include "settings.h"
 #include "surroundings.h"
 
@@ -22,12 +24,39 @@ Answer is_refused(PyObject* x) {
   return refused ? answer(refused.get() != Py_None) : kError;
 }
 
-// Whether a factor is a scale of the features that a weight gives.
-Answer scales_features(PyObject* factor, PyObject* weight, PyObject* dtype) {
-  if (!is_tensor(factor)) return kNo;
-  const Py_ssize_t features = PyObject_Size(weight), size = PyObject_Size(factor);
-  if (features < 0 || size < 0) return kError;
-  return size == features && number_of_elements(factor) == size ? has_attribute(factor, names().dtype, dtype) : kNo;
+// The sizes of a tensor, up to some dimensions: what has more has none here.
+struct Sizes {
+  int64_t of[8];
+  Py_ssize_t dims = 0;
+
+  explicit Sizes(PyObject* tensor) {
+    const Owned shape(PyObject_GetAttr(tensor, names().shape));
+    if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > Py_ssize_t{std::size(of)}) return;
+    for (; dims < PyTuple_Size(shape.get()); ++dims) of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+  }
+};
+
+// Whether a factor or a term has the features of rows of a tensor as the ops take them.
+Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype) {
+  if (!is_tensor(given)) return kNo;
+  const Sizes sizes(given), rows(tensor);
+  if (PyErr_Occurred()) return kError;
+  const bool fit = rows_that_share(sizes.of, sizes.dims, rows.of, rows.dims).has_value();
+  return fit ? has_attribute(given, names().dtype, dtype) : kNo;
+}
+
+// Puts what modulates a norm of x into the places of the weight and the bias that it has not got.
+Answer modulate(PyObject* modulation, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+  for (Py_ssize_t i = 0; i < 2; ++i) {
+    PyObject* const given = PyTuple_GetItem(modulation, i);
+    const bool is_shift = i == 1;
+    const Answer fits = is_shift && given == Py_None ? kYes : are_features_of(given, x, dtype);
+    if (fits != kYes || PyTuple_GetItem(operands, place + i) != Py_None) return fits == kYes ? kNo : fits;
+    if (put(operands, place + i, given) != kYes) return kError;
+  }
+  const auto kind = static_cast<NormKind>(PyLong_AsSsize_t(PyTuple_GetItem(operands, place + 3)));
+  if (kind != NormKind::kLayer && kind != NormKind::kRms) return kNo;
+  return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
 }
 
 // Puts what is around an MLP into a tuple, as the op has it from a place on.
@@ -41,7 +70,7 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
   PyObject *factor = block.factor, *scale = none, *scales = code;
   if (!PyFloat_CheckExact(factor)) {
-    const Answer fits = last == none ? scales_features(factor, PyTuple_GetItem(operands, place / 2 - 1), dtype) : kNo;
+    const Answer fits = last == none ? are_features_of(factor, block.residual, dtype) : kNo;
     if (fits != kYes) return fits;
     scale = factor, scales = names().scale, factor = names().one;
   }
@@ -51,8 +80,17 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   for (Py_ssize_t i = 0; i < kBlockOperands; ++i) {
     if (put(operands, place + i, given[i]) != kYes) return kError;
   }
-  const Answer read = block.first == Py_None ? kYes : read_norm(block.first, dtype, recording, operands, place + 2);
-  return read != kYes || last == Py_None ? read : read_norm(last, dtype, recording, operands, place + 6);
+  Answer read = kYes;
+  if (block.first != Py_None) {
+    PyObject* const x = PyTuple_GetItem(operands, 0);
+    const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
+    read =
+        width ? read_norm(block.first, PyLong_AsSsize_t(width.get()), dtype, recording, operands, place + 2) : kError;
+    if (read == kYes && block.modulation != Py_None) read = modulate(block.modulation, x, dtype, operands, place + 2);
+  }
+  if (read != kYes || last == Py_None) return read;
+  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
 // Asks the same of an MLP. One whose pattern is to save memory is never too little.

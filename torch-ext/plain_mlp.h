@@ -18,11 +18,12 @@ struct Mlp {
   bool in_eval = false;  // the module is known to be in eval mode
 };
 
-// What is around an MLP in its block: the norm of its input; behind its last projection what may pass values on, and
+// What is around an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is stored
+// less 1, and a shift; behind its last projection what may pass values on, and
 // among that a norm or a scale; a factor, which is a number or a scale; the sum with the residual; and the norm of
-// that. None where there is no norm.
+// that. None where there is no norm, or nothing modulates it.
 struct Block {
-  PyObject* first;
+  PyObject *first, *modulation;
   Objects behind;
   PyObject* factor;
   PyObject* residual;

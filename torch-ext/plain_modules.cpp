@@ -70,7 +70,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   if (!given.add(parts[0])) return nullptr;
   const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{Py_None, {}, names().one, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None};
+    const Block block{Py_None, Py_None, {}, names().one, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None};
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     if (whole && class_of(whole.get()) == settings.tensor) return whole.release();  // or operands, as below
@@ -251,36 +251,36 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[12];
-  if (!unpack(given, "ootottooooot", of)) return nullptr;
+  PyObject* of[13];
+  if (!unpack(given, "ootottoooooot", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[10], of[11]) != kYes)
+  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[11], of[12]) != kYes)
     return answered(nullptr);
   PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
   const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{first, behind.all(), of[6], of[7], last};
+  const Block block{first, of[10], behind.all(), of[6], of[7], last};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[10];
-  if (!unpack(given, "dootooooot", of)) return nullptr;
+  PyObject* of[11];
+  if (!unpack(given, "dootoooooot", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[8], of[9]) != kYes)
+  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[9], of[10]) != kYes)
     return answered(nullptr);
   PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
   const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
-  const Block block{first, behind.all(), of[4], of[5], last};
+  const Block block{first, of[8], behind.all(), of[4], of[5], last};
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 

@@ -75,8 +75,11 @@ struct Names {
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
   PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise
+  PyObject* layer_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kLayerOfOneMore));
+  PyObject* rms_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kRmsOfOneMore));
   PyObject* approximate = PyUnicode_InternFromString("approximate");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* numel = PyUnicode_InternFromString("numel");
   PyObject* size = PyUnicode_InternFromString("size");
   PyObject* last = PyLong_FromSsize_t(-1);  // dimension

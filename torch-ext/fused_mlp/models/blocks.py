@@ -23,28 +23,38 @@ def block(
     order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
+    modulation: shortcut.Modulation = None,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
     if _plain is not None:
-        found = _plain.block_of(halves.wholes, module, x, behind, factor, residual, first, last, owner, names)
+        around = behind, factor, residual, first, last, modulation
+        found = _plain.block_of(halves.wholes, module, x, *around, owner, names)
         if type(found) is tuple:
             found = shortcut.packed_block(*found)
         if found is not None:
             return found
     module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
-    whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
+    whole = None if _plain is None else _whole_in_turn(module, x)
     if whole is not None:
-        projections, act, between, passing = whole
-        given = forwards.PLAIN, x, projections, act, between, (*passing, *behind), factor, residual, first, last
+        pattern, projections, act, between, passing = whole
+        known = shortcut.known_by(act)
+        given = pattern, x, projections, known, between, (*passing, *behind), factor, residual, first, last, modulation
         found = _plain.block(*given, None, ())
+        if type(found) is tuple:
+            found = shortcut.packed_block(*found)
         if found is not None:
             return found
-    values = module(x if first is None else first(x))
-    return shortcut.around(values, behind, factor, residual, order, last)
+    return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last)
 
 
-def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """What a sequence is whose call runs its forward, and nothing else."""
-    return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)
+def _whole_in_turn(module: nn.Module, x: Tensor) -> Optional[sequences.Whole]:
+    """The MLP that a module is which runs its parts in turn, where calling it does nothing else."""
+    if isinstance(module, nn.Sequential):
+        return None if type(halves.running(module, _sequences)) is str else sequences.whole(tuple(module), x)
+    half = halves.running(module, halves.wholes)
+    if type(half) is str or half.names is not None:
+        return None
+    parts = module._modules.get(half.found)
+    return sequences.whole(tuple(parts), x) if type(parts) is nn.ModuleList else None

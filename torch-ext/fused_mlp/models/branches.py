@@ -46,7 +46,7 @@ def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]
         parting = _Parting(made, role)
         for block in list(blocks(made)):
             block[:] = map(parting.spread, block)
-        if not any([parting.part(block, most) for block in list(blocks(made))]):
+        if not any([parting.part(block, most) for block in reversed(list(blocks(made)))]):  # copies come last
             return
         yield made
 
@@ -131,7 +131,7 @@ class _Parting:
                 continue
             while index > 0 and self._is_near(block[index - 1]):
                 index -= 1
-            return index if self._is_near(statement) else None
+            return index if self._is_near(statement) or self.is_settled(statement) else None
         return None
 
     def _branches(self, statements: List[ast.stmt], most: int) -> List[ast.stmt]:

@@ -90,6 +90,29 @@ def is_plain(node: ast.expr) -> bool:
     return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
+def is_view(node: ast.expr) -> bool:
+    """Whether an expression is a name, or one with dimensions added: ``h[:, None]``, ``h.unsqueeze(1)``."""
+    if isinstance(node, ast.Call):
+        axis = node.args[0] if len(node.args) == 1 and not node.keywords else None
+        is_unsqueezed = isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze"
+        return is_unsqueezed and axis is not None and _is_number(axis) and is_view(node.func.value)
+    if not isinstance(node, ast.Subscript):
+        return isinstance(node, ast.Name)
+    places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    return is_view(node.value) and all(_is_every_or_new(place) for place in places)
+
+
+def _is_every_or_new(place: ast.expr) -> bool:
+    if isinstance(place, ast.Slice):
+        return place.lower is place.upper is place.step is None
+    return isinstance(place, ast.Constant) and place.value is None
+
+
+def _is_number(node: ast.expr) -> bool:
+    node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
 def _identifiers(node: ast.AST) -> Iterator[str]:
     for field, value in ast.iter_fields(node):
         if not (isinstance(node, ast.Constant) and field in ("value", "kind")):

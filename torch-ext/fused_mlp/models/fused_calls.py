@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from types import FunctionType
-from typing import Callable, List, NamedTuple, Set, Tuple
+from typing import Callable, List, NamedTuple, Optional, Set, Tuple
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from ..dispatch import is_small_product
 from . import blocks, chunks, forms, forwards, gates, halves, obstacles, sequences, shortcut
 from .pattern import Pattern
 from .roles import Role
-from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
+from .sites import Act, AnySite, Block, Joint, Modulation, Site, Turns, Whole
 
 
 def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
@@ -52,11 +52,18 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
     none = ast.Constant(None)
     around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
-    around += [ast.Constant(block.order), block.first or none, block.last or none]
+    around += [ast.Constant(block.order), block.first or none, block.last or none, _modulation(block.modulation)]
     if isinstance(block.site, Whole):
         return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
     places = {2, 4, 5, 9, 10, *_act_by_name(block.site)}
     return _by_names("block", function, [*arguments_of(block.site), *around], places)
+
+
+def _modulation(modulation: Optional[Modulation]) -> ast.expr:
+    if modulation is None:
+        return ast.Constant(None)
+    parts = modulation.scale, modulation.shift or ast.Constant(None), ast.Constant(modulation.scale_first)
+    return ast.Tuple(list(parts), ast.Load())
 
 
 def _act_by_name(site: Site) -> Set[int]:

@@ -48,7 +48,9 @@ class Half(NamedTuple):
     of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
     its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
     tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
-    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. A module that runs
+    its children in turn, and is a whole MLP by that, has no names, and their list's name is what was ``found``.
+    ``only_hands_on`` is whether a head does no more with x than to hand it over.
     """
 
     forward: FunctionType
@@ -57,6 +59,7 @@ class Half(NamedTuple):
     found: Any
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
+    only_hands_on: bool = False
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -105,6 +108,13 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
     if memory != training.KEPT and type(handed) is Pending:
         handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
     return handed
+
+
+def handed_before_a_norm(head: nn.Module, x: Tensor) -> Optional[Pending]:
+    """What a head hands over of what a norm will make of x; None where it may ask something of that."""
+    half = running(head, heads)
+    handed = half.function(head, x) if type(half) is Half and half.only_hands_on and not _are_watched() else None
+    return handed if type(handed) is Pending else None
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:

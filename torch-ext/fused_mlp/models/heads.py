@@ -11,11 +11,12 @@ from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from . import forwards, halves
+from .effects import uses
 from .fused_calls import arguments_of, name_of_pattern
 from .matches import returned
-from .names import assignment, is_name
+from .names import assignment, body_of, is_name
 from .roles import RoleOf
-from .sites import AnySite, Site
+from .sites import AnySite, Site, Turns
 from .source import function_of, value_of
 
 
@@ -39,7 +40,9 @@ def head_of(
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = children_of((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
-    return halves.Half(forward, own, None, site, function_of(tree, forward, {**names, **whole}))
+    only_hands_on = len(uses(tree, arguments[1].arg)) == 1
+    function = function_of(tree, forward, {**names, **whole})
+    return halves.Half(forward, own, None, site, function, only_hands_on=only_hands_on)
 
 
 def _is_returned(tree: ast.FunctionDef) -> bool:
@@ -63,6 +66,8 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
     pass its result on."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    if isinstance(site, Turns):
+        return _whole_in_turn(tree, forward, site, role)
     call, behind = returned(tree, role)
     is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.is_callee
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
@@ -80,6 +85,36 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
     names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
     return halves.Half(forward, names, None, site)
+
+
+def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
+    """The same of a forward that runs children in turn, which are an MLP together.
+
+    It may have more arguments, which a call as a block's MLP does not give.
+    """
+    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], children_of((site.modules,), forward)
+    taken = copy.copy(tree)
+    taken.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
+    call, behind = returned(taken, role)
+    is_alone = call is not None and is_name(call.func, "@in turn") and not behind and len(arguments) == 2
+    if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
+        return None
+    return halves.Half(forward, None, None, modules[0])
+
+
+def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:
+    """Whether a statement does nothing where a call has no arguments beyond those with names."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    more = {given.arg: empty for given, empty in ((arguments.vararg, ()), (arguments.kwarg, {})) if given is not None}
+    names = {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)} - more.keys()
+    if not names <= {"len"} or ("len" in names and value_of(ast.Name("len", ast.Load()), forward, None) is not len):
+        return False
+    code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(statement.test))), "<condition>", "eval")
+    try:
+        return not eval(code, {"__builtins__": {}, "len": len, **more})
+    except Exception:  # then so does the method
+        return False
 
 
 def children_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:

@@ -10,11 +10,11 @@ import dataclasses
 from typing import Dict, Iterator, List, Optional, Tuple, Union
 
 from . import casts
-from .effects import is_harmless, is_plain, is_reached, uses
+from .effects import is_harmless, is_plain, is_reached, is_view, uses
 from .names import SIMPLE, Place, Value, assignment, body_of, expressions, is_name, reads_of
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
-from .sites import Act, AnySite, Block, Ending, Joint, Site, Start, Whole
+from .sites import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
 
 _METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}, "gate": set()}  # keywords beside the input
@@ -41,27 +41,54 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
     for residual, other in ((left, right), (right, left)):
         value = summed.part(other)
         passed, outer = _through(value, role)
-        scaled, factor, factor_first = _factored(passed)
-        inner, behind, norm = _behind(value if factor is None else scaled, role)
-        before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
-        if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
-            continue
-        site, first = _whole(inner, role), inner
-        if is_call(inner.node, role, Role.WHOLE):
-            site = Whole(inner.node.func, (inner.node.args[0],), inner.read)
-        elif site is None or site.pattern.gated:
-            continue
-        else:  # the first projection
-            hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
-            _, first = _applied(hidden, role)
-        is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-        order = (residual is left, factor_first, before_factor)
-        block = Block(site, behind, factor, residual, order, is_normed, last=last)
-        x = first.part(first.node.args[0])
-        if x.half is None and is_call(x.node, role, Role.NORM):
-            normed = dataclasses.replace(site, inputs=(x.node.args[0],), read=site.read | x.read)
-            yield dataclasses.replace(block, site=normed, is_normed=True, first=x.node.func)
-        yield block
+        for scaled, factor, factor_first in _factored(passed):
+            inner, behind, norm = _behind(value if factor is None else scaled, role)
+            before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
+            if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
+                continue
+            site, first = _whole(inner, role), inner
+            if is_call(inner.node, role, Role.WHOLE):
+                site = Whole(inner.node.func, (inner.node.args[0],), inner.read)
+            elif site is None or site.pattern.gated:
+                continue
+            else:  # the first projection
+                hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
+                _, first = _applied(hidden, role)
+            is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
+            order = (residual is left, factor_first, before_factor)
+            block = Block(site, behind, factor, residual, order, is_normed, last=last)
+            yield from _with_first_norm(block, first.part(first.node.args[0]), role)
+            yield block
+
+
+def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
+    """A block with the norm that its MLP's input comes out of, and what modulates that norm."""
+    modulation, modulated = _modulated(x, role)
+    for given in (x, modulated):
+        if given is not None and given.half is None and is_call(given.node, role, Role.NORM):
+            normed = dataclasses.replace(block.site, inputs=(given.node.args[0],), read=block.site.read | given.read)
+            modulation = None if given is x else modulation
+            yield dataclasses.replace(
+                block, site=normed, is_normed=True, first=given.node.func, modulation=modulation
+            )
+
+
+def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:
+    """What a value is made of by a scale, as one more than it is, and perhaps a shift: these, and that."""
+    shift = None
+    if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Add):
+        shift = value.node.right
+        value = value.part(value.node.left)
+    product = value.node
+    is_product = value.half is None and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)
+    if not is_product or not (shift is None or is_view(shift)):
+        return None, None
+    for factor, other in ((product.right, product.left), (product.left, product.right)):
+        if isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Add):
+            for one, scale in ((factor.left, factor.right), (factor.right, factor.left)):
+                if isinstance(one, ast.Constant) and type(one.value) is int and one.value == 1 and is_view(scale):
+                    return Modulation(scale, shift, factor is product.left), value.part(other)
+    return None, None
 
 
 def _is_sum_of_names(node: ast.expr) -> bool:
@@ -71,14 +98,17 @@ def _is_sum_of_names(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
-def _factored(value: Value) -> Tuple[Value, Optional[ast.expr], bool]:
-    """What is multiplied by an attribute, or by a number, before it is added; that factor, and whether it is first."""
+def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr], bool]]:
+    """What may be multiplied by a number, an attribute or a name before it is added; that factor, whether it is first.
+
+    The value itself comes last, without a factor.
+    """
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
         left, right = value.node.left, value.node.right
         for factor, other in ((right, left), (left, right)):
-            if isinstance(factor, (ast.Constant, ast.Attribute)):
-                return value.part(other), factor, factor is left
-    return value, None, False
+            if isinstance(factor, (ast.Constant, ast.Attribute)) or is_view(factor):
+                yield value.part(other), factor, factor is left
+    yield value, None, False
 
 
 def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:

@@ -189,10 +189,12 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
-    if all(obstacles.of_projection(child) is not None for child in part.children()):
+    children = list(part.children())
+    in_turn = any(type(child) is nn.ModuleList and _is_whole(child._modules) for child in children)
+    if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
     if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
-        return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
+        return Role.WHOLE if _is_whole(part._modules) else Role.LAYER
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:
@@ -344,7 +346,7 @@ def _unchunked(
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
     home = sys.modules.get(function.__module__)
-    if whole is not None and home is not None and vars(home) is function.__globals__:
+    if whole is not None and whole.names is not None and home is not None and vars(home) is function.__globals__:
         method, size, apply = run
         *of_method, unchanged, _, _ = whole.names
         unchanged = (*unchanged, (home, apply.__name__, apply))
@@ -386,7 +388,7 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 @functools.cache
 def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
-    if effects.readable(forward) is None or Role.PROJECTION not in dict(roles).values():
+    if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
         return Role.LAYER
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
@@ -431,6 +433,11 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
             pattern = sequences.pattern_of(is_mlp, up_first, KEPT)
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
+
+
+def _is_whole(modules: Dict[str, nn.Module]) -> bool:
+    """Whether modules in turn are an MLP and no more."""
+    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of heads
 
 
 def _is_activation(part: nn.Module) -> bool:

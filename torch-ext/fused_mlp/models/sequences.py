@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
@@ -86,24 +86,34 @@ def pattern_of(is_whole: bool, up_first: Optional[bool], memory: str) -> Pattern
 
 
 class Whole(NamedTuple):
-    """The parts of a sequence that is an MLP and no more. Those behind it are dropouts and identities."""
+    """The parts of modules in turn that are an MLP and no more. Those behind it are dropouts and identities."""
 
-    projections: Tuple[nn.Module, nn.Module]
-    act: nn.Module
+    pattern: Pattern
+    projections: Tuple[nn.Module, ...]
+    act: Callable[[Tensor], Tensor]
     between: Tuple[nn.Module, ...]
     behind: Tuple[nn.Module, ...]
 
 
-def whole(module: nn.Sequential) -> Optional[Whole]:
-    """What a sequence is by the classes of its parts; None if it is no such."""
-    parts = tuple(module)
+def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
+    """Whether modules in turn are an MLP and no more, by their classes."""
     first, *others = _places(parts) or (None,)
-    if first is None or others or first.act != 1 or first.second is None or first.up_first is not None:
+    is_mlp = first is not None and not others and first.first == 0 and first.second is not None
+    return is_mlp and first.up_first is None and _behind_passing(parts, first.second + 1) == len(parts)
+
+
+def whole(parts: Tuple[nn.Module, ...], x: Tensor) -> Optional[Whole]:
+    """What modules in turn are that are given x, or what a norm makes of it; None if they are no MLP."""
+    if not is_whole(parts):
         return None
-    behind = parts[first.second + 1 :]
-    if _behind_passing(behind, 0) < len(behind):
+    ((_, act, second, _),) = _places(parts)
+    last, behind = parts[second], parts[second + 1 :]
+    if act is not None:
+        return Whole(PLAIN, (parts[0], last), parts[act], parts[act + 1 : second], behind)
+    handed = halves.handed_before_a_norm(parts[0], x)
+    if handed is None:
         return None
-    return Whole((parts[0], parts[first.second]), parts[1], parts[2 : first.second], behind)
+    return Whole(handed.pattern, (*handed.projections, last), handed.act, parts[1:second], behind)
 
 
 class _Place(NamedTuple):

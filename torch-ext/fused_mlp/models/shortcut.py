@@ -165,6 +165,7 @@ if plain is not None:
     )
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
+Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool]]  # scale, shift, whether the source has the scale first
 _NO_ACTIVATION = get_activation("linear").function
 
 
@@ -184,7 +185,7 @@ def fused(
     """
     is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
     if is_short:
-        found = plain.fused(pattern, x, projections, _known_by(act), between, owner, names)
+        found = plain.fused(pattern, x, projections, known_by(act), between, owner, names)
         if type(found) is tuple:
             found = _recorded_or_packed(pattern, *found)
         if found is not None:
@@ -203,7 +204,7 @@ def fused(
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
 
 
-def _known_by(act: Union[Act, str]) -> Union[Act, str]:
+def known_by(act: Union[Act, str]) -> Union[Act, str]:
     """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
     if type(act) is not forms.Form and type(act) is not MethodType:
         return act
@@ -243,25 +244,37 @@ def block(
     order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
+    modulation: Modulation = None,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
     """The block of an MLP, or of one layer: ``last(residual + behind(mlp(first(x))) * factor)``.
 
-    A norm that is None does nothing.
+    A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
+    ``first(x)``.
 
     One op where the short way is taken, whose result has adjacent rows. ``order``, as :class:`sites.Block` has it,
-    decides how its parts lay out theirs. The factor is a number, or a scale of the features.
+    decides how its parts lay out theirs. The factor is a number, or a scale of the features, as those of a modulation
+    are: one for all rows, or for rows that follow each other.
     """
     if plain is not None:
-        known = _known_by(act)
-        given = pattern, x, projections, known, between, behind, factor, residual, first, last, owner, names
-        found = plain.block(*given)
+        given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
+        found = plain.block(*given, owner, names)
         if found is not None:
             return found
     behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
-    values = fused(pattern, x if first is None else first(x), projections, act, between, owner, names)
+    values = fused(pattern, normed(x, first, modulation), projections, act, between, owner, names)
     return around(values, behind, factor, residual, order, last)
+
+
+def normed(x: Tensor, norm: Optional[nn.Module], modulation: Modulation) -> Tensor:
+    """What a block's MLP is given, part by part."""
+    values = x if norm is None else norm(x)
+    if modulation is None:
+        return values
+    scale, shift, scale_first = modulation
+    values = (1 + scale) * values if scale_first else values * (1 + scale)
+    return values if shift is None else values + shift
 
 
 def ending(
@@ -274,7 +287,7 @@ def ending(
     names: Tuple[str, ...],
 ) -> Optional[Tensor]:
     """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
-    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual, None, last, owner, names
+    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual, None, last, None, owner, names
     return None if plain is None else plain.block(*given)
 
 

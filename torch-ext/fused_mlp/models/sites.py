@@ -117,10 +117,24 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Modulation:
+    """``norm(x) * (1 + scale) + shift``, perhaps without a shift: what the source does to the result of a norm."""
+
+    scale: ast.expr
+    shift: Optional[ast.expr]
+    scale_first: bool
+
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The expressions of the source in it."""
+        return (self.scale,) if self.shift is None else (self.scale, self.shift)
+
+
+@dataclass(frozen=True)
 class Block:
     """``last(residual + ...(...(mlp(first(x))) * factor))``, of which a sum must be there, of an MLP in one method.
 
-    The residual is a name, or a sum of names. ``behind`` is to the sum what ``between`` is to the last projection, and
+    The residual is a name, or a sum of names. ``modulation`` is that of the first norm. ``behind`` is to the sum what ``between`` is to the last projection, and
     may have a norm or a scale in it. ``order`` says whether the residual and the factor are the first in their sum and
     product, and how many parts of ``behind`` come before the factor. The site's own input is what the first norm is
     given.
@@ -134,6 +148,7 @@ class Block:
     is_normed: bool
     first: Optional[ast.expr] = None
     last: Optional[ast.expr] = None
+    modulation: Optional[Modulation] = None
 
     @property
     def read(self) -> FrozenSet[ast.Name]:
@@ -143,7 +158,8 @@ class Block:
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
         others = (part for part in (self.factor, self.first, self.last) if part is not None)
-        return (*self.site.parts, *self.behind, self.residual, *others)
+        modulation = () if self.modulation is None else self.modulation.parts
+        return (*self.site.parts, *self.behind, self.residual, *others, *modulation)
 
 
 @dataclass(frozen=True)
