@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 #include "pointwise.cuh"
@@ -11,31 +12,20 @@ constexpr int64_t kMaxGridY = 65535;
 // Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
 constexpr int64_t kFewBlocks = 264;
 
-template <typename T, int Width, int Vectors, typename Op>
-cudaError_t launch_in_flight(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols,
-                             cudaStream_t stream) {
-  unsigned threads = kThreads;
-  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * Vectors) threads /= 2;
-  unsigned x = threads;  // narrow rows share a block
-  while (x > 1 && int64_t{x / 2} * Width * Vectors >= cols) x /= 2;
-  const dim3 block(x, threads / x);
-  const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * Vectors)),
-                  static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
-  pointwise_kernel<T, Width, Vectors, Op><<<grid, block, 0, stream>>>(operands, rows, cols);
-  return cudaGetLastError();
-}
-
-// Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
-// thread's arithmetic, and as its code takes to arrive: with one vector both are half. An activation alone needs this
-// to take no longer than PyTorch's. For the other operations the binary would grow by a megabyte.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
-  constexpr int64_t kOneRound = 2 * kFewBlocks * kThreads * Width;
-  constexpr bool kActivationAlone = Op::kInputs == 1;
-  if constexpr (Width > 1 && kActivationAlone) {
-    if (rows * cols <= kOneRound) return launch_in_flight<T, Width, 1, Op>(operands, rows, cols, stream);
-  }
-  return launch_in_flight<T, Width, 2, Op>(operands, rows, cols, stream);
+  static const char* knob = getenv("PW_ROUNDS");
+  const int64_t kOneRound = int64_t(knob ? atoi(knob) : 2) * kFewBlocks * kThreads * Width;
+  const int vectors = Width > 1 && rows * cols <= kOneRound ? 1 : kMostVectors;
+  unsigned threads = kThreads;
+  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * vectors) threads /= 2;
+  unsigned x = threads;  // narrow rows share a block
+  while (x > 1 && int64_t{x / 2} * Width * vectors >= cols) x /= 2;
+  const dim3 block(x, threads / x);
+  const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * vectors)),
+                  static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
+  pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols, vectors);
+  return cudaGetLastError();
 }
 
 // Columns the 16-byte kernel takes; the rest of a row (fewer than one vector) goes to the element-wise one.

@@ -59,32 +59,35 @@ struct Operands {
   Matrix out[Outputs];
 };
 
-// A block covers blockDim.y rows and blockDim.x * Vectors vectors of columns. A thread has that many in flight per
+constexpr int kMostVectors = 2;
+
+// A block covers blockDim.y rows and blockDim.x * vectors vectors of columns. A thread has so many in flight per
 // operand.
-template <typename T, int Width, int Vectors, typename Op>
+template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
-    pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols) {
+    pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
-  const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * Vectors + threadIdx.x) * Width;
+  // The code of one vector is that of all: with fewer registers more warps fit, which at 16 bits is worth more than what
+  // two vectors at once are. Float32 has half as many values in a vector.
+  constexpr int kUnrolled = Width == 4 ? kMostVectors : 1;
+  const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * vectors + threadIdx.x) * Width;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.y} * blockDim.y) {
-    Vec in[Vectors][Op::kInputs];
+    Vec in[kMostVectors][Op::kInputs];
 #pragma unroll
-    for (int u = 0; u < Vectors; ++u) {
+    for (int u = 0; u < kMostVectors; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
-      if (col + Width > cols) continue;
+      if (u >= vectors || col + Width > cols) continue;
 #pragma unroll
       for (int i = 0; i < Op::kInputs; ++i) {
         const T* source = static_cast<const T*>(operands.in[i].data) + row * operands.in[i].row_stride;
         in[u][i] = *reinterpret_cast<const Vec*>(source + col);
       }
     }
-    // Not unrolled, as that would double the code of long formulas: the vectors move up instead, so that each is in
-    // registers.
-#pragma unroll 1
-    for (int u = 0; u < Vectors; ++u) {
+#pragma unroll kUnrolled
+    for (int u = 0; u < kMostVectors; ++u) {
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
-      if (col + Width > cols) break;
+      if (u >= vectors || col + Width > cols) break;
       float results[Op::kOutputs][Width];
 #pragma unroll
       for (int lane = 0; lane < Width; ++lane) {
@@ -100,10 +103,7 @@ __global__ void __launch_bounds__(kThreads)
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
       }
 #pragma unroll
-      for (int v = 0; v + 1 < Vectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < Op::kInputs; ++i) in[v][i] = in[v + 1][i];
-      }
+      for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // which registers are, as no loop is over them
     }
   }
 }

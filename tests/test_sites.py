@@ -256,7 +256,21 @@ BLOCKS = {
     "self.mlp(x) + (x + y)": "sum",
     "x * y + self.mlp(x)": "",
     "x + 1 + self.mlp(x)": "",
-    "x + self.mlp(x) * y": "",
+    "x + self.mlp(x) * y": "* y sum",
+    "x + y[:, None] * self.mlp(x)": "y[:, None] * sum",
+    "x + self.drop(self.mlp(x)) * y.unsqueeze(1)": "self.drop * y.unsqueeze(1) sum",
+    "x + self.mlp(x) * y[0]": "",
+    "x + self.mlp(x) * y.unsqueeze(x)": "",
+    "x + self.mlp(self.rms(x) * (1 + y) + x)": "first (1 + y) + x sum",
+    "x + self.mlp((y[:, None] + 1) * self.rms(x) + y.unsqueeze(-1))": "first (1 + y[:, None]) + y.unsqueeze(-1) sum",
+    "x + self.mlp(self.rms(x) * (1 + y))": "first (1 + y) sum",
+    "x + self.mlp(y + self.rms(x) * (1 + y))": "sum",
+    "x + self.mlp(self.rms(x) * (2 + y) + y)": "sum",
+    "x + self.mlp(self.rms(x) * (1.0 + y) + y)": "sum",
+    "x + self.mlp(self.rms(x) * y + y)": "sum",
+    "x + self.mlp(self.rms(x) * (1 + other()) + y)": "sum",
+    "x + self.mlp(self.rms(x) * (1 + y) + y[0])": "sum",
+    "x + self.mlp(self.rms(x) * (1 + self.y) + y)": "sum",
     "x + self.mlp(x) * other()": "",
     "x + self.drop(self.mlp(x) * 0.5)": "* 0.5 self.drop sum",
     "x + self.mlp(x) / 2": "",
@@ -316,7 +330,11 @@ def around(block):
     if block.factor:
         _, is_left, place = block.order
         behind.insert(place, f"{ast.unparse(block.factor)} *" if is_left else f"* {ast.unparse(block.factor)}")
-    return " ".join(["first"] * bool(block.first) + behind + ["sum"] + ["last"] * bool(block.last))
+    first = ["first"] * bool(block.first)
+    if block.modulation:
+        first.append(f"(1 + {ast.unparse(block.modulation.scale)})")
+        first += [f"+ {ast.unparse(block.modulation.shift)}"] if block.modulation.shift else []
+    return " ".join(first + behind + ["sum"] + ["last"] * bool(block.last))
 
 
 @pytest.mark.parametrize("expression", BLOCKS)

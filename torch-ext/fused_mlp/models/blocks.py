@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import forwards, halves, sequences, shortcut
+from . import halves, sequences, shortcut
 
 _plain = shortcut.plain
 _sequences = dict.fromkeys(

@@ -8,8 +8,9 @@
                                                 x = self.mlp(self.norm(x))
                                                 return residual + x
 
-Each branch is then code without conditions, in which a block is found. A condition that a branch has decided already is
-none in it. A question such as ``is_torch_npu_available()`` is moved too, where all that it does is to return a global.
+Each branch is then code without conditions, in which a block is found. Where there are more conditions than that, all
+are moved in one: what runs as they are now, and else the code as it is. A condition that a branch has decided already
+is none in it. A question such as ``is_torch_npu_available()`` is moved too, if all that it does is to return a global.
 ``h = a if self.flag else b`` is such a condition, and so is whether ``self.dim`` in ``h.chunk(2, dim=self.dim)`` is -1.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import ast
 import copy
 from types import FunctionType
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .effects import bound
 from .names import SIMPLE, blocks, is_name
@@ -39,16 +40,31 @@ _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.
 _STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 
 
-def parted(function: ast.FunctionDef, role: RoleOf) -> Iterator[ast.FunctionDef]:
-    """Copies of a method with one condition moved, and with one more; none where there is nothing to move."""
-    for most in range(1, _MOST + 1):
-        made = copy.deepcopy(function)
-        parting = _Parting(made, role)
-        for block in list(blocks(made)):
-            block[:] = map(parting.spread, block)
-        if not any([parting.part(block, most) for block in reversed(list(blocks(made)))]):  # copies come last
-            return
-        yield made
+Now = Tuple[Tuple[str, bool], ...]  # conditions as source, and what they are of a module
+
+
+def parted(function: ast.FunctionDef, role: RoleOf, now: Now) -> Iterator[ast.FunctionDef]:
+    """Copies of a method with all conditions moved that are ``now``, with one, and with one more, if there are any."""
+    for most in (None, *range(1, _MOST + 1)):
+        parting = _Parting(copy.deepcopy(function), role)
+        made = parting.spread()
+        inner_first = reversed(list(blocks(made)))
+        if any([parting.part(block, most, dict(now)) for block in inner_first]):
+            yield made
+
+
+def many_conditions(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ...]:
+    """The conditions that can be told from a method's module alone, where they are more than are moved one by one."""
+    parting = _Parting(copy.deepcopy(function), role)
+    statements = [statement for block in blocks(parting.spread()) for statement in block]
+    tests = {ast.unparse(each.test): each.test for each in statements if parting.is_settled(each)}
+    return tuple(tests.values()) if len(tests) > _MOST else ()
+
+
+def now(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Now:
+    """What conditions are now, of those that can be asked."""
+    found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
+    return tuple((text, value) for text, value in found if value is not None)
 
 
 def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Condition, ...]:
@@ -73,24 +89,36 @@ def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tu
 def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
     """The condition that keeps a method from a branch now, as source; None where there is none, or nobody can tell."""
     for test, wanted in conditions:
-        code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(test))), "<condition>", "eval")
-        try:
-            found = bool(eval(code, globals_of(function), {function.__code__.co_varnames[0]: module}))
-        except Exception:  # a property may raise anything, and so does the method then
-            continue
-        if found != wanted:
+        found = _value(test, function, module)
+        if found not in (None, wanted):
             return ast.unparse(test) if found else f"not {ast.unparse(test)}"
     return None
 
 
+def _value(test: ast.expr, function: FunctionType, module: Any) -> Optional[bool]:
+    """What a condition in a method is of a module; None where asking raises."""
+    code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(test))), "<condition>", "eval")
+    try:
+        return bool(eval(code, globals_of(function), {function.__code__.co_varnames[0]: module}))
+    except Exception:  # a property may raise anything, and so does the method then
+        return None
+
+
 class _Parting:
     def __init__(self, function: ast.FunctionDef, role: RoleOf) -> None:
+        self._function = function
         self._first = [*function.args.posonlyargs, *function.args.args][0].arg
         arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
         self._local = bound(function) | arguments
         self._role, self._may_call = role, harmless_calls(role)
 
-    def spread(self, statement: ast.stmt) -> ast.stmt:
+    def spread(self) -> ast.FunctionDef:
+        """The method with the conditions that are in expressions around these."""
+        for block in list(blocks(self._function)):
+            block[:] = map(self._spread, block)
+        return self._function
+
+    def _spread(self, statement: ast.stmt) -> ast.stmt:
         """A statement with the condition that is in its expression around it, if that can be moved."""
         value = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
         dim = self._dim(value)
@@ -116,23 +144,32 @@ class _Parting:
         own = (node for node in given if isinstance(node, ast.Attribute) and is_name(node.value, self._first))
         return next(own, None)
 
-    def part(self, block: List[ast.stmt], most: int) -> bool:
-        """Moves up to so many conditions to where that begins which leads to a block's first MLP, if there are any."""
-        start = self._start(block)
+    def part(self, block: List[ast.stmt], most: Optional[int], now: Dict[str, bool]) -> bool:
+        """Moves conditions to where that begins which leads to a block's first MLP, if there are any: up to so many, or
+        all that are ``now`` in one.
+        """
+        start = self._start(block, {} if most is not None else now)
         if start is None:
             return False
         behind = block[start:]
-        block[start:] = self._branches(behind, most)
+        block[start:] = self._as_now(behind, now) if most is None else self._branches(behind, most)
         return block[start:] != behind
 
-    def _start(self, block: List[ast.stmt]) -> Optional[int]:
+    def _start(self, block: List[ast.stmt], now: Dict[str, bool]) -> Optional[int]:
         for index, statement in enumerate(block):
             if not any(self._role(callee) in _STARTS for callee in _callees(statement)):
                 continue
-            while index > 0 and self._is_near(block[index - 1]):
+            while index > 0 and all(map(self._is_near, self._taken(block[index - 1], now))):
                 index -= 1
             return index if self._is_near(statement) or self.is_settled(statement) else None
         return None
+
+    def _taken(self, statement: ast.stmt, now: Dict[str, bool]) -> List[ast.stmt]:
+        """What runs of a statement as conditions are now."""
+        is_so = now.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+        if is_so is None:
+            return [statement]
+        return [part for each in (statement.body if is_so else statement.orelse) for part in self._taken(each, now)]
 
     def _branches(self, statements: List[ast.stmt], most: int) -> List[ast.stmt]:
         for statement in statements if most > 0 else ():
@@ -143,6 +180,26 @@ class _Parting:
             if not self._is_near(statement):
                 break
         return statements
+
+    def _as_now(self, statements: List[ast.stmt], now: Dict[str, bool]) -> List[ast.stmt]:
+        """What runs as conditions are now, if they are that, and else the statements."""
+        taken, guards, index = copy.deepcopy(statements), {}, 0
+        while index < len(taken):
+            statement = taken[index]
+            is_so = now.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+            if is_so is not None:
+                guard = statement.test if is_so else ast.UnaryOp(ast.Not(), statement.test)
+                guards[ast.unparse(statement.test)] = guard
+                taken[index : index + 1] = statement.body if is_so else statement.orelse
+            elif self._is_near(statement):
+                index += 1
+            else:
+                break
+        if len(guards) <= _MOST:
+            return statements
+        return [
+            ast.copy_location(ast.If(ast.BoolOp(ast.And(), list(guards.values())), taken, statements), statements[0])
+        ]
 
     def _decided(self, statements: List[ast.stmt], condition: ast.expr, value: bool) -> List[ast.stmt]:
         """The statements that run where a condition has this value: without those under the opposite."""

@@ -50,7 +50,8 @@ class Half(NamedTuple):
     tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
     ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. A module that runs
     its children in turn, and is a whole MLP by that, has no names, and their list's name is what was ``found``.
-    ``only_hands_on`` is whether a head does no more with x than to hand it over.
+    ``before_a_norm`` is a head's function where it is given what a norm will make x of: it asks nothing of x, and
+    returns None in branches without an MLP.
     """
 
     forward: FunctionType
@@ -59,7 +60,7 @@ class Half(NamedTuple):
     found: Any
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
-    only_hands_on: bool = False
+    before_a_norm: Optional[Callable[..., Any]] = None
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -111,10 +112,11 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
 
 
 def handed_before_a_norm(head: nn.Module, x: Tensor) -> Optional[Pending]:
-    """What a head hands over of what a norm will make of x; None where it may ask something of that."""
+    """What a head hands over of what a norm will make of x; None where that is not sure."""
     half = running(head, heads)
-    handed = half.function(head, x) if type(half) is Half and half.only_hands_on and not _are_watched() else None
-    return handed if type(handed) is Pending else None
+    if type(half) is str or half.before_a_norm is None or _are_watched():
+        return None
+    return half.before_a_norm(head, x)
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:

@@ -40,9 +40,21 @@ def head_of(
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = children_of((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
-    only_hands_on = len(uses(tree, arguments[1].arg)) == 1
-    function = function_of(tree, forward, {**names, **whole})
-    return halves.Half(forward, own, None, site, function, only_hands_on=only_hands_on)
+    before_a_norm = _without_other_ways(copy.deepcopy(tree))
+    known = {**names, **whole}
+    asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(before_a_norm, arguments[1].arg)) == 1
+    handing_on = function_of(before_a_norm, forward, known) if asks_nothing else None
+    return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=handing_on)
+
+
+def _without_other_ways(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """A head's code that returns None in branches in which it hands nothing over."""
+    for node in list(ast.walk(tree)):
+        for branch in (node.body, node.orelse) if isinstance(node, ast.If) else ():
+            names = (part.id for statement in branch for part in ast.walk(statement) if isinstance(part, ast.Name))
+            if branch and "@fused" not in names:
+                branch[:] = [ast.copy_location(ast.Return(ast.Constant(None)), branch[0])]
+    return tree
 
 
 def _is_returned(tree: ast.FunctionDef) -> bool:

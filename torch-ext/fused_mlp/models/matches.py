@@ -68,9 +68,7 @@ def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
         if given is not None and given.half is None and is_call(given.node, role, Role.NORM):
             normed = dataclasses.replace(block.site, inputs=(given.node.args[0],), read=block.site.read | given.read)
             modulation = None if given is x else modulation
-            yield dataclasses.replace(
-                block, site=normed, is_normed=True, first=given.node.func, modulation=modulation
-            )
+            yield dataclasses.replace(block, site=normed, is_normed=True, first=given.node.func, modulation=modulation)
 
 
 def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:

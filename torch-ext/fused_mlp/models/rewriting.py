@@ -72,7 +72,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         if not has_layers and _has_loop(function):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
-            rewritten, left = _rewritten(function, name, roles_in(function, module), memory)
+            rewritten, left = _rewritten(function, name, roles_in(function, module), memory, _now(function, module))
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     fused = tuple(made.items())
@@ -242,6 +242,17 @@ def roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str]
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()})
 
 
+def _now(function: FunctionType, module: nn.Module) -> branches.Now:
+    """The conditions in a method that its module decides, where they are many."""
+    return branches.now(_many_conditions(function, roles_in(function, module)), function, module)
+
+
+@functools.cache
+def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
+    tree = effects.readable(function)
+    return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
+
+
 def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
     """What callees may be in a site, where all their values are alike."""
     roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
@@ -256,11 +267,12 @@ def _has_loop(function: FunctionType) -> bool:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, now: branches.Now = ()
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
-    The outcome depends on nothing else but what its callees are, so that the layers of a model share it.
+    The outcome depends on nothing else but what its callees and its conditions are, so that the layers of a model share
+    it.
     """
     if _WANTED.isdisjoint(kind for _, kind in roles):
         return None, ()
@@ -284,7 +296,7 @@ def _rewritten(
         return calls[-1][1]
 
     found = substitution.rewrite(tree, role, is_known, replacement)
-    for other in branches.parted(effects.readable(function), role):
+    for other in branches.parted(effects.readable(function), role, now):
         there = substitution.rewrite(other, role, is_known, replacement)
         if _worth(there) > _worth(found):
             tree, found = other, _once(there)
@@ -355,10 +367,16 @@ def _unchunked(
     return made
 
 
-def _worth(sites: List[AnySite]) -> Tuple[int, int]:
-    """How many blocks there are around modules that are MLPs, and how many products that are fused."""
-    blocks = sum(isinstance(site, Block) and isinstance(site.site, Whole) for site in sites)
-    return blocks, sum(isinstance(site, Site) and not site.pattern.pointwise for site in _once(sites))
+def _worth(sites: List[AnySite]) -> Tuple[int, int, int]:
+    """How many modules that are MLPs have blocks around them, how many products are fused, and how many of the former
+    blocks begin with a norm."""
+    blocks = [site for site in sites if isinstance(site, Block) and isinstance(site.site, Whole)]
+    modules, normed = (
+        {ast.unparse(block.site.module) for block in blocks if block.first is not None or not with_norm}
+        for with_norm in (False, True)
+    )
+    products = sum(isinstance(site, Site) and not site.pattern.pointwise for site in _once(sites))
+    return len(modules), products, len(normed)
 
 
 def _once(sites: List[AnySite]) -> List[AnySite]:

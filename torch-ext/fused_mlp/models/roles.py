@@ -34,7 +34,15 @@ class Role:
 
 RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee
 
-_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "unsqueeze", "view"}  # methods of tensors that change nothing
+_HARMLESS_METHODS = {
+    "chunk",
+    "clamp",
+    "float",
+    "reshape",
+    "to",
+    "unsqueeze",
+    "view",
+}  # methods of tensors that change nothing
 
 
 def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:
