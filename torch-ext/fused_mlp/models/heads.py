@@ -11,11 +11,11 @@ from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from . import forwards, halves
-from .effects import uses
+from .effects import is_harmless, uses
 from .fused_calls import arguments_of, name_of_pattern
 from .matches import returned
 from .names import assignment, body_of, is_name
-from .roles import RoleOf
+from .roles import Role, RoleOf
 from .sites import AnySite, Site, Turns
 from .source import function_of, value_of
 
@@ -40,21 +40,34 @@ def head_of(
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = children_of((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
-    before_a_norm = _without_other_ways(copy.deepcopy(tree))
     known = {**names, **whole}
-    asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(before_a_norm, arguments[1].arg)) == 1
-    handing_on = function_of(before_a_norm, forward, known) if asks_nothing else None
-    return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=handing_on)
+    only_handing_on = _only_handing_on(copy.deepcopy(tree), forward, role)
+    asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
+    is_sure = asks_nothing and all(_does_nothing(statement, role) for statement in only_handing_on.body)
+    before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
+    return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=before_a_norm)
 
 
-def _without_other_ways(tree: ast.FunctionDef) -> ast.FunctionDef:
+def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
     """A head's code that returns None in branches in which it hands nothing over."""
+    tree.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
     for node in list(ast.walk(tree)):
         for branch in (node.body, node.orelse) if isinstance(node, ast.If) else ():
             names = (part.id for statement in branch for part in ast.walk(statement) if isinstance(part, ast.Name))
             if branch and "@fused" not in names:
                 branch[:] = [ast.copy_location(ast.Return(ast.Constant(None)), branch[0])]
     return tree
+
+
+def _does_nothing(statement: ast.stmt, role: RoleOf) -> bool:
+    """Whether it is no matter how often a statement runs that hands over what is fused."""
+    if isinstance(statement, ast.If):
+        parts = all(_does_nothing(part, role) for part in (*statement.body, *statement.orelse))
+        return parts and is_harmless(statement.test, lambda callee: role(callee) == Role.FLAG)
+    made = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func)[0] == "@"]
+    value = statement.value if isinstance(statement, ast.Return) else assignment(statement)[1]
+    is_bound = isinstance(statement, ast.Return) or isinstance(assignment(statement)[0], ast.Name)
+    return is_bound and (value in made or (value is not None and is_harmless(value, lambda callee: False)))
 
 
 def _is_returned(tree: ast.FunctionDef) -> bool:
