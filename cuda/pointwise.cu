@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstdlib>
 #include <iterator>
 
 #include "pointwise.cuh"
@@ -12,10 +11,11 @@ constexpr int64_t kMaxGridY = 65535;
 // Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
 constexpr int64_t kFewBlocks = 264;
 
+// Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
+// thread's arithmetic: with one vector that is half.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
-  static const char* knob = getenv("PW_ROUNDS");
-  const int64_t kOneRound = int64_t(knob ? atoi(knob) : 2) * kFewBlocks * kThreads * Width;
+  constexpr int64_t kOneRound = kFewBlocks * kThreads * Width;
   const int vectors = Width > 1 && rows * cols <= kOneRound ? 1 : kMostVectors;
   unsigned threads = kThreads;
   while (threads > 32 && rows * cols < kFewBlocks * threads * Width * vectors) threads /= 2;

@@ -67,8 +67,8 @@ template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
     pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
-  // The code of one vector is that of all: with fewer registers more warps fit, which at 16 bits is worth more than what
-  // two vectors at once are. Float32 has half as many values in a vector.
+  // The code of one vector is that of all: with fewer registers more warps fit, which at 16 bits is worth more than
+  // what two vectors at once are. Float32 has half as many values in a vector.
   constexpr int kUnrolled = Width == 4 ? kMostVectors : 1;
   const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * vectors + threadIdx.x) * Width;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;

@@ -35,17 +35,17 @@ def block(
             found = shortcut.packed_block(*found)
         if found is not None:
             return found
-    module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
+    module = shortcut.read(owner, module)
     whole = None if _plain is None else _whole_in_turn(module, x)
     if whole is not None:
         pattern, projections, act, between, passing = whole
-        known = shortcut.known_by(act)
-        given = pattern, x, projections, known, between, (*passing, *behind), factor, residual, first, last, modulation
-        found = _plain.block(*given, None, ())
+        around = (*passing, *behind), factor, residual, first, last, modulation
+        found = _plain.block(pattern, x, projections, shortcut.known_by(act), between, *around, owner, names)
         if type(found) is tuple:
             found = shortcut.packed_block(*found)
         if found is not None:
             return found
+    behind, first, last = (shortcut.read(owner, part) for part in (behind, first, last))
     return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last)
 
 
@@ -57,4 +57,4 @@ def _whole_in_turn(module: nn.Module, x: Tensor) -> Optional[sequences.Whole]:
     if type(half) is str or half.names is not None:
         return None
     parts = module._modules.get(half.found)
-    return sequences.whole(tuple(parts), x) if type(parts) is nn.ModuleList else None
+    return sequences.whole((*parts._modules.values(),), x) if type(parts) is nn.ModuleList else None
