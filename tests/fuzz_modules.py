@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Ending, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
+from fuzz_parts import Ending, FeedForward, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
 from fuzz_parts import Turns, cubed, in_turn, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
@@ -214,6 +214,15 @@ h = self.norm(h)
 h = self.drop(h)
 h = self.scale * h
 h = h * self.scale
+h = self.norm(h) * (1 + s) + t
+h = (s + 1) * self.norm(h)
+h = self.norm(h) * (1 + s[None]) + t.unsqueeze(0)
+h = g * h
+if self.way == 'a': h = self.norm(h) * (1 + s) + t
+if self.way == 'b': h = self.norm(h)\nelif not self.drops: h = h * g
+if self.drops: h = self.drop(h)
+if not self.drops and self.flag: h = self.norm(h)
+if self.way != 'a': h = self.drop(h)\nif self.drops: h = self.norm(h)\nif not self.flag: h = 2 * h
 if self.flag: h = self.norm(h)
 if not self.flag: h = self.norm(h)
 if self.flag: h = self.norm(h)
@@ -230,6 +239,7 @@ self.turn()
 record.append(self.flag)
 """.strip().split("\n")
 SUMS = ["h = r + h", "h = h + r", "h = r + x + h", "h = r + self.scale * h", "h = self.norm(r + h)", "h += r"]
+SUMS += ["h = r + g * h", "h = h * g[None] + r", "h = self.drop(h) * g.unsqueeze(0) + r"]
 SUMS += ["h = self.end(h, r)", "h = self.end(residual=r, h=h)"]
 
 # What is done with the end of a layer before it is fused.
@@ -680,15 +690,22 @@ class Writer:
 
     def layer(self) -> str:
         """A class of layers: what the module is, and around an MLP of its own a sum."""
-        mlp = self.draw.choice(["Perceptron", "Perceptron", "GatedPerceptron"])
+        mlp = self.draw.choice(["Perceptron", "Perceptron", "GatedPerceptron", "FeedForward"])
         init = ["super().__init__()", f"self.norm, self.drop, self.mlp = nn.LayerNorm({self.n_out}), nn.Dropout(), "]
         init[-1] += f"{mlp}({self.n_out})"
+        if self.draw.random() < 0.5:
+            init += [f"self.norm = nn.LayerNorm({self.n_out}, elementwise_affine=False)"]
+        shape = self.draw.choice(["{n}", "{n}", "1, {n}", "1", "2, {n}"]).format(n=self.n_out)
+        init += ["self.way, self.drops = 'a', False"]
         init += [f"self.scale, self.flag = nn.Parameter(torch.linspace(-1, 1, {self.n_out})), True"]
         init += [f"self.end = Ending({self.n_out}, {self.draw.choice(['nn.LayerNorm', 'RootMeanSquare'])})"]
         init += [self.draw.choice(END_CHANGES)]
         init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
+        init += [
+            f"self.table = torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape}).to(self.scale)"
+        ]
         # Contiguous: a block's op lays out its result so, whatever the residual is.
-        start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()"]
+        start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()", "s, t, g = self.table"]
         parts = [start, ["h = self.mlp(h)"], [self.draw.choice(SUMS)], ["return h"]]
         for part in parts[:-1]:
             part += self.draw.sample(AROUND, self.draw.choice([0, 0, 1, 1, 2]))

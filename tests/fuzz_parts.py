@@ -62,6 +62,30 @@ class GatedPerceptron(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class HiddenValues(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.proj, self.act = nn.Linear(width, 24), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.proj(x))
+
+
+class FeedForward(nn.Module):
+    """Runs its parts in turn."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.ModuleList([HiddenValues(width), nn.Dropout(), nn.Linear(24, width)])
+
+    def forward(self, x, *args):
+        if len(args) > 0:
+            raise TypeError("args")
+        for module in self.net:
+            x = module(x)
+        return x
+
+
 class Ending(nn.Module):
     def __init__(self, width, norm):
         super().__init__()
