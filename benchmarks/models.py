@@ -154,6 +154,11 @@ def sd3():
 sd3_step = denoising(hidden_states=(16, 64, 64), encoder_hidden_states=(154, 4096), pooled_projections=(2048,))
 
 
+def pixart():
+    sizes = {"num_layers": 28, "sample_size": 64, "caption_channels": 4096}
+    return diffusers.PixArtTransformer2DModel(**sizes, use_additional_conditions=False)
+
+
 def sd1_unet():
     return diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
 
@@ -175,6 +180,9 @@ GPU_WORKLOADS = [
     # In bfloat16 the original DINOv2 itself is 6% off what it computes in float32.
     Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention", alike=7e-2),
     Workload("sd3-medium", "2 x 512 px", sd3, sd3_step),
+    Workload(
+        "pixart-alpha", "2 x 512 px", pixart, denoising(hidden_states=(4, 64, 64), encoder_hidden_states=(120, 4096))
+    ),
     Workload("sd-1.5 unet", "2 x 512 px", sd1_unet, denoising(sample=(4, 64, 64), encoder_hidden_states=(77, 768))),
 ]
 CPU_WORKLOADS = [

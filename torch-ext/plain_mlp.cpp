@@ -31,7 +31,7 @@ struct Sizes {
 
   explicit Sizes(PyObject* tensor) {
     const Owned shape(PyObject_GetAttr(tensor, names().shape));
-    if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > Py_ssize_t{std::size(of)}) return;
+    if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > std::ssize(of)) return;
     for (; dims < PyTuple_Size(shape.get()); ++dims) of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
   }
 };

@@ -10,12 +10,16 @@
 namespace fused_mlp {
 namespace {
 
-// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or it has no names.
-PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording) {
+// Parts of a half (models/halves.py).
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6;
+
+// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
+// of it is None.
+PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording, Py_ssize_t part = kNames) {
   PyObject* const kind = class_of(module);
   const Owned forward(PyObject_GetAttr(kind, names().forward));
   PyObject* half = forward ? item(halves, forward.get()) : nullptr;
-  if (half == nullptr || PyTuple_GetItem(half, 1) == Py_None) return nullptr;
+  if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
   if (has_attribute(kind, names().call, settings.call) != kYes || is_bare(module, state, recording) != kYes)
     return nullptr;
   PyObject* written = PyTuple_GetItem(half, 0);
@@ -57,7 +61,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   PyObject* first = head_state == nullptr ? nullptr : running(head, head_state, heads, recording);
   PyObject* last = first == nullptr ? nullptr : running(tail, tail_state, tails, recording);
   if (last == nullptr) return nullptr;
-  PyObject* of_head = PyTuple_GetItem(first, 1);
+  PyObject* of_head = PyTuple_GetItem(first, kNames);
   if (read_children(head, head_state, PyTuple_GetItem(of_head, 1), &starts) != kYes ||
       read_children(tail, tail_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
     return nullptr;
@@ -87,11 +91,93 @@ Answer runs_as_read(PyObject* module, PyObject* method) {
   return original ? has_attribute(original.get(), PyTuple_GetItem(method, 0), PyTuple_GetItem(method, 1)) : kError;
 }
 
+// Where an MLP stands among modules that run in turn, if that is all they are (models/sequences.py). Where `act` is
+// negative, the first hands over its activation.
+struct Place {
+  Py_ssize_t act, second;
+};
+
+Answer read_place(Objects parts, PyObject* places, Place* found) {
+  const Owned kinds(PyTuple_New(parts.size()));
+  for (size_t i = 0; kinds && i < parts.size(); ++i) {
+    if (put(kinds.get(), i, class_of(parts[i])) != kYes) return kError;
+  }
+  PyObject* const all = kinds ? item(places, kinds.get()) : nullptr;
+  if (all == nullptr || PyTuple_Size(all) != 1) return PyErr_Occurred() ? kError : kNo;
+  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second, whether up is the first half
+  PyObject *const act = PyTuple_GetItem(place, 1), *const second = PyTuple_GetItem(place, 2);
+  if (second == Py_None || PyTuple_GetItem(place, 3) != Py_None) return kNo;
+  *found = {act == Py_None ? -1 : PyLong_AsSsize_t(act), PyLong_AsSsize_t(second)};
+  return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
+}
+
+// Calls use(mlp, rest) with the MLP that the modules of a nn.ModuleList are which run in turn, and those behind it;
+// what it returns, and nullptr without an error where they are none. `places` are where MLPs are among modules, by
+// their classes; `plain` is the pattern of an MLP without a gate.
+template <typename Use>
+PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* plain, PyObject* x, bool recording,
+                  const Use& use) {
+  if (class_of(list) != settings.module_list) return nullptr;
+  PyObject* const state = state_of(list);
+  PyObject* const children = state == nullptr ? nullptr : item(state, names().modules);
+  if (children == nullptr || !PyDict_Check(children)) return nullptr;
+  Few parts, projections;
+  PyObject *name, *child;
+  for (Py_ssize_t at = 0; PyDict_Next(children, &at, &name, &child);) {
+    if (!parts.add(child)) return nullptr;
+  }
+  Place place;
+  if (read_place(parts.all(), places, &place) != kYes) return nullptr;
+  const Objects all = parts.all(), rest = all.subspan(place.second + 1);
+  if (place.act >= 0) {
+    projections.add(all[0]);
+    projections.add(all[place.second]);
+    const Objects between = all.subspan(place.act + 1, place.second - place.act - 1);
+    return use(Mlp{plain, x, projections.all(), all[place.act], between}, rest);
+  }
+  // What is fused is asked at once: nobody may see that a head is asked for its parts.
+  if (dtype_taken(x) == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject* const head_state = state_of(all[0]);
+  PyObject* const head = head_state == nullptr ? nullptr : running(all[0], head_state, heads, recording, kBeforeNorm);
+  if (head == nullptr) return nullptr;
+  const Owned handed(PyObject_CallFunctionObjArgs(PyTuple_GetItem(head, kBeforeNorm), all[0], x, nullptr));
+  if (!handed || !PyTuple_Check(handed.get())) return nullptr;
+  PyObject* const first = PyTuple_GetItem(handed.get(), 2);  // behind the pattern of the whole MLP and x
+  for (Py_ssize_t i = 0; i < PyTuple_Size(first); ++i) projections.add(PyTuple_GetItem(first, i));
+  projections.add(all[place.second]);
+  const Owned act(PyObject_CallFunctionObjArgs(settings.known_by, PyTuple_GetItem(handed.get(), 3), nullptr));
+  if (!act) return nullptr;
+  const Objects between = all.subspan(1, place.second - 1);
+  return use(Mlp{PyTuple_GetItem(handed.get(), 0), x, projections.all(), act.get(), between}, rest);
+}
+
+// The block of a module that runs a list of modules in turn: behind None `turns` has the name of the list, and what
+// in_turn() is given.
+PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool recording, const Block& block) {
+  PyObject* const modules = item(state, names().modules);
+  const bool there = modules != nullptr && PyDict_Check(modules);
+  PyObject* const list = there ? item(modules, PyTuple_GetItem(turns, 1)) : nullptr;
+  if (list == nullptr) return nullptr;
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
+    Few behind;
+    for (Objects each : {rest, block.behind}) {
+      for (PyObject* part : each) {
+        if (!behind.add(part)) return nullptr;
+      }
+    }
+    const Block whole{block.first, block.modulation, behind.all(), block.factor, block.residual, block.last};
+    return fused(mlp, recording, &whole);
+  };
+  PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
+  return in_turn(list, places, heads, PyTuple_GetItem(turns, 4), x, recording, use);
+}
+
 PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
   PyObject* state = state_of(module);
   PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (half == nullptr) return nullptr;
-  PyObject* names = PyTuple_GetItem(half, 1);
+  PyObject* names = PyTuple_GetItem(half, kNames);
+  if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
   if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes || are_items(state, PyTuple_GetItem(names, 5)) != kYes ||
@@ -284,6 +370,23 @@ PyObject* py_block_of(PyObject*, PyObject* given) {
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 
+PyObject* py_in_turn(PyObject*, PyObject* given) {
+  PyObject* of[5];
+  if (!unpack(given, "ooddo", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return answered(nullptr);
+  const Answer asked = is_recording();
+  if (is_followed(of[1], asked) != kNo) return answered(nullptr);
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
+    if (all_pass(rest, asked == kYes) != kYes) return nullptr;
+    PyObject* const found = fused(mlp, asked == kYes);
+    if (found == nullptr || !PyTuple_Check(found)) return found;
+    const Owned operands(found);
+    return PyTuple_Pack(2, mlp.pattern, operands.get());
+  };
+  return answered(in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use));
+}
+
 PyObject* py_joined(PyObject*, PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
@@ -305,6 +408,7 @@ PyMethodDef plain_module_methods[] = {
     {"fused", py_fused, METH_VARARGS, nullptr},
     {"block", py_block, METH_VARARGS, nullptr},
     {"block_of", py_block_of, METH_VARARGS, nullptr},
+    {"in_turn", py_in_turn, METH_VARARGS, nullptr},
     {"joined", py_joined, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -18,10 +18,12 @@ struct Settings {
   PyObject* builtin;
   PyObject* method;          // that of bound methods
   PyObject* module;          // nn.Module
+  PyObject* module_list;     // nn.ModuleList
   PyObject* call;            // nn.Module.__call__ as torch wrote it
   PyObject* original;        // the attribute by which a fused module has the class that it was made from
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
                              // unchanged)
+  PyObject* known_by;        // a function: what an activation that a method gives is known by
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
   PyObject* linears;         // by class of linear layers beside torch's: (unchanged, whether weights are [in, out], and

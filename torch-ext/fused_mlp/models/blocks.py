@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import halves, sequences, shortcut
+from . import forwards, halves, sequences, shortcut
 
 _plain = shortcut.plain
 _sequences = dict.fromkeys(
@@ -35,26 +35,17 @@ def block(
             found = shortcut.packed_block(*found)
         if found is not None:
             return found
-    module = shortcut.read(owner, module)
-    whole = None if _plain is None else _whole_in_turn(module, x)
+    module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
+    whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
     if whole is not None:
-        pattern, projections, act, between, passing = whole
+        projections, act, between, passing = whole
         around = (*passing, *behind), factor, residual, first, last, modulation
-        found = _plain.block(pattern, x, projections, shortcut.known_by(act), between, *around, owner, names)
-        if type(found) is tuple:
-            found = shortcut.packed_block(*found)
+        found = _plain.block(forwards.PLAIN, x, projections, act, between, *around, None, ())
         if found is not None:
             return found
-    behind, first, last = (shortcut.read(owner, part) for part in (behind, first, last))
     return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last)
 
 
-def _whole_in_turn(module: nn.Module, x: Tensor) -> Optional[sequences.Whole]:
-    """The MLP that a module is which runs its parts in turn, where calling it does nothing else."""
-    if isinstance(module, nn.Sequential):
-        return None if type(halves.running(module, _sequences)) is str else sequences.whole(tuple(module), x)
-    half = halves.running(module, halves.wholes)
-    if type(half) is str or half.names is not None:
-        return None
-    parts = module._modules.get(half.found)
-    return sequences.whole((*parts._modules.values(),), x) if type(parts) is nn.ModuleList else None
+def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
+    """What a sequence is whose call runs its forward, and nothing else."""
+    return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)

@@ -48,10 +48,10 @@ class Half(NamedTuple):
     of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
     its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
     tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
-    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. A module that runs
-    its children in turn, and is a whole MLP by that, has no names, and their list's name is what was ``found``.
-    ``before_a_norm`` is a head's function where it is given what a norm will make x of: it asks nothing of x, and
-    returns None in branches without an MLP.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. Of a module that
+    runs its children in turn, and is a whole MLP by that, ``names`` are None, the name of their list, where MLPs are
+    among modules by their classes, the heads, and the pattern of an MLP. ``before_a_norm`` is a head's function where
+    it is given what a norm will make x of: it asks nothing of x, and returns None in branches without an MLP.
     """
 
     forward: FunctionType
@@ -109,14 +109,6 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
     if memory != training.KEPT and type(handed) is Pending:
         handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
     return handed
-
-
-def handed_before_a_norm(head: nn.Module, x: Tensor) -> Optional[Pending]:
-    """What a head hands over of what a norm will make of x; None where that is not sure."""
-    half = running(head, heads)
-    if type(half) is str or half.before_a_norm is None or _are_watched():
-        return None
-    return half.before_a_norm(head, x)
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from . import forwards, halves
+from . import forwards, halves, sequences
 from .effects import is_harmless, uses
 from .fused_calls import arguments_of, name_of_pattern
 from .matches import returned
@@ -124,7 +124,8 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
     is_alone = call is not None and is_name(call.func, "@in turn") and not behind and len(arguments) == 2
     if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
         return None
-    return halves.Half(forward, None, None, modules[0])
+    turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
+    return halves.Half(forward, turns, None, site)
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:

@@ -194,7 +194,7 @@ def _role_of_layer(part: nn.Module) -> str:
     if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
     if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
-        return Role.WHOLE if _is_whole(part._modules) else Role.LAYER
+        return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:
@@ -358,7 +358,7 @@ def _unchunked(
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
     home = sys.modules.get(function.__module__)
-    if whole is not None and whole.names is not None and home is not None and vars(home) is function.__globals__:
+    if whole is not None and whole.names[0] is not None and home is not None and vars(home) is function.__globals__:
         method, size, apply = run
         *of_method, unchanged, _, _ = whole.names
         unchanged = (*unchanged, (home, apply.__name__, apply))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
@@ -53,6 +53,13 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
 def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     """What ``for module in modules: x = module(x)`` makes of x; ``memory``: what training keeps."""
     if type(modules) is nn.ModuleList:
+        if shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced():
+            found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
+            if type(found) is tuple:
+                pattern, operands = found
+                found = shortcut.recorded_or_packed(pattern, *operands)
+            if found is not None:
+                return found
         return _in_turn(tuple(modules), x, PLAIN if memory == training.KEPT else _RECOMPUTED)
     for module in modules:
         x = module(x)
@@ -86,13 +93,21 @@ def pattern_of(is_whole: bool, up_first: Optional[bool], memory: str) -> Pattern
 
 
 class Whole(NamedTuple):
-    """The parts of modules in turn that are an MLP and no more. Those behind it are dropouts and identities."""
+    """The parts of a sequence that is an MLP and no more. Those behind it are dropouts and identities."""
 
-    pattern: Pattern
-    projections: Tuple[nn.Module, ...]
-    act: Callable[[Tensor], Tensor]
+    projections: Tuple[nn.Module, nn.Module]
+    act: nn.Module
     between: Tuple[nn.Module, ...]
     behind: Tuple[nn.Module, ...]
+
+
+def whole(module: nn.Sequential) -> Optional[Whole]:
+    """What a sequence is by the classes of its parts; None if it is no such, or its first part is a head."""
+    parts = tuple(module)
+    if not is_whole(parts) or _places(parts)[0].act is None:
+        return None
+    ((_, act, second, _),) = _places(parts)
+    return Whole((parts[0], parts[second]), parts[act], parts[act + 1 : second], parts[second + 1 :])
 
 
 def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
@@ -100,20 +115,6 @@ def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
     first, *others = _places(parts) or (None,)
     is_mlp = first is not None and not others and first.first == 0 and first.second is not None
     return is_mlp and first.up_first is None and _behind_passing(parts, first.second + 1) == len(parts)
-
-
-def whole(parts: Tuple[nn.Module, ...], x: Tensor) -> Optional[Whole]:
-    """What modules in turn are that are given x, or what a norm makes of it; None if they are no MLP."""
-    if not is_whole(parts):
-        return None
-    ((_, act, second, _),) = _places(parts)
-    last, behind = parts[second], parts[second + 1 :]
-    if act is not None:
-        return Whole(PLAIN, (parts[0], last), parts[act], parts[act + 1 : second], behind)
-    handed = halves.handed_before_a_norm(parts[0], x)
-    if handed is None:
-        return None
-    return Whole(handed.pattern, (*handed.projections, last), handed.act, parts[1:second], behind)
 
 
 class _Place(NamedTuple):
@@ -127,15 +128,15 @@ class _Place(NamedTuple):
     up_first: Optional[bool]
 
 
-_known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
+known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
 
 
 def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
     """Where there can be MLPs and layers to fuse among parts of these classes, in their order."""
     kinds = tuple(map(type, parts))
-    if kinds not in _known:
-        _known[kinds] = tuple(_found_places(parts))
-    return _known[kinds]
+    if kinds not in known:
+        known[kinds] = tuple(_found_places(parts))
+    return known[kinds]
 
 
 def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:

@@ -87,6 +87,14 @@ def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
     return (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
 
 
+def known_by(act: Union[Act, str]) -> Union[Act, str]:
+    """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
+    if type(act) is not forms.Form and type(act) is not MethodType:
+        return act
+    row = forms.row_of(act)
+    return act if row is None else row.function
+
+
 # Functions that return something true where torch's dispatcher has more to do than to call an op. A future torch may
 # lack one of them: all ops are called then.
 try:
@@ -108,9 +116,11 @@ if plain is not None:
             "builtin": BuiltinFunctionType,
             "method": MethodType,
             "module": nn.Module,
+            "module_list": nn.ModuleList,
             "call": _CALL,
             "original": FUSED,
             "known": _known,
+            "known_by": known_by,
             "kernels": _kernels,
             "composites": recognition.COMPOSITES,
             "linears": _linears,
@@ -187,7 +197,7 @@ def fused(
     if is_short:
         found = plain.fused(pattern, x, projections, known_by(act), between, owner, names)
         if type(found) is tuple:
-            found = _recorded_or_packed(pattern, *found)
+            found = recorded_or_packed(pattern, *found)
         if found is not None:
             return found
     if names:
@@ -202,14 +212,6 @@ def fused(
         _learn(act)
         learn_layers(projections)
     return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
-
-
-def known_by(act: Union[Act, str]) -> Union[Act, str]:
-    """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
-    if type(act) is not forms.Form and type(act) is not MethodType:
-        return act
-    row = forms.row_of(act)
-    return act if row is None else row.function
 
 
 def read(owner: Optional[nn.Module], part: Any) -> Any:
@@ -330,7 +332,7 @@ def _passed(values: Tensor, parts: Tuple[Union[nn.Module, float], ...]) -> Tenso
     return values
 
 
-def _recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
+def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
     """The result, given the parameters of the projections and the code of the activation; None if no op computes it."""
     code, count = given[-1], len(given) // 2
     weights, biases, up_first = given[:count], given[count:-1], None
