@@ -303,7 +303,8 @@ def routers(op) -> int:
 
 def blocks(op, fused_mlp, by_cublas: bool) -> int:
     """Calls of the block's op: a warp and a block of threads for a row, vectors and elements, more than registers hold;
-    those alone whose product is not cuBLAS's, unless `by_cublas`; how many.
+    those alone whose product is not cuBLAS's, unless `by_cublas`; how many. All rows share a norm's weight, or each has
+    its own.
     """
     count = 0
     for rows, n_in, features in (*((m, k, n) for m, k, n in PLAIN if m * n < 400_000), (5, 72, 77), (3, 40, 9001)):
@@ -316,9 +317,13 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
             if not by_cublas and not all(part.fused for part in plan):
                 continue
             print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
+            scale, shift = torch.randn(rows, 2 * features, device="cuda").to(dtype).chunk(2, dim=-1)
+            norms = [(None, None, 0, False), (norm, bias, 1, True), (norm, None, 2, True), (norm, bias, 1, False)]
+            norms += [(norm, None, 2, False), (norm, None, 4, False), (scale, None, 4, False)]
+            norms += [(scale, shift, 5, of_sum) for of_sum in (False, True)]
             for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
-                for code, of_sum in ((0, False), (1, True), (2, True), (1, False), (2, False), (4, False)):
-                    last = (norm if code else None, bias if code == 1 else None, 1e-5, code)
+                for weights, biases, code, of_sum in norms:
+                    last = (weights, biases, 1e-5, code)
                     op(x, None, weight, None, bias, 0, view, 0.5, None, None, 0.0, 0, *last, of_sum)
                     torch.cuda.synchronize()
                     count += 1
