@@ -49,6 +49,15 @@ FUSED_MLP_INLINE Pair load(const T* from, int64_t count) {
   return load(block);
 }
 
+// The same of float32 values, in the order of a block of T.
+template <typename T>
+FUSED_MLP_INLINE Pair load_as(const float* from, int64_t count) {
+  if constexpr (!kIsBf16<T>) return load(from, count);
+  Pair x{};
+  for (int64_t i = 0; i < count; ++i) x.half[i % 2][i / 2] = from[i];
+  return x;
+}
+
 template <typename T>
 FUSED_MLP_INLINE void store(T* to, int64_t count, Pair x) {
   if (count == kBlock) return store(to, x);

@@ -151,15 +151,18 @@ FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const 
   return {mean, left, 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps)};
 }
 
+// Those of a row begin at `first`, and may be of either type.
 template <typename T>
-FUSED_MLP_INLINE const T* features_of(const Features& features, int64_t row) {
-  return static_cast<const T*>(features.data) + row / features.rows * features.stride;
+FUSED_MLP_INLINE Pair load_features(const Features& features, int64_t first, int64_t col, int64_t count) {
+  if (features.wide) return load_as<T>(static_cast<const float*>(features.data) + first + col, count);
+  return load(static_cast<const T*>(features.data) + first + col, count);
 }
 
 template <typename T, Residual kResidual>
 void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
   for (int64_t r = 0; r < shape.rows; ++r) {
-    const T *weight = features_of<T>(norm.weight, first + r), *bias = features_of<T>(norm.bias, first + r);
+    const auto of_row = [=](const Features& f) { return (first + r) / f.rows * f.stride; };
+    const int64_t first_weight = of_row(norm.weight), first_bias = of_row(norm.bias);
     const T* x_row = row<T>(x, r);
     const T* residual_row = kResidual == Residual::kNone ? nullptr : row<T>(residual, r);
     T* out_row = row<T>(out, r);
@@ -178,12 +181,12 @@ void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Mat
       if (norm.normed()) {
         for (Vec& value : values.half) value = (value - its.mean - its.left) * its.scale;
       }
-      if (weight != nullptr) {
-        const Pair weights = load(weight + c, count);
+      if (norm.weight.data != nullptr) {
+        const Pair weights = load_features<T>(norm.weight, first_weight, c, count);
         for (int h = 0; h < 2; ++h) values.half[h] *= weights.half[h] + norm.weight_offset();
       }
-      if (bias != nullptr) {
-        const Pair biases = load(bias + c, count);
+      if (norm.bias.data != nullptr) {
+        const Pair biases = load_features<T>(norm.bias, first_bias, c, count);
         for (int h = 0; h < 2; ++h) values.half[h] += biases.half[h];
       }
       store(out_row + c, count, kResidual == Residual::kAdded ? add_residual(values, c, count) : values);

@@ -51,9 +51,37 @@ __device__ __forceinline__ Packed<T, Width> read_pack(const void* data, int64_t 
   return *reinterpret_cast<const Packed<T, Width>*>(static_cast<const T*>(data) + col);
 }
 
-template <typename T>
+// The features of a row, if they are of this type; else null.
+template <typename T, bool Wide = false>
 __device__ __forceinline__ const T* features_of(const Features& features, int64_t row) {
+  if (features.wide != Wide) return nullptr;
   return static_cast<const T*>(features.data) + (features.stride == 0 ? 0 : row / features.rows * features.stride);
+}
+
+// Those of float32 where T has 16 bits.
+template <typename T>
+__device__ __forceinline__ const float* wide_features_of(const Features& features, int64_t row) {
+  return sizeof(T) == sizeof(float) ? nullptr : features_of<float, true>(features, row);
+}
+
+template <int Width>
+struct Floats {
+  float lane[Width];
+};
+
+template <int Width>
+__device__ __forceinline__ Floats<Width> read_floats(const float* data) {
+  Floats<Width> read;
+  if constexpr (Width % 4 == 0) {
+#pragma unroll
+    for (int v = 0; v < Width; v += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(data + v);
+      read.lane[v] = four.x, read.lane[v + 1] = four.y, read.lane[v + 2] = four.z, read.lane[v + 3] = four.w;
+    }
+  } else {
+    read.lane[0] = *data;
+  }
+  return read;
 }
 
 // residual + factor * x, of which each thread computes a pack; with a weight, x times that. blockDim.y rows for a
@@ -70,10 +98,15 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant_
   float sums[Width];
 #pragma unroll
   for (int i = 0; i < Width; ++i) sums[i] = x.lane(i);
-  if (norm.weight.data != nullptr) {
-    const auto weight = read_pack<T, Width>(features_of<T>(norm.weight, row), col);
+  if (const T* const weight = features_of<T>(norm.weight, row)) {
+    const auto pack = read_pack<T, Width>(weight, col);
 #pragma unroll
-    for (int i = 0; i < Width; ++i) sums[i] *= weight.lane(i);
+    for (int i = 0; i < Width; ++i) sums[i] *= pack.lane(i);
+  }
+  if (const float* const weight = wide_features_of<T>(norm.weight, row)) {
+    const auto floats = read_floats<Width>(weight + col);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) sums[i] *= floats.lane[i];
   }
 #pragma unroll
   for (int i = 0; i < Width; ++i) sums[i] = fmaf(sums[i], norm.factor, residual.lane(i));
@@ -95,6 +128,8 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
   const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
   const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
   const T *const weight = features_of<T>(norm.weight, row), *const bias = features_of<T>(norm.bias, row);
+  const float* const wide_weight = wide_features_of<T>(norm.weight, row);
+  const float* const wide_bias = wide_features_of<T>(norm.bias, row);
   T* const out = static_cast<T*>(p.out.data) + row * p.out.row_stride;
   const unsigned first = threadIdx.x * Width, step = blockDim.x * Width;
 
@@ -177,9 +212,19 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + weight_offset;
     }
+    if (wide_weight != nullptr) {
+      const auto floats = read_floats<Width>(wide_weight + col);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) values.lane[i] *= floats.lane[i] + weight_offset;
+    }
     if (bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] += terms.bias.lane(i);
+    }
+    if (wide_bias != nullptr) {
+      const auto floats = read_floats<Width>(wide_bias + col);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) values.lane[i] += floats.lane[i];
     }
     if (Place == Residual::kAdded) add_residual(values, terms);
     store(out + col, values.lane);

@@ -218,6 +218,8 @@ h = self.norm(h) * (1 + s) + t
 h = (s + 1) * self.norm(h)
 h = self.norm(h) * (1 + s[None]) + t.unsqueeze(0)
 h = g * h
+h = (self.norm(h.float()) * (1 + s) + t).type_as(h)
+h = ((1 + s) * self.norm(h.float())).type_as(h)
 if self.way == 'a': h = self.norm(h) * (1 + s) + t
 if self.way == 'b': h = self.norm(h)\nelif not self.drops: h = h * g
 if self.drops: h = self.drop(h)
@@ -239,6 +241,7 @@ self.turn()
 record.append(self.flag)
 """.strip().split("\n")
 SUMS = ["h = r + h", "h = h + r", "h = r + x + h", "h = r + self.scale * h", "h = self.norm(r + h)", "h += r"]
+SUMS += ["h = (r.float() + h.float() * g).type_as(r)", "h = (g * self.drop(h).float() + r.float()).type_as(r)"]
 SUMS += ["h = r + g * h", "h = h * g[None] + r", "h = self.drop(h) * g.unsqueeze(0) + r"]
 SUMS += ["h = self.end(h, r)", "h = self.end(residual=r, h=h)"]
 
@@ -696,13 +699,14 @@ class Writer:
         if self.draw.random() < 0.5:
             init += [f"self.norm = nn.LayerNorm({self.n_out}, elementwise_affine=False)"]
         shape = self.draw.choice(["{n}", "{n}", "1, {n}", "1", "2, {n}"]).format(n=self.n_out)
+        cast = self.draw.choice(["", "", ".float()"])
         init += ["self.way, self.drops = 'a', False"]
         init += [f"self.scale, self.flag = nn.Parameter(torch.linspace(-1, 1, {self.n_out})), True"]
         init += [f"self.end = Ending({self.n_out}, {self.draw.choice(['nn.LayerNorm', 'RootMeanSquare'])})"]
         init += [self.draw.choice(END_CHANGES)]
         init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
         init += [
-            f"self.table = torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape}).to(self.scale)"
+            f"self.table = torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape}).to(self.scale){cast}"
         ]
         # Contiguous: a block's op lays out its result so, whatever the residual is.
         start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()", "s, t, g = self.table"]

@@ -258,20 +258,25 @@ SHARED = [
 @pytest.mark.parametrize("kinds", [(LAYER_OF_ONE_MORE, SCALE), (RMS_OF_ONE_MORE, LAYER_OF_ONE_MORE), (LAYER, RMS)])
 @pytest.mark.parametrize("features", [96, 33])
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_features_of_some_rows(ops, device, dtype, shared, features, kinds):
-    """Weights and biases that rows which follow each other share, as those of one image: chunks of a wider tensor."""
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_features_of_some_rows(ops, device, dtype, wide, shared, features, kinds):
+    """Weights and biases that rows which follow each other share, as those of one image: chunks of a tensor, which may
+    be of float32."""
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("no kernel")
     torch.manual_seed(0)
     leading, given = shared
     case = made_case(device, dtype, Form(*kinds), 2, sizes=(features, 64, features))
     case.x, case.residual = (torch.randn(*leading, features, device=device, dtype=dtype) for _ in range(2))
-    scale, shift, gate, other = torch.randn(*given, 4 * features, device=device, dtype=dtype).chunk(4, dim=-1)
+    of_features = torch.randn(*given, 4 * features, device=device).to(torch.float32 if wide else dtype)
+    scale, shift, gate, other = of_features.chunk(4, dim=-1)
     case.first, case.last = (scale, shift), (gate, None if kinds[1] == SCALE else other)
     if kinds[0] == LAYER:
         case.first, case.last = (None, shift), (gate, None)
-    expected, eager = (each.computed() for each in (case.to(torch.float64), case))
-    got = ops[2](*case.arguments())
-    error, its = ((each.double() - expected).norm() / expected.norm() for each in (got, eager))
+    expected, narrow = case.to(torch.float64).computed(), case.to(dtype)
+    error = (ops[2](*case.arguments()).double() - expected).norm() / expected.norm()
+    its = (narrow.computed().double() - narrow.to(torch.float64).computed()).norm() / expected.norm()
     assert error <= 1.06 * its + 4 * FLOAT32_ROUNDING
 
 

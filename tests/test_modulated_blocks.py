@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
 from safety import assert_close
@@ -173,8 +174,24 @@ class ManyWays(Modulated):
         return x
 
 
+class InFloat32(Modulated):
+    """Wan's: modulation and sum in float32, cast to the dtype of x."""
+
+    def __init__(self, activation="gelu-approximate"):
+        super().__init__(activation)
+        self.norm = FP32LayerNorm(32, 1e-6, elementwise_affine=False)
+
+    def forward(self, x, shift, scale, gate):
+        shift, scale, gate = torch.stack((shift, scale, gate), dim=1).float().chunk(3, dim=1)
+        normed = (self.norm(x.float()) * (1 + scale) + shift).type_as(x)
+        values = self.ff(normed)
+        x = (x.float() + values.float() * gate).type_as(x)
+        return x
+
+
 KINDS = {
     Modulated: MODULATED,
+    InFloat32: MODULATED,
     InOneExpression: MODULATED,
     OnlyScaled: (1.0, RMS_OF_ONE_MORE, SCALE, False),
     Nested: MODULATED,
@@ -197,6 +214,26 @@ def fused_pair(fused_mlp, device, kind, *args):
     with torch.no_grad():
         fused(*given(device))  # the class of an activation is learnt at its first call
     return module, fused
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_16_bits(fused_mlp, device, blocks, kind, dtype):
+    """Errors are no larger than the original's."""
+    if device.type == "cpu" and dtype == torch.float16:
+        pytest.skip("no kernel")
+    module, fused = fused_pair(fused_mlp, device, kind)
+    wide = copy.deepcopy(module).double()
+    module, fused = module.to(dtype), fused.to(dtype)
+    operands = given(device, 4, 33, dtype=dtype)
+    wide.load_state_dict(module.state_dict())
+    blocks.clear()
+    with torch.no_grad():
+        expected = wide(*(each.double() for each in operands)).double()
+        got, eager = fused(*operands), module(*operands)
+    assert got.dtype == eager.dtype == dtype and len(blocks) == 1
+    error, its = ((each.double() - expected).norm() for each in (got, eager))
+    assert error <= 1.06 * its
 
 
 @every_kind
@@ -267,11 +304,12 @@ def with_weight(norm):
     return norm
 
 
-@pytest.mark.parametrize("kind", [Modulated, ManyWays], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Modulated, ManyWays, InFloat32], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(fused_mlp, device, blocks, change, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     alter, is_one = CHANGES[change]
+    is_one = is_one or (kind is InFloat32 and change == "chunks")  # of which it has none
     operands = given(device, dtype=torch.float64 if change == "wider" else torch.float32)
     outcomes = []
     for each in (module, fused):

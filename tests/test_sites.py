@@ -271,6 +271,21 @@ BLOCKS = {
     "x + self.mlp(self.rms(x) * (1 + other()) + y)": "sum",
     "x + self.mlp(self.rms(x) * (1 + y) + y[0])": "sum",
     "x + self.mlp(self.rms(x) * (1 + self.y) + y)": "sum",
+    "(x.float() + self.mlp(x).float() * y).type_as(x)": "* y wide sum",
+    "(y * self.drop(self.mlp(x)).float() + x.float()).type_as(x)": "self.drop y * wide sum",
+    "(x.float() + self.mlp((self.rms(x.float()) * (1 + y) + y).type_as(x)).float() * y).type_as(x)": (
+        "first wide (1 + y) + y * y wide sum"
+    ),
+    "(x.float() + self.mlp(x).float() * y).type_as(y)": "",
+    "(x + self.mlp(x).float() * y).type_as(x)": "",
+    "(x.float() + self.mlp(x) * y).type_as(x)": "",
+    "(x.float() + self.mlp(x).float()).type_as(x)": "",
+    "(x.float() + self.mlp(x).float() * y).to(x)": "",
+    "self.rms((x.float() + self.mlp(x).float() * y).type_as(x))": "* y wide sum",
+    "x + self.mlp((self.rms(x.float()) * (1 + y) + y).type_as(y))": "sum",
+    "x + self.mlp((self.rms(x) * (1 + y) + y).type_as(x))": "sum",
+    "x + self.mlp(self.rms(x.float()) * (1 + y) + y)": "first (1 + y) + y sum",
+    "x + self.mlp(self.rms(x.float()).type_as(x))": "sum",
     "x + self.mlp(x) * other()": "",
     "x + self.drop(self.mlp(x) * 0.5)": "* 0.5 self.drop sum",
     "x + self.mlp(x) / 2": "",
@@ -332,9 +347,10 @@ def around(block):
         behind.insert(place, f"{ast.unparse(block.factor)} *" if is_left else f"* {ast.unparse(block.factor)}")
     first = ["first"] * bool(block.first)
     if block.modulation:
+        first += ["wide"] * block.modulation.wide
         first.append(f"(1 + {ast.unparse(block.modulation.scale)})")
         first += [f"+ {ast.unparse(block.modulation.shift)}"] if block.modulation.shift else []
-    return " ".join(first + behind + ["sum"] + ["last"] * bool(block.last))
+    return " ".join(first + behind + ["wide"] * block.wide + ["sum"] + ["last"] * bool(block.last))
 
 
 @pytest.mark.parametrize("expression", BLOCKS)

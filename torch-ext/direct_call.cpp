@@ -88,14 +88,15 @@ class Reader {
   PyObject* at(Py_ssize_t place) const { return PyTuple_GetItem(operands_, place); }
   int64_t integer(Py_ssize_t place) const { return PyLong_AsSsize_t(at(place)); }
 
-  static constexpr int kX = 0, kAnyDims = -1;
+  static constexpr int kX = 0, kFeatures = -1;
 
   // Reads a tensor that is not empty; where it is not x, one with so many dimensions that has the device and the dtype
-  // of x.
+  // of x. Features may have any, and be of float32.
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
     if (exchange->read(tensor, view) != 0) return false;
-    const bool fits = dims == kAnyDims || view->dims == dims;
-    const bool alike = dims == kX || (fits && view->device == x_.device && view->dtype == x_.dtype);
+    const bool wide = dims == kFeatures && view->dtype == dlpack::kFloat32;
+    const bool fits = (dims == kFeatures || view->dims == dims) && (wide || view->dtype == x_.dtype);
+    const bool alike = dims == kX || (fits && view->device == x_.device);
     return alike && view->data != nullptr && view->byte_offset == 0 && !true_or_raises(is_negated, tensor);
   }
 
@@ -172,11 +173,11 @@ class Reader {
     *features = kNoFeatures;
     if (at(place) == Py_None) return true;
     dlpack::Tensor tensor;
-    if (!read_tensor(at(place), kAnyDims, &tensor)) return false;
+    if (!read_tensor(at(place), kFeatures, &tensor)) return false;
     const Rows rows(tensor.sizes, tensor.strides, tensor.dims);
     const auto shared = rows_that_share(tensor.sizes, tensor.dims, of.sizes, of.dims);
     if (!shared || !rows.adjacent) return false;
-    *features = {tensor.data, *shared, rows.rows > 1 ? rows.row_stride : 0};
+    *features = {tensor.data, *shared, rows.rows > 1 ? rows.row_stride : 0, !(tensor.dtype == x_.dtype)};
     return true;
   }
 

@@ -13,12 +13,13 @@ enum class NormKind { kNone, kLayer, kRms, kRmsOfOneMore, kScale, kLayerOfOneMor
 enum class Residual { kNone, kNormed, kAdded };
 
 // A value for each feature, or null. All rows have the same ones where `stride` is 0; else each `rows` rows have
-// theirs, `stride` elements behind those of the rows before.
+// theirs, `stride` elements behind those of the rows before. `wide`: they are of float32, and the rows of 16 bits.
 struct Features {
   const void* data;
   int64_t rows, stride;
+  bool wide;
 };
-inline constexpr Features kNoFeatures{nullptr, 1, 0};
+inline constexpr Features kNoFeatures{nullptr, 1, 0, false};
 
 // No weight stands for ones, no bias for zeros.
 struct Norm {

@@ -86,7 +86,8 @@ inline void check_norm(const BlockNorm& norm, const char* name, const Tensor& x)
                   norm.kind);
   const auto check_operand = [&](const OptionalTensor& operand, const char* part) {
     if (!operand.has_value()) return;
-    check_same_kind(*operand, part, x);
+    if (operand->scalar_type() != torch::headeronly::ScalarType::Float) check_same_kind(*operand, part, x);
+    STD_TORCH_CHECK(operand->device() == x.device(), part, " is not on the device of the first operand");
     STD_TORCH_CHECK(kind != NormKind::kNone && rows_that_share(*operand, x), part, " of ", name,
                     " must be [features], as it norms, or one row of these for rows that follow each other");
   };

@@ -36,21 +36,24 @@ struct Sizes {
   }
 };
 
-// Whether a factor or a term has the features of rows of a tensor as the ops take them.
-Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype) {
+// Whether a factor or a term has the features of rows of a tensor as the ops take them: of its dtype, or where `wide`
+// of float32.
+Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool wide) {
   if (!is_tensor(given)) return kNo;
   const Sizes sizes(given), rows(tensor);
   if (PyErr_Occurred()) return kError;
   const bool fit = rows_that_share(sizes.of, sizes.dims, rows.of, rows.dims).has_value();
-  return fit ? has_attribute(given, names().dtype, dtype) : kNo;
+  const Answer alike = fit ? has_attribute(given, names().dtype, dtype) : kNo;
+  return fit && wide && alike == kNo ? has_attribute(given, names().dtype, settings.float32) : alike;
 }
 
 // Puts what modulates a norm of x into the places of the weight and the bias that it has not got.
 Answer modulate(PyObject* modulation, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+  const bool wide = PyTuple_GetItem(modulation, 3) == Py_True;
   for (Py_ssize_t i = 0; i < 2; ++i) {
     PyObject* const given = PyTuple_GetItem(modulation, i);
     const bool is_shift = i == 1;
-    const Answer fits = is_shift && given == Py_None ? kYes : are_features_of(given, x, dtype);
+    const Answer fits = is_shift && given == Py_None ? kYes : are_features_of(given, x, dtype, wide);
     if (fits != kYes || PyTuple_GetItem(operands, place + i) != Py_None) return fits == kYes ? kNo : fits;
     if (put(operands, place + i, given) != kYes) return kError;
   }
@@ -70,7 +73,7 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
   PyObject *factor = block.factor, *scale = none, *scales = code;
   if (!PyFloat_CheckExact(factor)) {
-    const Answer fits = last == none ? are_features_of(factor, block.residual, dtype) : kNo;
+    const Answer fits = last == none ? are_features_of(factor, block.residual, dtype, block.wide) : kNo;
     if (fits != kYes) return fits;
     scale = factor, scales = names().scale, factor = names().one;
   }

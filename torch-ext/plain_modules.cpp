@@ -165,7 +165,8 @@ PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool reco
         if (!behind.add(part)) return nullptr;
       }
     }
-    const Block whole{block.first, block.modulation, behind.all(), block.factor, block.residual, block.last};
+    const Block whole{block.first,    block.modulation, behind.all(), block.factor,
+                      block.residual, block.last,       block.wide};
     return fused(mlp, recording, &whole);
   };
   PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
@@ -337,36 +338,36 @@ PyObject* py_fused(PyObject*, PyObject* given) {
 }
 
 PyObject* py_block(PyObject*, PyObject* given) {
-  PyObject* of[13];
-  if (!unpack(given, "ootottoooooot", of)) return nullptr;
+  PyObject* of[14];
+  if (!unpack(given, "ootottooooooot", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[11], of[12]) != kYes)
+  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[12], of[13]) != kYes)
     return answered(nullptr);
   PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
   const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{first, of[10], behind.all(), of[6], of[7], last};
+  const Block block{first, of[10], behind.all(), of[6], of[7], last, of[11] == Py_True};
   return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
 }
 
 PyObject* py_block_of(PyObject*, PyObject* given) {
-  PyObject* of[11];
-  if (!unpack(given, "dootoooooot", of)) return nullptr;
+  PyObject* of[12];
+  if (!unpack(given, "dootooooooot", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return answered(nullptr);
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[9], of[10]) != kYes)
+  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[10], of[11]) != kYes)
     return answered(nullptr);
   PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
   const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
-  const Block block{first, of[8], behind.all(), of[4], of[5], last};
+  const Block block{first, of[8], behind.all(), of[4], of[5], last, of[9] == Py_True};
   return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
 }
 

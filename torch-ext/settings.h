@@ -31,6 +31,7 @@ struct Settings {
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take
+  PyObject* float32;         // one of them
   PyObject* on_device;       // the attribute of a tensor that is true on their device
   PyObject* refusal;         // the one for a GPU by its index: None where the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs

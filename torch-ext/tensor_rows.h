@@ -52,14 +52,16 @@ inline std::optional<int64_t> rows_that_share(const torch::stable::Tensor& given
   return rows_that_share(given.sizes().data(), given.dim(), of.sizes().data(), of.dim());
 }
 
-// The weight or the bias of a norm of the rows of a tensor, or none: adjacent elements, a copy where they are not.
+// The weight or the bias of a norm of the rows of a tensor, or none: adjacent elements, a copy where they are not. It
+// is of the tensor's dtype, or of float32.
 class RowFeatures {
  public:
   RowFeatures(const std::optional<torch::stable::Tensor>& source, const torch::stable::Tensor& of) {
     if (!source) return;
     rows_.emplace(*source);
-    features_ = {matrix(*rows_).data, rows_that_share(*source, of).value_or(1),
-                 rows_->rows > 1 ? rows_->row_stride : 0};
+    const int64_t shared = rows_that_share(*source, of).value_or(1);
+    const bool wide = source->scalar_type() != of.scalar_type();
+    features_ = {matrix(*rows_).data, shared, rows_->rows > 1 ? rows_->row_stride : 0, wide};
   }
   const Features& get() const { return features_; }
 

@@ -24,12 +24,13 @@ def block(
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     modulation: shortcut.Modulation = None,
+    wide: bool = False,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
     if _plain is not None:
-        around = behind, factor, residual, first, last, modulation
+        around = behind, factor, residual, first, last, modulation, wide
         found = _plain.block_of(halves.wholes, module, x, *around, owner, names)
         if type(found) is tuple:
             found = shortcut.packed_block(*found)
@@ -39,11 +40,11 @@ def block(
     whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
     if whole is not None:
         projections, act, between, passing = whole
-        around = (*passing, *behind), factor, residual, first, last, modulation
+        around = (*passing, *behind), factor, residual, first, last, modulation, wide
         found = _plain.block(forwards.PLAIN, x, projections, act, between, *around, None, ())
         if found is not None:
             return found
-    return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last)
+    return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last, wide)
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:

@@ -53,6 +53,7 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
     none = ast.Constant(None)
     around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
     around += [ast.Constant(block.order), block.first or none, block.last or none, _modulation(block.modulation)]
+    around.append(ast.Constant(block.wide))
     if isinstance(block.site, Whole):
         return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
     places = {2, 4, 5, 9, 10, *_act_by_name(block.site)}
@@ -62,8 +63,8 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
 def _modulation(modulation: Optional[Modulation]) -> ast.expr:
     if modulation is None:
         return ast.Constant(None)
-    parts = modulation.scale, modulation.shift or ast.Constant(None), ast.Constant(modulation.scale_first)
-    return ast.Tuple(list(parts), ast.Load())
+    flags = ast.Constant(modulation.scale_first), ast.Constant(modulation.wide)
+    return ast.Tuple([modulation.scale, modulation.shift or ast.Constant(None), *flags], ast.Load())
 
 
 def _act_by_name(site: Site) -> Set[int]:

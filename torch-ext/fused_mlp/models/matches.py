@@ -35,13 +35,19 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
     last, summed = None, value
     if is_call(value.node, role, Role.NORM):
         last, summed = value.node.func, value.part(value.node.args[0])
+    summed, narrow = _narrowed(summed)
     if summed.half is not None or not (isinstance(summed.node, ast.BinOp) and isinstance(summed.node.op, ast.Add)):
         return
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
+        residual_first, wide = residual is left, narrow is not None
+        residual = _widened(residual, narrow) if wide else residual
         value = summed.part(other)
         passed, outer = _through(value, role)
         for scaled, factor, factor_first in _factored(passed):
+            scaled = _part_widened(scaled) if wide else scaled
+            if residual is None or scaled is None or (wide and (last is not None or factor is None)):
+                continue
             inner, behind, norm = _behind(value if factor is None else scaled, role)
             before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
             if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
@@ -55,20 +61,47 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
                 hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
                 _, first = _applied(hidden, role)
             is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-            order = (residual is left, factor_first, before_factor)
-            block = Block(site, behind, factor, residual, order, is_normed, last=last)
+            order = (residual_first, factor_first, before_factor)
+            block = Block(site, behind, factor, residual, order, is_normed, last=last, wide=wide)
             yield from _with_first_norm(block, first.part(first.node.args[0]), role)
             yield block
 
 
 def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
     """A block with the norm that its MLP's input comes out of, and what modulates that norm."""
-    modulation, modulated = _modulated(x, role)
-    for given in (x, modulated):
-        if given is not None and given.half is None and is_call(given.node, role, Role.NORM):
-            normed = dataclasses.replace(block.site, inputs=(given.node.args[0],), read=block.site.read | given.read)
-            modulation = None if given is x else modulation
+    inner, narrow = _narrowed(x)
+    for modulation, given in ((None, x), _modulated(inner, role)):
+        if given is None or given.half is not None or not is_call(given.node, role, Role.NORM):
+            continue
+        argument = given.node.args[0]
+        if narrow is not None and given is not x:
+            argument, modulation = _widened(argument, narrow), dataclasses.replace(modulation, wide=True)
+        if argument is not None:
+            normed = dataclasses.replace(block.site, inputs=(argument,), read=block.site.read | given.read)
             yield dataclasses.replace(block, site=normed, is_normed=True, first=given.node.func, modulation=modulation)
+
+
+def _narrowed(value: Value) -> Tuple[Value, Optional[str]]:
+    """What is cast to the dtype of a name, and that: ``(...).type_as(x)``; another value as it is, without a name."""
+    call = value.node
+    is_method = value.half is None and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    if not is_method or call.func.attr != "type_as" or call.keywords or len(call.args) != 1:
+        return value, None
+    (of,) = call.args
+    return (value.part(call.func.value), of.id) if isinstance(of, ast.Name) else (value, None)
+
+
+def _widened(node: ast.expr, name: Optional[str] = None) -> Optional[ast.expr]:
+    """``h`` of ``h.float()``, if it has this name; None of anything else."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "float"
+    if not is_method or node.args or node.keywords:
+        return None
+    return node.func.value if name is None or is_name(node.func.value, name) else None
+
+
+def _part_widened(value: Value) -> Optional[Value]:
+    node = None if value.half is not None else _widened(value.node)
+    return None if node is None else value.part(node)
 
 
 def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:

@@ -49,6 +49,8 @@ def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
     return Norm(code, "eps", True, has_bias, (*unchanged, (F, function, obstacles.unpatched(F, function, F))))
 
 
+_FLOAT32 = "diffusers.models.normalization.FP32LayerNorm"  # LayerNorm of what it casts to float32, and back
+
 known: Dict[type, Norm] = {nn.LayerNorm: _of_torch(LAYER, nn.LayerNorm, "layer_norm", True)}
 if hasattr(nn, "RMSNorm"):
     known[nn.RMSNorm] = _of_torch(RMS, nn.RMSNorm, "rms_norm", False)
@@ -60,6 +62,10 @@ def code_of(kind: type) -> Optional[int]:
         return known[kind].code
     forward = getattr(kind, "forward", None)
     is_called = kind.__call__ is obstacles._CALL and isinstance(forward, FunctionType)
+    if f"{kind.__module__}.{kind.__qualname__}" == _FLOAT32 and issubclass(kind, nn.LayerNorm) and is_called:
+        own = (kind, "__call__", obstacles._CALL), (kind, "forward", forward)
+        known[kind] = known[nn.LayerNorm]._replace(unchanged=(*own, *known[nn.LayerNorm].unchanged))
+        return LAYER
     read = _read(kind, forward) if is_called and not hasattr(forward, "__wrapped__") else None
     if read is None:
         return None

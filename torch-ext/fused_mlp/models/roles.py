@@ -34,15 +34,8 @@ class Role:
 
 RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee
 
-_HARMLESS_METHODS = {
-    "chunk",
-    "clamp",
-    "float",
-    "reshape",
-    "to",
-    "unsqueeze",
-    "view",
-}  # methods of tensors that change nothing
+# Methods of tensors that change nothing.
+_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "type_as", "unsqueeze", "view"}
 
 
 def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:

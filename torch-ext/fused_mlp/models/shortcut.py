@@ -127,6 +127,7 @@ if plain is not None:
             "norms": norms.known,
             "ops": _ops,
             "dtypes": native._DTYPES,
+            "float32": torch.float32,
             "on_device": f"is_{native.DEVICE_TYPE}",
             "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
             "every_gpu": native.takes_every_gpu,
@@ -175,7 +176,8 @@ if plain is not None:
     )
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
-Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool]]  # scale, shift, whether the source has the scale first
+# Scale, shift, whether the source has the scale first, and whether it computes all that in float32.
+Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool, bool]]
 _NO_ACTIVATION = get_activation("linear").function
 
 
@@ -247,13 +249,14 @@ def block(
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     modulation: Modulation = None,
+    wide: bool = False,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
 ) -> Tensor:
     """The block of an MLP, or of one layer: ``last(residual + behind(mlp(first(x))) * factor)``.
 
     A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
-    ``first(x)``.
+    ``first(x)``. ``wide``: product and sum are computed in float32, and cast to the dtype of the residual.
 
     One op where the short way is taken, whose result has adjacent rows. ``order``, as :class:`sites.Block` has it,
     decides how its parts lay out theirs. The factor is a number, or a scale of the features, as those of a modulation
@@ -261,22 +264,23 @@ def block(
     """
     if plain is not None:
         given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
-        found = plain.block(*given, owner, names)
+        found = plain.block(*given, wide, owner, names)
         if found is not None:
             return found
     behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
     values = fused(pattern, normed(x, first, modulation), projections, act, between, owner, names)
-    return around(values, behind, factor, residual, order, last)
+    return around(values, behind, factor, residual, order, last, wide)
 
 
 def normed(x: Tensor, norm: Optional[nn.Module], modulation: Modulation) -> Tensor:
     """What a block's MLP is given, part by part."""
-    values = x if norm is None else norm(x)
     if modulation is None:
-        return values
-    scale, shift, scale_first = modulation
+        return x if norm is None else norm(x)
+    scale, shift, scale_first, wide = modulation
+    values = norm(x.float() if wide else x)
     values = (1 + scale) * values if scale_first else values * (1 + scale)
-    return values if shift is None else values + shift
+    values = values if shift is None else values + shift
+    return values.type_as(x) if wide else values
 
 
 def ending(
@@ -289,7 +293,22 @@ def ending(
     names: Tuple[str, ...],
 ) -> Optional[Tensor]:
     """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
-    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual, None, last, None, owner, names
+    given = (
+        forwards.LINEAR,
+        x,
+        projections,
+        _NO_ACTIVATION,
+        (),
+        behind,
+        1.0,
+        residual,
+        None,
+        last,
+        None,
+        False,
+        owner,
+        names,
+    )
     return None if plain is None else plain.block(*given)
 
 
@@ -312,14 +331,19 @@ def around(
     residual: Tensor,
     order: Tuple[bool, bool, int],
     last: Optional[nn.Module],
+    wide: bool = False,
 ) -> Tensor:
     """What is behind an MLP, part by part."""
     residual_first, factor_first, before_factor = order
     values = _passed(values, behind[:before_factor])
+    if wide:
+        wanted, values, residual = residual, values.float(), residual.float()
     if type(factor) is not float or factor != 1.0:
         values = factor * values if factor_first else values * factor
     values = _passed(values, behind[before_factor:])
     values = residual + values if residual_first else values + residual
+    if wide:
+        return values.type_as(wanted)
     return values if last is None else last(values)
 
 

@@ -118,11 +118,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Modulation:
-    """``norm(x) * (1 + scale) + shift``, perhaps without a shift: what the source does to the result of a norm."""
+    """``norm(x) * (1 + scale) + shift``, perhaps without a shift: what the source does to the result of a norm.
+
+    ``wide``: that is ``(norm(x.float()) * (1 + scale) + shift).type_as(x)``.
+    """
 
     scale: ast.expr
     shift: Optional[ast.expr]
     scale_first: bool
+    wide: bool = False
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
@@ -137,7 +141,8 @@ class Block:
     The residual is a name, or a sum of names. ``modulation`` is that of the first norm. ``behind`` is to the sum what
     ``between`` is to the last projection, and may have a norm or a scale in it. ``order`` says whether the residual and
     the factor are the first in their sum and product, and how many parts of ``behind`` come before the factor. The
-    site's own input is what the first norm is given.
+    site's own input is what the first norm is given. ``wide``: the sum is ``(residual.float() + ...float() *
+    factor).type_as(residual)``.
     """
 
     site: Union[Site, Whole]
@@ -149,6 +154,7 @@ class Block:
     first: Optional[ast.expr] = None
     last: Optional[ast.expr] = None
     modulation: Optional[Modulation] = None
+    wide: bool = False
 
     @property
     def read(self) -> FrozenSet[ast.Name]:
