@@ -705,9 +705,8 @@ class Writer:
         init += [f"self.end = Ending({self.n_out}, {self.draw.choice(['nn.LayerNorm', 'RootMeanSquare'])})"]
         init += [self.draw.choice(END_CHANGES)]
         init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
-        init += [
-            f"self.table = torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape}).to(self.scale){cast}"
-        ]
+        table = f"torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape})"
+        init += [f"self.table = {table}.to(self.scale){cast}"]
         # Contiguous: a block's op lays out its result so, whatever the residual is.
         start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()", "s, t, g = self.table"]
         parts = [start, ["h = self.mlp(h)"], [self.draw.choice(SUMS)], ["return h"]]
