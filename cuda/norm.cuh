@@ -58,7 +58,7 @@ __device__ __forceinline__ const T* features_of(const Features& features, int64_
   return static_cast<const T*>(features.data) + (features.stride == 0 ? 0 : row / features.rows * features.stride);
 }
 
-// Those of float32 where T has 16 bits.
+// The same, of float32 where T has 16 bits.
 template <typename T>
 __device__ __forceinline__ const float* wide_features_of(const Features& features, int64_t row) {
   return sizeof(T) == sizeof(float) ? nullptr : features_of<float, true>(features, row);

@@ -67,8 +67,8 @@ template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
     pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
-  // The code of one vector is that of all: with fewer registers more warps fit, which at 16 bits is worth more than
-  // what two vectors at once are. Float32 has half as many values in a vector.
+  // At 16 bits a vector has work enough to hide latencies: not unrolled, the loop takes fewer registers, and more warps
+  // fit. A vector of float32 has half as many values.
   constexpr int kUnrolled = Width == 4 ? kMostVectors : 1;
   const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * vectors + threadIdx.x) * Width;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
       }
 #pragma unroll
-      for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // which registers are, as no loop is over them
+      for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // a variable index would take `in` out of registers
     }
   }
 }

@@ -52,10 +52,10 @@ Tensor mlp(const Tensor& x, const Tensor& fc1_weight, const Tensor& fc2_weight, 
 //
 // first_norm and last_norm say what these are, over the last dimension: 0 nothing, 1 LayerNorm, 2 RMSNorm, 3 RMSNorm
 // whose weight is stored less 1, 5 LayerNorm likewise, and 4, which is of the MLP's result alone, a product with the
-// weight. Their weights and biases are [features], or broadcast to the rows so that rows which share one follow each
-// other: [batch, 1, features] for [batch, tokens, features]. Without fc1_weight it is one layer, by fc2_weight. What is
-// around the MLP is rounded once. The rows of the result are adjacent, also where those of the residual are not: a
-// kernel that reads them next does not have to copy them.
+// weight. Their weights and biases, which may be of float32, are [features], or broadcast to the rows so that rows
+// which share one follow each other: [batch, 1, features] for [batch, tokens, features]. Without fc1_weight it is one
+// layer, by fc2_weight. What is around the MLP is rounded once. The rows of the result are adjacent, also where those
+// of the residual are not: a kernel that reads them next does not have to copy them.
 Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
                     const Tensor& residual, double factor, const OptionalTensor& first_weight,

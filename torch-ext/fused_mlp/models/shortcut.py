@@ -293,23 +293,8 @@ def ending(
     names: Tuple[str, ...],
 ) -> Optional[Tensor]:
     """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
-    given = (
-        forwards.LINEAR,
-        x,
-        projections,
-        _NO_ACTIVATION,
-        (),
-        behind,
-        1.0,
-        residual,
-        None,
-        last,
-        None,
-        False,
-        owner,
-        names,
-    )
-    return None if plain is None else plain.block(*given)
+    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual
+    return None if plain is None else plain.block(*given, None, last, None, False, owner, names)
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
