@@ -13,22 +13,8 @@ from transformers.models.distilbert.modeling_distilbert import FFN
 
 from modules import Dropping, Gated, Halves, PackedGated, Plain, RMSNorm, TransposedPlain
 from safety import assert_close, x_of
+from test_block_ops import LAYER, NONE, RMS, SCALE
 from test_coverage import built, inputs_of, largest_error
-
-NONE, LAYER, RMS, _, SCALE = range(5)
-
-
-@pytest.fixture
-def blocks(tell_ops, dispatched):
-    """The calls of the op: the factor, the norm of the input, the other norm, and whether that is of the sum."""
-    taken = []
-
-    def tell(name, given):
-        if name.startswith("residual"):
-            taken.append((given[-10], given[-6], given[-2], given[-1]))
-
-    tell_ops(tell)
-    return taken
 
 
 class Behind(nn.Module):

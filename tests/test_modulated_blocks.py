@@ -11,22 +11,9 @@ from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
 from safety import assert_close
+from test_block_ops import LAYER_OF_ONE_MORE, RMS_OF_ONE_MORE, SCALE
 
-NONE, LAYER, RMS, RMS_OF_ONE_MORE, SCALE, LAYER_OF_ONE_MORE = range(6)
 MODULATED = (1.0, LAYER_OF_ONE_MORE, SCALE, False)
-
-
-@pytest.fixture
-def blocks(tell_ops, dispatched):
-    """The calls of the op: the factor, the norm of the input, the other norm, and whether that is of the sum."""
-    taken = []
-
-    def tell(name, given):
-        if name.startswith("residual"):
-            taken.append((given[-10], given[-6], given[-2], given[-1]))
-
-    tell_ops(tell)
-    return taken
 
 
 def feed_forward(activation="gelu-approximate"):
@@ -254,7 +241,7 @@ def with_attribute(path, value):
         *owners, name = path.split(".")
         for owner in owners:
             module = getattr(module, owner)
-        setattr(module, name, value() if isinstance(value, type) or callable(value) else value)
+        setattr(module, name, value() if callable(value) else value)
 
     return alter
 

@@ -12,8 +12,9 @@ enum class NormKind { kNone, kLayer, kRms, kRmsOfOneMore, kScale, kLayerOfOneMor
 // kNone: norm(x); kNormed: norm(residual + factor * x); kAdded: residual + factor * norm(x)
 enum class Residual { kNone, kNormed, kAdded };
 
-// A value for each feature, or null. All rows have the same ones where `stride` is 0; else each `rows` rows have
-// theirs, `stride` elements behind those of the rows before. `wide`: they are of float32, and the rows of 16 bits.
+// A weight or a bias: a value for each feature, or null where there is none. Where `stride` is 0, all rows share these
+// values. Else each group of `rows` rows has its own, `stride` elements behind those of the group before. `wide`: the
+// values are of float32, and the rows of 16 bits.
 struct Features {
   const void* data;
   int64_t rows, stride;

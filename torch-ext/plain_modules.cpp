@@ -111,9 +111,9 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
   return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
 }
 
-// Calls use(mlp, rest) with the MLP that the modules of a nn.ModuleList are which run in turn, and those behind it;
-// what it returns, and nullptr without an error where they are none. `places` are where MLPs are among modules, by
-// their classes; `plain` is the pattern of an MLP without a gate.
+// Returns use(mlp, rest), given the MLP that the modules of a nn.ModuleList are if they run in turn, and the modules
+// behind it; nullptr without an error where they are no MLP. `places` says by the classes of modules where MLPs are
+// among them (models/sequences.py); `plain` is the pattern of an MLP without a gate.
 template <typename Use>
 PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* plain, PyObject* x, bool recording,
                   const Use& use) {

@@ -30,9 +30,9 @@ struct Rows {
   }
 };
 
-// How many rows of a tensor [..., features], one after the other, share a row of one that is broadcast to it: as
-// [batch, 1, features] is shared by the rows of each [tokens, features]. Nothing where the shapes do not fit, or rows
-// that lie apart would share one.
+// `sizes` are those of a tensor that is broadcast to one of sizes `of`, [..., features]: how many rows of the latter,
+// one after the other, share a row of the former. For [batch, 1, features] and [batch, tokens, features] that is
+// `tokens`. Nothing where the shapes do not fit, or rows that lie apart would share one.
 inline std::optional<int64_t> rows_that_share(const int64_t* sizes, int64_t dims, const int64_t* of, int64_t of_dims) {
   if (dims == 0 || dims > of_dims || sizes[dims - 1] != of[of_dims - 1]) return std::nullopt;
   int64_t rows = 1;

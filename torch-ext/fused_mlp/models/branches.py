@@ -8,9 +8,11 @@
                                                 x = self.mlp(self.norm(x))
                                                 return residual + x
 
-Each branch is then code without conditions, in which a block is found. Where there are more conditions than that, all
-are moved in one: what runs as they are now, and else the code as it is. A condition that a branch has decided already
-is none in it. A question such as ``is_torch_npu_available()`` is moved too, if all that it does is to return a global.
+Each branch is then code without conditions, in which a block is found. Each condition that is moved doubles the code,
+so where there are more than two, all become one: if they are what they were when the module was fused, the code runs
+that ran then, without conditions, and else the code as it was written. A condition that a branch has decided already is
+not asked again in it. A question such as ``is_torch_npu_available()`` is moved too, if it does no more than to return a
+global.
 ``h = a if self.flag else b`` is such a condition, and so is whether ``self.dim`` in ``h.chunk(2, dim=self.dim)`` is -1.
 """
 
@@ -44,7 +46,10 @@ Now = Tuple[Tuple[str, bool], ...]  # conditions as source, and what they are of
 
 
 def parted(function: ast.FunctionDef, role: RoleOf, now: Now) -> Iterator[ast.FunctionDef]:
-    """Copies of a method with all conditions moved that are ``now``, with one, and with one more, if there are any."""
+    """Copies of a method: with all conditions of ``now`` moved as one, with one condition moved, and with two.
+
+    Copies in which nothing could be moved are left out.
+    """
     for most in (None, *range(1, _MOST + 1)):
         parting = _Parting(copy.deepcopy(function), role)
         made = parting.spread()
@@ -62,7 +67,7 @@ def many_conditions(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, 
 
 
 def now(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Now:
-    """What conditions are now, of those that can be asked."""
+    """The values that conditions have in a module now; without those that raise."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
@@ -113,7 +118,7 @@ class _Parting:
         self._role, self._may_call = role, harmless_calls(role)
 
     def spread(self) -> ast.FunctionDef:
-        """The method with the conditions that are in expressions around these."""
+        """The method, with an if statement in the place of each condition inside of an expression."""
         for block in list(blocks(self._function)):
             block[:] = map(self._spread, block)
         return self._function
@@ -145,8 +150,9 @@ class _Parting:
         return next(own, None)
 
     def part(self, block: List[ast.stmt], most: Optional[int], now: Dict[str, bool]) -> bool:
-        """Moves conditions to where that begins which leads to a block's first MLP, if there are any: up to so many, or
-        all that are ``now`` in one.
+        """Moves conditions in front of the statements that lead to a block's first MLP; whether there were any.
+
+        Up to ``most`` of them, or where that is None all of ``now`` as one.
         """
         start = self._start(block, {} if most is not None else now)
         if start is None:
@@ -165,7 +171,7 @@ class _Parting:
         return None
 
     def _taken(self, statement: ast.stmt, now: Dict[str, bool]) -> List[ast.stmt]:
-        """What runs of a statement as conditions are now."""
+        """The statements that run in the place of one where conditions have the values of ``now``."""
         is_so = now.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
         if is_so is None:
             return [statement]
@@ -182,7 +188,7 @@ class _Parting:
         return statements
 
     def _as_now(self, statements: List[ast.stmt], now: Dict[str, bool]) -> List[ast.stmt]:
-        """What runs as conditions are now, if they are that, and else the statements."""
+        """An if statement that asks for the values of ``now``: with what runs then, and else with the statements."""
         taken, guards, index = copy.deepcopy(statements), {}, 0
         while index < len(taken):
             statement = taken[index]

@@ -48,10 +48,11 @@ class Half(NamedTuple):
     of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
     its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
     tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
-    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. Of a module that
-    runs its children in turn, and is a whole MLP by that, ``names`` are None, the name of their list, where MLPs are
-    among modules by their classes, the heads, and the pattern of an MLP. ``before_a_norm`` is a head's function where
-    it is given what a norm will make x of: it asks nothing of x, and returns None in branches without an MLP.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. For a module that
+    runs the modules of a list in turn, which are one MLP, ``names`` is (None, the name of the list,
+    ``sequences.known``, ``heads``, the pattern of an MLP without a gate). ``before_a_norm`` is a head's ``function``
+    for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and returns None in
+    branches without an MLP.
     """
 
     forward: FunctionType

@@ -1,4 +1,4 @@
-"""Which classes of modules are norms, or scales: torch's by name, others by what their forward computes.
+"""Which classes of modules are norms, or scales: torch's and one of diffusers by name, others by what they compute.
 
 An RMSNorm's forward is read as a product of what it multiplies: its input, the weight, and the scale that it makes of
 the mean of the input's squares. That of a scale, such as a vision model's LayerScale, multiplies its input by a
@@ -49,7 +49,7 @@ def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
     return Norm(code, "eps", True, has_bias, (*unchanged, (F, function, obstacles.unpatched(F, function, F))))
 
 
-_FLOAT32 = "diffusers.models.normalization.FP32LayerNorm"  # LayerNorm of what it casts to float32, and back
+_FLOAT32 = "diffusers.models.normalization.FP32LayerNorm"  # casts to float32, norms, and casts back
 
 known: Dict[type, Norm] = {nn.LayerNorm: _of_torch(LAYER, nn.LayerNorm, "layer_norm", True)}
 if hasattr(nn, "RMSNorm"):

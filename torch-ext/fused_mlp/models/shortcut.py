@@ -176,7 +176,7 @@ if plain is not None:
     )
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
-# Scale, shift, whether the source has the scale first, and whether it computes all that in float32.
+# Scale, shift, whether the source has the scale on the left of its product, and whether it computes in float32.
 Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool, bool]]
 _NO_ACTIVATION = get_activation("linear").function
 
