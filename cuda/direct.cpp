@@ -55,7 +55,9 @@ struct Steps {
   }
 
   // Whether torch makes the result of the first layer.
-  bool first_is_made_by_torch() const { return !first.fused() && torch_has_epilogue(layer_views(0).get()); }
+  bool first_is_made_by_torch() const {
+    return !first.fused() && torch_has_epilogue(first.problem.a, layer_views(0).get());
+  }
 
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }

@@ -81,7 +81,8 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));
   const bool linear = static_cast<Activation>(layer.activation) == Activation::kLinear;
-  if (layer.up_weight != nullptr || !linear) plan->set("pointwise", torch_has_epilogue(layer) ? "epilogue" : "cuda");
+  if (layer.up_weight != nullptr || !linear)
+    plan->set("pointwise", torch_has_epilogue(gemm.problem.a, layer) ? "epilogue" : "cuda");
 }
 
 }  // namespace

@@ -11,20 +11,37 @@ constexpr int64_t kMaxGridY = 65535;
 // Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
 constexpr int64_t kFewBlocks = 264;
 
+// Elements that one vector for each thread takes in one round of blocks.
+template <int Width>
+constexpr int64_t kOneRound = kFewBlocks * kThreads * Width;
+
+// Threads of a block, for so many elements of one thread.
+unsigned threads_for(int64_t elements, int64_t of_thread) {
+  unsigned threads = kThreads;
+  while (threads > 32 && elements < kFewBlocks * threads * of_thread) threads /= 2;
+  return threads;
+}
+
 // Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
 // thread's arithmetic: with one vector that is half.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
-  constexpr int64_t kOneRound = kFewBlocks * kThreads * Width;
-  const int vectors = Width > 1 && rows * cols <= kOneRound ? 1 : kMostVectors;
-  unsigned threads = kThreads;
-  while (threads > 32 && rows * cols < kFewBlocks * threads * Width * vectors) threads /= 2;
+  const int vectors = Width > 1 && rows * cols <= kOneRound<Width> ? 1 : kMostVectors;
+  const unsigned threads = threads_for(rows * cols, Width * vectors);
   unsigned x = threads;  // narrow rows share a block
   while (x > 1 && int64_t{x / 2} * Width * vectors >= cols) x /= 2;
   const dim3 block(x, threads / x);
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * vectors)),
                   static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
   pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols, vectors);
+  return cudaGetLastError();
+}
+
+template <typename T, int Width, typename Op>
+cudaError_t launch_short_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t cols, cudaStream_t stream) {
+  const unsigned threads = threads_for(cols, Width);
+  const auto blocks = static_cast<unsigned>(ceil_div(cols, int64_t{threads} * Width));
+  short_row_kernel<T, Width, Op><<<blocks, threads, 0, stream>>>(operands, static_cast<int>(cols));
   return cudaGetLastError();
 }
 
@@ -48,6 +65,10 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
   constexpr int kWidth = kVectorBytes / sizeof(T);
   int64_t done = 0;
   if (vectorisable<kWidth>(operands.in, rows) && vectorisable<kWidth>(operands.out, rows)) {
+    if constexpr (Op::kIsLight) {
+      constexpr int64_t kShortRow = 4 * kOneRound<kWidth>;
+      if (rows == 1 && cols <= kShortRow) return launch_short_row<T, kWidth, Op>(operands, cols, stream);
+    }
     done = cols - cols % kWidth;
     if (done > 0) {
       const cudaError_t error = launch<T, kWidth, Op>(operands, rows, done, stream);

@@ -17,9 +17,11 @@ constexpr int kThreads = 256;
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The two operations: `Inputs` operands in, `Outputs` out, `apply` on one element of each.
+// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. `kIsLight`: a loop shows in
+// their time where there are few elements.
 template <Activation A, typename T, bool Gated>
 struct Forward {
+  static constexpr bool kIsLight = true;
   static constexpr int kInputs = Gated ? 2 : 1;
   static constexpr int kOutputs = 1;
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
@@ -31,6 +33,7 @@ struct Forward {
 // With `Values`, the last output is what Forward computes.
 template <Activation A, typename T, bool Gated, bool Values>
 struct Backward {
+  static constexpr bool kIsLight = false;
   static constexpr int kInputs = Gated ? 3 : 2;
   static constexpr int kOutputs = (Gated ? 2 : 1) + (Values ? 1 : 0);
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
@@ -46,6 +49,7 @@ struct Backward {
 };
 
 struct Sum {
+  static constexpr bool kIsLight = false;
   static constexpr int kInputs = 2;
   static constexpr int kOutputs = 1;
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
@@ -60,6 +64,20 @@ struct Operands {
 };
 
 constexpr int kMostVectors = 2;
+
+template <typename Op, typename T, int Width>
+__device__ __forceinline__ void apply_to_vectors(const Vector<T, Width> (&in)[Op::kInputs],
+                                                 float (&results)[Op::kOutputs][Width]) {
+#pragma unroll
+  for (int lane = 0; lane < Width; ++lane) {
+    float x[Op::kInputs], y[Op::kOutputs];
+#pragma unroll
+    for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[i].lane[lane]);
+    Op::apply(x, y);
+#pragma unroll
+    for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
+  }
+}
 
 // A block covers blockDim.y rows and blockDim.x * vectors vectors of columns. A thread has so many in flight per
 // operand.
@@ -89,15 +107,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (u >= vectors || col + Width > cols) break;
       float results[Op::kOutputs][Width];
-#pragma unroll
-      for (int lane = 0; lane < Width; ++lane) {
-        float x[Op::kInputs], y[Op::kOutputs];
-#pragma unroll
-        for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[0][i].lane[lane]);
-        Op::apply(x, y);
-#pragma unroll
-        for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
-      }
+      apply_to_vectors<Op>(in[0], results);
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
@@ -106,6 +116,26 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // a variable index would take `in` out of registers
     }
   }
+}
+
+// One vector of a single row for each thread, and one element of those behind the last vector for the first ones.
+template <typename T, int Width, typename Op>
+__global__ void __launch_bounds__(kThreads) short_row_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int cols) {
+  const auto apply_at = [&]<int W>(int col) {
+    Vector<T, W> in[Op::kInputs];
+#pragma unroll
+    for (int i = 0; i < Op::kInputs; ++i) {
+      in[i] = *reinterpret_cast<const Vector<T, W>*>(static_cast<const T*>(operands.in[i].data) + col);
+    }
+    float results[Op::kOutputs][W];
+    apply_to_vectors<Op>(in, results);
+#pragma unroll
+    for (int i = 0; i < Op::kOutputs; ++i) store(static_cast<T*>(operands.out[i].data) + col, results[i]);
+  };
+  const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const int vectors = cols / Width, behind = vectors * Width + thread;
+  if (thread < vectors) apply_at.template operator()<Width>(thread * Width);
+  if (behind < cols) apply_at.template operator()<1>(behind);
 }
 
 }  // namespace fused_mlp

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
+#include <algorithm>
+
 #include "../torch-ext/operands.h"
 #include "../torch-ext/torch_gemm.h"
 #include "device.h"
@@ -12,19 +14,30 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+constexpr int64_t kVectorOfHalves = 8;  // 16 bytes
+
+bool in_vectors(const void* data, int64_t row_stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride % kVectorOfHalves == 0;
+}
+
 constexpr auto linear_into_rows = linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>;
 
 Matrix dense_matrix(const Tensor& rows) { return {rows.mutable_data_ptr(), rows.size(1)}; }
 
 }  // namespace
 
-bool torch_has_epilogue(const Layer& layer) {
+bool torch_has_epilogue(const Matrix& x, const Layer& layer) {
+  const Tensor& weight = layer.weight;
   return static_cast<Activation>(layer.activation) == Activation::kGeluTanh && layer.up_weight == nullptr &&
-         layer.bias.has_value() && layer.weight.scalar_type() != ScalarType::Float && layer.weight.size(1) > 0;
+         layer.bias.has_value() && weight.scalar_type() != ScalarType::Float && weight.size(1) > 0 &&
+         weight.size(0) % kVectorOfHalves == 0 && weight.size(1) % kVectorOfHalves == 0 &&
+         in_vectors(x.data, x.row_stride) &&
+         in_vectors(weight.const_data_ptr(), std::max(weight.stride(0), weight.stride(1))) &&
+         in_vectors(layer.bias->const_data_ptr(), 0);
 }
 
 Tensor torch_layer(const Tensor& x, const Layer& layer) {
-  if (!torch_has_epilogue(layer)) {
+  if (!torch_has_epilogue({x.mutable_data_ptr(), x.stride(0)}, layer)) {
     const std::vector<int64_t> sizes{x.size(0), layer.weight.size(0)};
     const Tensor out = new_dense(x, sizes);
     torch_layer_into(out, x, layer);

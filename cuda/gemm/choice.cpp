@@ -72,22 +72,25 @@ constexpr double kLaunchedPairMicroseconds = 50.0;
 
 constexpr int64_t kTorchRows = 33;  // with fewer, products of ours take less time, but for some of few inputs
 
-// Whether torch's GEMM reads the operands faster, whatever is estimated. Rows that are not whole lines take our kernels
-// more requests, and rows that are not whole sectors up to twice as many (measured on an H100 and an H200). A gated
-// product takes two of torch's, and training more of them.
+// Whether torch's GEMM reads the operands of a product of training faster, whatever is estimated. Rows that are not
+// whole lines take our kernels more requests, and rows that are not whole sectors up to twice as many.
 bool torch_reads_faster(const GemmProblem& p) {
-  const bool gains_more = p.gated() || is_training(p.product());
-  if (!rows_fill(p, kSectorBytes)) return p.m >= (gains_more ? 64 : kTorchRows);
-  if (rows_fill(p, kLineBytes)) return false;
+  if (!rows_fill(p, kSectorBytes)) return p.m >= 64;
   // What the fused epilogue saves does not grow with k, and what the requests cost does.
   constexpr int64_t kManyRows = 256, kLong = 2560;
-  return p.gated() && p.m >= kManyRows && p.k > kLong;
+  return !rows_fill(p, kLineBytes) && p.gated() && p.m >= kManyRows && p.k > kLong;
 }
 
-// By how much our kernels of many rows take longer than estimated, next to torch's, where rows are not whole lines.
-// Each row of operands then takes more requests, the more the longer it is (fitted on an H100 and an H200).
-double broken_lines_factor(const GemmProblem& p) {
+// By how much our kernels take longer than estimated, next to torch's, where rows are no whole lines or no whole
+// sectors: the longer a row, the more requests it takes. CTAs that share k, and read a part of a row each, lose less.
+// Fitted to 2600 products on an H100 and an H200.
+double broken_rows_factor(const GemmProblem& p, const GemmKernel& kernel) {
   constexpr int64_t kManyRows = 65;
+  if (!rows_fill(p, kSectorBytes)) {
+    if (p.m < (p.gated() ? kManyRows : kTorchRows)) return 1.0;
+    if (kernel.split_k > 1) return 1.1;
+    return std::min(1.5, 0.95 + p.k / (p.gated() ? 1200.0 : 2400.0));
+  }
   return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
 }
 
@@ -112,7 +115,18 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr int64_t kTorchRowsOfBrokenSectors = 9;
-  if (p.gated() || p.m < (rows_fill(p, kSectorBytes) ? kTorchRows : kTorchRowsOfBrokenSectors)) return true;
+  // For few outputs torch's GEMM shares a long k out among more CTAs than a cluster of ours has.
+  constexpr int64_t kFewOutputs = 256, kLongInputs = 10240;
+  const bool shared_out = p.n <= kFewOutputs && p.k > kLongInputs;
+  const double torch = architecture.torch_microseconds(p, gpu);
+  const bool sectors = rows_fill(p, kSectorBytes);
+  if (!p.gated() && p.m < (sectors ? kTorchRows : kTorchRowsOfBrokenSectors)) {
+    return !shared_out && (!p.linear() || p.follows_ours() || plan.shortest() <= torch);
+  }
+  if (p.linear() && shared_out) return false;
+  // A plain product by tiles behind a kernel that is not ours takes 1 to 1.5 us more than one behind ours.
+  const bool waits = !p.follows_ours() && plan.kernel.loop == MainLoop::kTiled;
+  if (p.linear() && (waits || (!sectors && p.m >= kTorchRows))) return false;
   // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
   constexpr double kLongMicroseconds = 60.0;
   constexpr int64_t kMostPlainRows = 2048;
@@ -123,13 +137,19 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   // rows the product behind an activated one of ours starts early: an MLP gains by that where the estimates are alike.
   // With more, torch's short products take up to 1.3 times as long as estimated where their weights come from memory
   // (measured on an H100 and an H200).
-  constexpr double kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.97;
-  constexpr double kMarginOfFewRows = 1.05, kMarginOfShort = 1.2, kShortMicroseconds = 10.0;
+  constexpr double kMarginOfGated = 1.05, kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.92;
+  constexpr double kMarginOfFewRows = 1.05, kMarginOfShort = 1.1, kShortMicroseconds = 10.0;
   constexpr int64_t kFewRows = 64;
-  const double of_more_rows = plan.microseconds <= kShortMicroseconds ? kMarginOfShort : kMarginOfActivated;
-  const double activated = p.m <= kFewRows ? kMarginOfFewRows : of_more_rows;
-  const double margin = !p.linear() ? activated : plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
-  return broken_lines_factor(p) * plan.shortest() <= margin * architecture.torch_microseconds(p, gpu);
+  const auto margin = [&] {
+    if (p.gated()) return kMarginOfGated;
+    if (p.linear()) return plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
+    if (p.m <= kFewRows) return kMarginOfFewRows;
+    const bool may_be_shared_out = p.n <= kFewOutputs && p.k > kLongInputs / 2;
+    const bool is_short = plan.microseconds <= kShortMicroseconds;
+    return sectors && is_short && !may_be_shared_out ? kMarginOfShort : kMarginOfActivated;
+  };
+  const double ours = broken_rows_factor(p, plan.kernel) * plan.shortest();
+  return ours <= margin() * torch;
 }
 
 // Whether a product of inference is taken for the CPU's time that it saves.
@@ -165,7 +185,7 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
   }
 
   *plan = fastest(architecture, p, gpu);
-  const bool faster = !torch_reads_faster(p) && is_faster(architecture, p, *plan, gpu);
+  const bool faster = is_faster(architecture, p, *plan, gpu);
   return faster || saves_cpu_time(architecture, p, *plan, gpu, launcher) ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
 

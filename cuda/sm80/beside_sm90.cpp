@@ -26,6 +26,7 @@ constexpr double kProductCycles = 0.0107;     // cycles for each product of two 
 // Between two rounds of a product that is not gated, until a tile's results are stored: for each of them without an
 // activation, and with one, which takes kActivationCycles besides, however few the results.
 constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;
+constexpr double kTileCycles = 1500.0;     // of one tile among several of a CTA, besides those of its blocks
 constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
 constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
 constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are the least certain
@@ -63,7 +64,8 @@ double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t ti
   const int warps = shape.ctas == 1 ? kWarpsAlone : shape.warps_m * shape.warps_k;
   const double block_cycles = kBlockCycles + kProductCycles * products / warps;
   const double cycles_alone = std::max(ceil_div(p.k, shape.block_k) * block_cycles,
-                                       (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle);
+                                       (shape.rows_m + shape.rows_n) * bytes_of_row / kAloneBytesPerCycle) +
+                              (tiles > side_by_side ? kTileCycles : 0.0);
   const auto round = [&](int64_t count) {
     return count == 0 ? 0.0 : kRound + std::max(count * together, cycles_alone / gpu.cycles_per_microsecond);
   };

@@ -40,8 +40,8 @@ struct StreamedTime {
 // torch's GEMM, as if it had tiles of 64 x 64 and of 128 x 128, computed in rounds of one for each multiprocessor, with
 // k whole or in 2, 4 or 8 parts, and took the best. Microseconds: start + rounds * (blocks of 64 elements of k) *
 // (small_block or large_block) + split, where k has parts; or start + the time of the bytes at this share of the
-// bandwidth, if that is longer. An activation takes pointwise_start more, and the time of its bytes at pointwise_share,
-// which is above 1: the sums are found in L2.
+// bandwidth, if that is longer. An activation takes pointwise_start more, and the time of its bytes: those that L2 does
+// not hold, at pointwise_share of the bandwidth.
 struct TorchTime {
   double start, share_of_bandwidth, small_block, large_block, split, pointwise_start, pointwise_share;
 };
@@ -59,7 +59,7 @@ double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kern
                               const Chip& chip);
 // How much of that a kernel hides behind the GEMM before it.
 double hidden_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const Chip& chip);
-// What torch's GEMM takes, with the pointwise kernel behind it.
+// What torch's GEMM takes, or its two, with the pointwise kernel behind.
 double torch_microseconds(const GemmProblem& problem, const TorchTime& constants, const Chip& chip);
 
 }  // namespace fused_mlp::sm90

@@ -55,7 +55,7 @@ constexpr StreamedTime kStreamedPlain = {2.45653, 0.7178, 0.56734, 0.07883, 0.03
 constexpr StreamedTime kStreamedTall = {3.96741, 0.81253, 0.02311, 2.23184, 0.98437, 3.55683, 0.20308, 2e-05, 0.0, 5e-05, 0.16909, 0.0};
 
 constexpr MeasuredOn kMeasuredOn = {132, 1980.0, 3352320.0};
-constexpr TorchTime kTorch = {3.2275, 0.8787, 0.096, 0.3937, 3.3529, 0.7909, 2.281};
+constexpr TorchTime kTorch = {3.2275, 0.8787, 0.096, 0.3937, 3.3529, 0.7909, 1.07};
 constexpr Peak kPeak = {3.0e6, 750e6};
 // clang-format on
 

@@ -59,7 +59,7 @@ class TorchTime:
     large_block: float = 0.33
     split: float = 4.0
     pointwise_start: float = 1.5
-    pointwise_share: float = 2.0
+    pointwise_share: float = 1.0
 
 
 @dataclass
