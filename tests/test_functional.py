@@ -57,10 +57,11 @@ def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype)
 
 
 @dtypes
+@pytest.mark.parametrize("rows", [307, 1009, 2003])
 @pytest.mark.parametrize("function", ["act_and_mul", "linear"])
-def test_many_elements(fused_mlp, device, implementation, function, dtype):
-    """There are more than fit into one round of a GPU's blocks, and the last ones fill no vector."""
-    made = operands(function, (1009,), (8, 1607, 8), dtype=dtype, device=device)
+def test_many_elements(fused_mlp, device, implementation, function, rows, dtype):
+    """There are more than fit into one round of a GPU's blocks or several, and the last ones fill no vector."""
+    made = operands(function, (rows,), (8, 1607, 8), dtype=dtype, device=device)
     check(fused_mlp, implementation, function, made, "gelu")
 
 
