@@ -532,7 +532,7 @@ def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
         ("gated_linear", 12, 4360, True),
         ("gated_linear", 32, 4360, True),
         ("gated_linear", 128, 4360, False),
-        ("gated_linear", 128, 4304, True),
+        ("gated_linear", 128, 2064, True),
         ("gated_linear", 300, 4304, False),
         ("gated_linear", 300, 1040, True),
     ],

@@ -85,13 +85,13 @@ bool torch_reads_faster(const GemmProblem& p) {
 // sectors: the longer a row, the more requests it takes. CTAs that share k, and read a part of a row each, lose less.
 // Fitted to 2600 products on an H100 and an H200.
 double broken_rows_factor(const GemmProblem& p, const GemmKernel& kernel) {
-  constexpr int64_t kManyRows = 65;
+  constexpr int64_t kManyRows = 65, kManyGatedRows = 257;
   if (!rows_fill(p, kSectorBytes)) {
     if (p.m < (p.gated() ? kManyRows : kTorchRows)) return 1.0;
     if (kernel.split_k > 1) return 1.1;
     return std::min(1.5, 0.95 + p.k / (p.gated() ? 1200.0 : 2400.0));
   }
-  return p.m >= kManyRows && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
+  return p.m >= (p.gated() ? kManyGatedRows : kManyRows) && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
 }
 
 double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
@@ -120,6 +120,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   const bool shared_out = p.n <= kFewOutputs && p.k > kLongInputs;
   const double torch = architecture.torch_microseconds(p, gpu);
   const bool sectors = rows_fill(p, kSectorBytes);
+  if (p.gated() && p.m < kTorchRows) return true;
   if (!p.gated() && p.m < (sectors ? kTorchRows : kTorchRowsOfBrokenSectors)) {
     return !shared_out && (!p.linear() || p.follows_ours() || plan.shortest() <= torch);
   }
