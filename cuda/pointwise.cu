@@ -38,10 +38,10 @@ cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, i
 }
 
 template <typename T, int Width, typename Op>
-cudaError_t launch_short_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t cols, cudaStream_t stream) {
+cudaError_t launch_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t cols, cudaStream_t stream) {
   const unsigned threads = threads_for(cols, Width);
   const auto blocks = static_cast<unsigned>(ceil_div(cols, int64_t{threads} * Width));
-  short_row_kernel<T, Width, Op><<<blocks, threads, 0, stream>>>(operands, static_cast<int>(cols));
+  row_kernel<T, Width, Op><<<blocks, threads, 0, stream>>>(operands, static_cast<int>(cols));
   return cudaGetLastError();
 }
 
@@ -66,8 +66,11 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
   int64_t done = 0;
   if (vectorisable<kWidth>(operands.in, rows) && vectorisable<kWidth>(operands.out, rows)) {
     if constexpr (Op::kIsLight) {
-      constexpr int64_t kShortRow = 4 * kOneRound<kWidth>;
-      if (rows == 1 && cols <= kShortRow) return launch_short_row<T, kWidth, Op>(operands, cols, stream);
+      // The kernel of a single row takes less time for few elements, and needs no second launch for the last ones.
+      constexpr int64_t kFewElements = 4 * kOneRound<kWidth>, kMostElements = int64_t{1} << 30;
+      if (rows == 1 && (cols <= kFewElements || (cols % kWidth != 0 && cols <= kMostElements))) {
+        return launch_row<T, kWidth, Op>(operands, cols, stream);
+      }
     }
     done = cols - cols % kWidth;
     if (done > 0) {

@@ -17,8 +17,8 @@ constexpr int kThreads = 256;
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. `kIsLight`: a loop shows in
-// their time where there are few elements.
+// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. Those that are light have
+// row_kernel besides: a loop shows in their time where there are few elements.
 template <Activation A, typename T, bool Gated>
 struct Forward {
   static constexpr bool kIsLight = true;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One vector of a single row for each thread, and one element of those behind the last vector for the first ones.
 template <typename T, int Width, typename Op>
-__global__ void __launch_bounds__(kThreads) short_row_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int cols) {
+__global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int cols) {
   const auto apply_at = [&]<int W>(int col) {
     Vector<T, W> in[Op::kInputs];
 #pragma unroll
