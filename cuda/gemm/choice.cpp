@@ -111,46 +111,53 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond;
 }
 
-// Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
-// activation behind it. A gated one takes two of torch's.
-bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
-  constexpr int64_t kTorchRowsOfBrokenSectors = 9;
-  // For few outputs torch's GEMM shares a long k out among more CTAs than a cluster of ours has.
-  constexpr int64_t kFewOutputs = 256, kLongInputs = 10240;
-  const bool shared_out = p.n <= kFewOutputs && p.k > kLongInputs;
-  const double torch = architecture.torch_microseconds(p, gpu);
-  const bool sectors = rows_fill(p, kSectorBytes);
-  if (p.gated() && p.m < kTorchRows) return true;
-  if (!p.gated() && p.m < (sectors ? kTorchRows : kTorchRowsOfBrokenSectors)) {
-    return !shared_out && (!p.linear() || p.follows_ours() || plan.shortest() <= torch);
-  }
-  if (p.linear() && shared_out) return false;
-  // A plain product by tiles behind a kernel that is not ours takes 1 to 1.5 us more than one behind ours.
-  const bool waits = !p.follows_ours() && plan.kernel.loop == MainLoop::kTiled;
-  if (p.linear() && (waits || (!sectors && p.m >= kTorchRows))) return false;
+// Whether torch's GEMM shares k out among more CTAs than a cluster of ours has: for few outputs of a long k.
+bool torch_shares_out(const GemmProblem& p, int64_t long_k) {
+  constexpr int64_t kFewOutputs = 256;
+  return p.n <= kFewOutputs && p.k > long_k;
+}
+constexpr int64_t kLongK = 10240;
+
+// Whether a plain product of more than a few rows is torch's whatever is estimated.
+bool is_left_to_torch(const GemmProblem& p, const GemmPlan& plan, const Peak& peak) {
   // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
   constexpr double kLongMicroseconds = 60.0;
-  constexpr int64_t kMostPlainRows = 2048;
-  const bool is_long = arithmetic_microseconds(p, architecture.peak(gpu)) > kLongMicroseconds;
-  if (p.linear() && (is_long || p.m > kMostPlainRows)) return false;
+  constexpr int64_t kMostRows = 2048;
+  if (arithmetic_microseconds(p, peak) > kLongMicroseconds || p.m > kMostRows) return true;
+  // By tiles and behind a kernel that is not ours, it takes 1 to 1.5 us more than behind ours.
+  if (!p.follows_ours() && plan.kernel.loop == MainLoop::kTiled) return true;
+  return torch_shares_out(p, kLongK) || (p.m >= kTorchRows && !rows_fill(p, kSectorBytes));
+}
+
+// The part of torch's estimated time that ours is to take at most.
+double margin(const GemmProblem& p, const GemmPlan& plan) {
+  constexpr double kGated = 1.05, kLongGated = 0.95, kLongGatedMicroseconds = 20.0;
+  if (p.gated()) return plan.microseconds > kLongGatedMicroseconds ? kLongGated : kGated;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
   // rows the product behind an activated one of ours starts early: an MLP gains by that where the estimates are alike.
   // With more, torch's short products take up to 1.3 times as long as estimated where their weights come from memory
   // (measured on an H100 and an H200).
-  constexpr double kMarginOfGated = 1.05, kMarginOfPlain = 0.78, kMarginOfEarly = 0.95, kMarginOfActivated = 0.92;
-  constexpr double kMarginOfFewRows = 1.05, kMarginOfShort = 1.1, kShortMicroseconds = 10.0;
+  constexpr double kPlain = 0.78, kEarly = 0.95, kActivated = 0.92, kOfFewRows = 1.05, kShort = 1.1;
+  constexpr double kShortMicroseconds = 10.0;
   constexpr int64_t kFewRows = 64;
-  const auto margin = [&] {
-    if (p.gated()) return kMarginOfGated;
-    if (p.linear()) return plan.hidden > 0.0 ? kMarginOfEarly : kMarginOfPlain;
-    if (p.m <= kFewRows) return kMarginOfFewRows;
-    const bool may_be_shared_out = p.n <= kFewOutputs && p.k > kLongInputs / 2;
-    const bool is_short = plan.microseconds <= kShortMicroseconds;
-    return sectors && is_short && !may_be_shared_out ? kMarginOfShort : kMarginOfActivated;
-  };
-  const double ours = broken_rows_factor(p, plan.kernel) * plan.shortest();
-  return ours <= margin() * torch;
+  if (p.linear()) return plan.hidden > 0.0 ? kEarly : kPlain;
+  if (p.m <= kFewRows) return kOfFewRows;
+  const bool gains = rows_fill(p, kSectorBytes) && !torch_shares_out(p, kLongK / 2);
+  return gains && plan.microseconds <= kShortMicroseconds ? kShort : kActivated;
+}
+
+// Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
+// activation behind it. A gated one takes two of torch's.
+bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
+  constexpr int64_t kTorchRowsOfBrokenSectors = 9;
+  const double torch = architecture.torch_microseconds(p, gpu);
+  const bool plain = p.linear() && !p.gated();
+  const bool few_rows = p.m < (p.gated() || rows_fill(p, kSectorBytes) ? kTorchRows : kTorchRowsOfBrokenSectors);
+  if (few_rows && p.gated()) return true;
+  if (few_rows) return !torch_shares_out(p, kLongK) && (!plain || p.follows_ours() || plan.shortest() <= torch);
+  if (plain && is_left_to_torch(p, plan, architecture.peak(gpu))) return false;
+  return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan) * torch;
 }
 
 // Whether a product of inference is taken for the CPU's time that it saves.
