@@ -42,11 +42,11 @@ _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.
 _STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 
 
-Now = Tuple[Tuple[str, bool], ...]  # conditions as source, and what they are of a module
+Answers = Tuple[Tuple[str, bool], ...]  # conditions as source, and what they are of a module
 
 
-def parted(function: ast.FunctionDef, role: RoleOf, now: Now) -> Iterator[ast.FunctionDef]:
-    """Copies of a method: with all conditions of ``now`` moved as one, with one condition moved, and with two.
+def parted(function: ast.FunctionDef, role: RoleOf, answers: Answers) -> Iterator[ast.FunctionDef]:
+    """Copies of a method: with all conditions of ``answers`` moved as one, with one condition moved, and with two.
 
     Copies in which nothing could be moved are left out.
     """
@@ -54,7 +54,7 @@ def parted(function: ast.FunctionDef, role: RoleOf, now: Now) -> Iterator[ast.Fu
         parting = _Parting(copy.deepcopy(function), role)
         made = parting.spread()
         inner_first = reversed(list(blocks(made)))
-        if any([parting.part(block, most, dict(now)) for block in inner_first]):
+        if any([parting.part(block, most, dict(answers)) for block in inner_first]):
             yield made
 
 
@@ -66,8 +66,8 @@ def many_conditions(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, 
     return tuple(tests.values()) if len(tests) > _MOST else ()
 
 
-def now(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Now:
-    """The values that conditions have in a module now; without those that raise."""
+def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
+    """What conditions are of a module as it is; without those that raise."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
@@ -149,33 +149,33 @@ class _Parting:
         own = (node for node in given if isinstance(node, ast.Attribute) and is_name(node.value, self._first))
         return next(own, None)
 
-    def part(self, block: List[ast.stmt], most: Optional[int], now: Dict[str, bool]) -> bool:
+    def part(self, block: List[ast.stmt], most: Optional[int], answers: Dict[str, bool]) -> bool:
         """Moves conditions in front of the statements that lead to a block's first MLP; whether there were any.
 
-        Up to ``most`` of them, or where that is None all of ``now`` as one.
+        Up to ``most`` of them, or where that is None all of ``answers`` as one.
         """
-        start = self._start(block, {} if most is not None else now)
+        start = self._start(block, {} if most is not None else answers)
         if start is None:
             return False
         behind = block[start:]
-        block[start:] = self._as_now(behind, now) if most is None else self._branches(behind, most)
+        block[start:] = self._as_answered(behind, answers) if most is None else self._branches(behind, most)
         return block[start:] != behind
 
-    def _start(self, block: List[ast.stmt], now: Dict[str, bool]) -> Optional[int]:
+    def _start(self, block: List[ast.stmt], answers: Dict[str, bool]) -> Optional[int]:
         for index, statement in enumerate(block):
             if not any(self._role(callee) in _STARTS for callee in _callees(statement)):
                 continue
-            while index > 0 and all(map(self._is_near, self._taken(block[index - 1], now))):
+            while index > 0 and all(map(self._is_near, self._taken(block[index - 1], answers))):
                 index -= 1
             return index if self._is_near(statement) or self.is_settled(statement) else None
         return None
 
-    def _taken(self, statement: ast.stmt, now: Dict[str, bool]) -> List[ast.stmt]:
-        """The statements that run in the place of one where conditions have the values of ``now``."""
-        is_so = now.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+    def _taken(self, statement: ast.stmt, answers: Dict[str, bool]) -> List[ast.stmt]:
+        """The statements that run in the place of one where conditions are as ``answers`` say."""
+        is_so = answers.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
         if is_so is None:
             return [statement]
-        return [part for each in (statement.body if is_so else statement.orelse) for part in self._taken(each, now)]
+        return [part for each in (statement.body if is_so else statement.orelse) for part in self._taken(each, answers)]
 
     def _branches(self, statements: List[ast.stmt], most: int) -> List[ast.stmt]:
         for statement in statements if most > 0 else ():
@@ -187,12 +187,12 @@ class _Parting:
                 break
         return statements
 
-    def _as_now(self, statements: List[ast.stmt], now: Dict[str, bool]) -> List[ast.stmt]:
-        """An if statement that asks for the values of ``now``: with what runs then, and else with the statements."""
+    def _as_answered(self, statements: List[ast.stmt], answers: Dict[str, bool]) -> List[ast.stmt]:
+        """An if statement that asks for ``answers``: with what runs where they are so, and else with the statements."""
         taken, guards, index = copy.deepcopy(statements), {}, 0
         while index < len(taken):
             statement = taken[index]
-            is_so = now.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+            is_so = answers.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
             if is_so is not None:
                 guard = statement.test if is_so else ast.UnaryOp(ast.Not(), statement.test)
                 guards[ast.unparse(statement.test)] = guard

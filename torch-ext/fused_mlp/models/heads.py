@@ -43,7 +43,7 @@ def head_of(
     known = {**names, **whole}
     only_handing_on = _only_handing_on(copy.deepcopy(tree), forward, role)
     asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
-    is_sure = asks_nothing and all(_does_nothing(statement, role) for statement in only_handing_on.body)
+    is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
     return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=before_a_norm)
 
@@ -59,10 +59,10 @@ def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf)
     return tree
 
 
-def _does_nothing(statement: ast.stmt, role: RoleOf) -> bool:
-    """Whether it is no matter how often a statement runs that hands over what is fused."""
+def _may_run_again(statement: ast.stmt, role: RoleOf) -> bool:
+    """Whether a statement that hands over what is fused may run twice, and nobody would see it."""
     if isinstance(statement, ast.If):
-        parts = all(_does_nothing(part, role) for part in (*statement.body, *statement.orelse))
+        parts = all(_may_run_again(part, role) for part in (*statement.body, *statement.orelse))
         return parts and is_harmless(statement.test, lambda callee: role(callee) == Role.FLAG)
     made = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func)[0] == "@"]
     value = statement.value if isinstance(statement, ast.Return) else assignment(statement)[1]

@@ -72,7 +72,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         if not has_layers and _has_loop(function):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
-            rewritten, left = _rewritten(function, name, roles_in(function, module), memory, _now(function, module))
+            rewritten, left = _rewritten(function, name, roles_in(function, module), memory, _answers(function, module))
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     fused = tuple(made.items())
@@ -242,9 +242,9 @@ def roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str]
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()})
 
 
-def _now(function: FunctionType, module: nn.Module) -> branches.Now:
-    """The conditions in a method that its module decides, where they are many."""
-    return branches.now(_many_conditions(function, roles_in(function, module)), function, module)
+def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
+    """What the conditions are that a method's module decides, where they are many."""
+    return branches.answers_of(_many_conditions(function, roles_in(function, module)), function, module)
 
 
 @functools.cache
@@ -267,7 +267,7 @@ def _has_loop(function: FunctionType) -> bool:
 
 @functools.cache
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, now: branches.Now = ()
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
     """The function with its MLPs fused, if it has any; and the activations in it that are not known.
 
@@ -296,7 +296,7 @@ def _rewritten(
         return calls[-1][1]
 
     found = substitution.rewrite(tree, role, is_known, replacement)
-    for other in branches.parted(effects.readable(function), role, now):
+    for other in branches.parted(effects.readable(function), role, answers):
         there = substitution.rewrite(other, role, is_known, replacement)
         if _worth(there) > _worth(found):
             tree, found = other, _once(there)
