@@ -80,9 +80,8 @@ void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
     return;
   }
   plan->set("implementation", "torch").set("refusal", code(gemm.refusal));
-  const bool linear = static_cast<Activation>(layer.activation) == Activation::kLinear;
-  if (layer.up_weight != nullptr || !linear)
-    plan->set("pointwise", torch_has_epilogue(gemm.problem.a, layer) ? "epilogue" : "cuda");
+  if (layer.up_weight == nullptr && layer.activation == kNoActivation) return;
+  plan->set("pointwise", torch_has_epilogue(gemm.problem.a, layer) ? "epilogue" : "cuda");
 }
 
 }  // namespace
