@@ -698,7 +698,7 @@ def test_by_a_kernel_or_not_at_all(fused_mlp, device):
 def test_the_short_way_is_not_for_many_rows_of_transposed_weights(fused_mlp, device, monkeypatch, is_transposed):
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     made, short = drawn(40, 2, 1, transposed=is_transposed, device=device), []
-    monkeypatch.setattr(calls, "_short_way", lambda *given, **others: short.append(given))
+    monkeypatch.setattr(calls, "_by_op", lambda *given, **others: short.append(given))
     for many in (True, False):
         monkeypatch.setattr(calls.native, "has_many_rows", lambda *_, many=many: many)
         with torch.no_grad():

@@ -29,9 +29,11 @@ _tracing_state = torch._C._get_tracing_state
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    result = _short_way("act_and_mul", (gate, up), activation.code)
-    if result is not None:
-        return result
+    given = (gate, up)
+    if _is_plainly_recorded("act_and_mul", given) is False:
+        result = _by_op("act_and_mul", given, activation.code)
+        if result is not None:
+            return result
     operands.check_act_and_mul(gate, up)
     if gate.dtype != up.dtype:
         dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
@@ -40,11 +42,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Activation) -> Tensor:
-    given = (x, weight, bias)
-    result = _short_way("linear", given, activation.code)
-    if result is None:
-        result = _checked("linear", operands.check_linear, reference.linear, given, activation.code)
-    return result
+    return _computed("linear", operands.check_linear, reference.linear, (x, weight, bias), activation.code)
 
 
 def gated_linear(
@@ -57,11 +55,8 @@ def gated_linear(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    result = _short_way("gated_linear", given, activation.code, memory=memory)
-    if result is None:
-        check = operands.check_gated_linear
-        result = _checked("gated_linear", check, _composed_gated_linear, given, activation.code, memory)
-    return result
+    check = operands.check_gated_linear
+    return _computed("gated_linear", check, _composed_gated_linear, given, activation.code, memory)
 
 
 def gated_mlp(
@@ -76,10 +71,7 @@ def gated_mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    result = _short_way("gated_mlp", given, activation.code, memory=memory)
-    if result is None:
-        result = _checked("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code, memory)
-    return result
+    return _computed("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code, memory)
 
 
 def packed_gated(
@@ -114,10 +106,7 @@ def mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    result = _short_way("mlp", given, activation.code, memory=memory)
-    if result is None:
-        result = _checked("mlp", operands.check_mlp, reference.mlp, given, activation.code, memory)
-    return result
+    return _computed("mlp", operands.check_mlp, reference.mlp, given, activation.code, memory)
 
 
 def experts_mlp(
@@ -158,10 +147,10 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 
 def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
-    """``_short_way``, unless the parts take less time than the op: many rows of transposed weights."""
+    """``_by_op``, unless the parts take less time than the op: many rows of transposed weights."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
-    return _short_way("experts_mlp", given, *form)
+    return None if _is_plainly_recorded("experts_mlp", given) is not False else _by_op("experts_mlp", given, *form)
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
@@ -261,26 +250,57 @@ _plain = native.plain_modules  # None where nothing is compiled
 _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
 
 
-def _short_way(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: str = training.KEPT) -> Optional[Tensor]:
-    """The result of the compiled op where a call plainly can be one, else None.
+def _computed(
+    op: str,
+    check: Callable[..., None],
+    composed: Callable[..., Tensor],
+    given: Tuple[Optional[Tensor], ...],
+    activation: int,
+    memory: str = training.KEPT,
+) -> Tensor:
+    """The result of a call: of one op, or of the composed parts where that is plainly what takes the least time."""
+    recorded = _is_plainly_recorded(op, given)
+    is_left = bool(recorded) and _is_left_to_parts(op, given, activation, memory)
+    if is_left and memory == training.KEPT:
+        check(*given)
+        return composed(*given, activation)
+    result = None
+    if recorded is not None and not is_left:
+        result = _by_op(op, given, activation, memory=memory if recorded else None)
+    return _checked(op, check, composed, given, activation, memory) if result is None else result
 
-    Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask, in less
-    time. Nothing checks the operands: the op does so faster than Python, but says less, so that a call which the op
-    refuses goes on to be checked and explained.
+
+def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
+    """Whether autograd follows a call that can be one op, as far as operands and surroundings go; None if it cannot.
+
+    Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of these, in
+    less time.
     """
     recorded = None if _plain is None or _is_compiling() else _plain.is_recorded(given)
-    if recorded is None or (op == "experts_mlp" and dispatch.select(op, given[0]) is not native):
+    if op == "experts_mlp" and recorded is not None and dispatch.select(op, given[0]) is not native:
         return None  # experts are left to others on some GPUs
+    return recorded
+
+
+def _is_left_to_parts(op: str, given: Sequence[Optional[Tensor]], activation: int, memory: str) -> bool:
+    """Whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
+    if training.refusal(op, activation) is not None:
+        return True
+    x = given[0]
+    return x.is_cpu and dispatch.is_too_small(op, x, training.recorded_elements(op, given, memory))
+
+
+def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optional[str] = None) -> Optional[Tensor]:
+    """The result of the compiled op, or with a ``memory`` of that of training; None where it refuses the operands.
+
+    Nothing checks them: the op does so faster than Python, but says less, so that such a call goes on to be checked and
+    explained.
+    """
     try:
-        if not recorded:
-            found = _plain.directly(_CALLED_DIRECTLY[op], (*given, *rest)) if op in _CALLED_DIRECTLY else None
-            return _COMPILED_OPS[op](*given, *rest) if found is None else found
-        if training.refusal(op, rest[0]) is not None:
-            return None
-        x = given[0]
-        if x.is_cpu and dispatch.is_too_small(op, x, training.recorded_elements(op, given, memory)):
-            return None
-        return training.run(op, given, *rest, memory, is_quiet=True)
+        if memory is not None:
+            return training.run(op, given, *rest, memory, is_quiet=True)
+        found = _plain.directly(_CALLED_DIRECTLY[op], (*given, *rest)) if op in _CALLED_DIRECTLY else None
+        return _COMPILED_OPS[op](*given, *rest) if found is None else found
     except RuntimeError:
         return None
 
@@ -357,7 +377,9 @@ def _composed_gated_linear(
     up_bias: Optional[Tensor],
     activation: int,
 ) -> Tensor:
-    return _act_and_mul(F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias), activation)
+    gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    is_small = not _is_compiling() and dispatch.is_small_product(gate)
+    return (reference.act_and_mul if is_small else _act_and_mul)(gate, up, activation)
 
 
 def _composed_gated_mlp(
