@@ -111,8 +111,8 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond;
 }
 
-// Whether torch's GEMM shares k out among more CTAs than a cluster of ours has: for few outputs of a long k.
-bool torch_shares_out(const GemmProblem& p, int64_t long_k) {
+// Few outputs of a long k take torch's GEMM less time than ours, which splits k among the CTAs of a cluster at most.
+bool has_few_outputs_of_long_k(const GemmProblem& p, int64_t long_k) {
   constexpr int64_t kFewOutputs = 256;
   return p.n <= kFewOutputs && p.k > long_k;
 }
@@ -126,7 +126,7 @@ bool is_left_to_torch(const GemmProblem& p, const GemmPlan& plan, const Peak& pe
   if (arithmetic_microseconds(p, peak) > kLongMicroseconds || p.m > kMostRows) return true;
   // By tiles and behind a kernel that is not ours, it takes 1 to 1.5 us more than behind ours.
   if (!p.follows_ours() && plan.kernel.loop == MainLoop::kTiled) return true;
-  return torch_shares_out(p, kLongK) || (p.m >= kTorchRows && !rows_fill(p, kSectorBytes));
+  return has_few_outputs_of_long_k(p, kLongK) || (p.m >= kTorchRows && !rows_fill(p, kSectorBytes));
 }
 
 // The part of torch's estimated time that ours is to take at most.
@@ -143,7 +143,7 @@ double margin(const GemmProblem& p, const GemmPlan& plan) {
   constexpr int64_t kFewRows = 64;
   if (p.linear()) return plan.hidden > 0.0 ? kEarly : kPlain;
   if (p.m <= kFewRows) return kOfFewRows;
-  const bool gains = rows_fill(p, kSectorBytes) && !torch_shares_out(p, kLongK / 2);
+  const bool gains = rows_fill(p, kSectorBytes) && !has_few_outputs_of_long_k(p, kLongK / 2);
   return gains && plan.microseconds <= kShortMicroseconds ? kShort : kActivated;
 }
 
@@ -155,7 +155,8 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   const bool plain = p.linear() && !p.gated();
   const bool few_rows = p.m < (p.gated() || rows_fill(p, kSectorBytes) ? kTorchRows : kTorchRowsOfBrokenSectors);
   if (few_rows && p.gated()) return true;
-  if (few_rows) return !torch_shares_out(p, kLongK) && (!plain || p.follows_ours() || plan.shortest() <= torch);
+  if (few_rows)
+    return !has_few_outputs_of_long_k(p, kLongK) && (!plain || p.follows_ours() || plan.shortest() <= torch);
   if (plain && is_left_to_torch(p, plan, architecture.peak(gpu))) return false;
   return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan) * torch;
 }

@@ -258,16 +258,22 @@ def _computed(
     activation: int,
     memory: str = training.KEPT,
 ) -> Tensor:
-    """The result of a call: of one op, or of the composed parts where that is plainly what takes the least time."""
+    """The result of one op of some backend, or of the composed parts where they take less time, or are to be seen."""
     recorded = _is_plainly_recorded(op, given)
     is_left = bool(recorded) and _is_left_to_parts(op, given, activation, memory)
-    if is_left and memory == training.KEPT:
-        check(*given)
-        return composed(*given, activation)
-    result = None
     if recorded is not None and not is_left:
         result = _by_op(op, given, activation, memory=memory if recorded else None)
-    return _checked(op, check, composed, given, activation, memory) if result is None else result
+        if result is not None:
+            return result
+    check(*given)
+    if is_left and memory == training.KEPT:
+        return composed(*given, activation)
+    if autograd_follows(*given):
+        return _recorded(op, composed, given, activation, memory)
+    if composition_reason(*given) is not None:
+        return composed(*given, activation)
+    compute = getattr(dispatch.select(op, given[0]), op)
+    return dispatch.op_or_parts(compute, (*given, activation), lambda: composed(*given, activation))
 
 
 def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
@@ -303,24 +309,6 @@ def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optio
         return _COMPILED_OPS[op](*given, *rest) if found is None else found
     except RuntimeError:
         return None
-
-
-def _checked(
-    op: str,
-    check: Callable[..., None],
-    composed: Callable[..., Tensor],
-    given: Tuple[Optional[Tensor], ...],
-    activation: int,
-    memory: str = training.KEPT,
-) -> Tensor:
-    """The result of one op of some backend, or of the composed parts where something must see them."""
-    check(*given)
-    if autograd_follows(*given):
-        return _recorded(op, composed, given, activation, memory)
-    if composition_reason(*given) is not None:
-        return composed(*given, activation)
-    compute = getattr(dispatch.select(op, given[0]), op)
-    return dispatch.op_or_parts(compute, (*given, activation), lambda: composed(*given, activation))
 
 
 def _recorded(

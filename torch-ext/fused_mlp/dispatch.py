@@ -173,7 +173,7 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
 
 
 def is_small_product(gate: Tensor) -> bool:
-    """Whether ``act(gate) * up`` of a fused model takes less time as two operations of torch."""
+    """Whether ``act(gate) * up`` takes less time as two operations of torch."""
     return gate.is_cpu and gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0) and _open_blocks[-1].name == "auto"
 
 
