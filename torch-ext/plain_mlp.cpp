@@ -203,10 +203,9 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work) {
 }
 
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
+  // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
-  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
-  const Owned cast_to(autocast_dtype());
-  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
+  if (dtype == nullptr) return nullptr;
   PyObject* known = known_activation(mlp.act, recording);
   if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block.
@@ -218,6 +217,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   for (Py_ssize_t i = 0; i < layers; ++i) {
     if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
   }
+  if (is_undisturbed() != kYes) return nullptr;
+  const Owned cast_to(autocast_dtype());
+  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
     if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;

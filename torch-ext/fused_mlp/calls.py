@@ -23,6 +23,8 @@ from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
 
+Operands = Tuple[Optional[Tensor], ...]
+
 # Bound once: to look these up is a measurable part of a small call.
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -94,6 +96,54 @@ def packed_gated(
     if second_weight is None:
         return gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
     return gated_mlp(x, gate_weight, up_weight, second_weight, gate_bias, up_bias, second_bias, activation)
+
+
+def in_one_op(
+    op: str, given: Operands, activation: Activation, memory: str, up_first: Optional[bool] = None
+) -> Optional[Tensor]:
+    """The result of a function on its operands as one op of a backend, one each way where autograd follows.
+
+    None where torch computes its parts, or the operands do not fit. ``up_first`` as :func:`training.run` has it.
+    """
+    try:
+        _check(op, given, up_first)
+    except (TypeError, ValueError):  # eager may broadcast them, or says what is wrong in its own words
+        return None
+    if autograd_follows(*given):
+        cast, more = autocast(given), () if up_first is None else (up_first,)
+        if recording_reason(op, cast, activation.code, memory) is None:
+            return _op_or_none(training.run, op, cast, activation.code, memory, *more)
+        if memory == training.RECOMPUTED and not training.is_transformed():
+            return _recorded(op, _COMPOSED[op, up_first is not None], given, activation.code, memory, *more)
+        return None
+    if composition_reason(*given) is not None:
+        return None
+    chosen = dispatch.select(op, given[0])
+    if chosen is reference:
+        return None
+    op, given = (op, given) if up_first is None else _unpacked(given, up_first)
+    return _op_or_none(getattr(chosen, op), *given, activation.code)
+
+
+def _check(op: str, given: Operands, up_first: Optional[bool]) -> None:
+    if up_first is None:
+        _CHECKS[op](*given)
+    else:
+        x, weight, _, second_weight, bias, _, second_bias = given
+        operands.check_packed_gated(x, weight, second_weight, bias, second_bias)
+
+
+def _unpacked(given: Operands, up_first: bool) -> Tuple[str, Operands]:
+    """The function, and its operands, of a layer that holds gate and up."""
+    x, weight, _, second_weight, bias, _, second_bias = given
+    weights, biases = operands.halves(weight, up_first), operands.halves(bias, up_first)
+    if second_weight is None:
+        return "gated_linear", (x, *weights, *biases)
+    return "gated_mlp", (x, *weights, second_weight, *biases, second_bias)
+
+
+def _op_or_none(op: Callable[..., Tensor], *given: Any) -> Optional[Tensor]:
+    return dispatch.op_or_parts(op, given, lambda: None)
 
 
 def mlp(
@@ -396,6 +446,16 @@ def _composed_packed_gated(
     up_first: bool,
 ) -> Tensor:
     return reference.packed_gated(x, weight, second_weight, bias, second_bias, activation, up_first, _act_and_mul)
+
+
+_CHECKS = {name: getattr(operands, f"check_{name}") for name in ("linear", "gated_linear", "mlp", "gated_mlp")}
+_COMPOSED = {  # by function, and whether gate and up are the halves of one layer
+    ("linear", False): reference.linear,
+    ("mlp", False): reference.mlp,
+    ("gated_linear", False): _composed_gated_linear,
+    ("gated_mlp", False): _composed_gated_mlp,
+    ("gated_mlp", True): _composed_packed_gated,
+}
 
 
 def _composed_experts(

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from .models.recognition import activation_of
 @dataclass(frozen=True)
 class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
-    or "original"; ``reason`` says why, in words.
+    (some of its parts are) or "original"; ``reason`` says why, in words.
 
     ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed, or where
     autograd follows, what is kept for the backward. For a module: what became of each MLP in it, as :func:`fuse_mlps`
@@ -172,23 +172,19 @@ def _explain_module(module: nn.Module) -> Explanation:
     if (len(parts) == 1 and parts[0].path == "") or (fused and fused[0].path == ""):
         root = parts[0]
         reason = root.reason or outcome.words_of(root.extent, root.pattern)
-        return Explanation(name, _IMPLEMENTATIONS[root.extent], reason, parts)
+        return Explanation(name, "fused" if root.fused else "original", reason, parts)
     if not parts:
         return Explanation(name, "original", "no MLP found", parts)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
-    implementations = {_IMPLEMENTATIONS[part.extent] for part in parts}
-    implementation = implementations.pop() if len(implementations) == 1 else "partly fused"
-    return Explanation(name, implementation, f"{report.counts(parts)}{''.join(counted)}", parts)
-
-
-_IMPLEMENTATIONS = {outcome.PARTLY: "partly fused", outcome.NONE: "original"}
-_IMPLEMENTATIONS.update(dict.fromkeys(outcome.FUSED_EXTENTS, "fused"))
+    implementation = "fused" if len(fused) == len(parts) else "partly fused" if fused else "original"
+    return Explanation(name, implementation, f"{report.summary(parts)}{''.join(counted)}", parts)
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
-    taken_in = set()  # experts that a layer around them computes
+    taken_in = set()  # experts that a layer around them computes, and first halves of MLPs
+    around: Dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if module in taken_in:
             continue
@@ -198,8 +194,10 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(module.experts)
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
+        taken_in.update(patching.heads_in(module))
+        around.update(patching.blocks_around(module))
         if found is not None:
-            yield report.of_module(path, module, found)
+            yield report.of_module(path, module, patching.in_block(found, around.get(module, "")))
 
 
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:

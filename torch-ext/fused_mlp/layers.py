@@ -16,7 +16,7 @@ from torch import nn
 
 from . import functional
 from .activations import get_activation
-from .models import forwards, mixtures, obstacles, shortcut
+from .models import forwards, mixtures, obstacles, pointwise, shortcut
 from .models.checkpoints import PackedWeights
 from .models.pattern import Pattern
 
@@ -361,12 +361,16 @@ def _fused(module: nn.Module, x: torch.Tensor, parts: _Parts, default: Optional[
         # A child is found in less time than an attribute of a module.
         if default is not None and module._modules.get(act) is None and getattr(module, act, None) is None:
             act, names = get_activation(default).function, projections
-        return shortcut.fused(pattern, x, projections, act, (), module, names)
+        found = shortcut.fused(pattern, x, projections, act, (), module, names)
+        if found is not None:
+            return found
+        projections, act = shortcut.read(module, (projections, act))
     except AttributeError as error:
         alone = _alone(module, error)
         if alone is error:
             raise
         raise alone from None
+    return forwards.called(pattern, x, projections, act, (), pointwise.product_or_parts)
 
 
 def _alone(module: nn.Module, error: AttributeError) -> AttributeError:

@@ -66,6 +66,21 @@ def check_gated_mlp(
     _check_projection(x, "gate_weight", gate_weight.shape[0], "down_weight", down_weight, "down_bias", down_bias)
 
 
+def check_packed_gated(
+    x: Tensor,
+    weight: Tensor,
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+) -> None:
+    check_linear(x, weight, bias)
+    if weight.shape[0] % 2 != 0:
+        raise OperandValueError(f"weight must be [out, in] with an even out, being gated, got {_shape(weight)}")
+    if second_weight is not None:
+        hidden = weight.shape[0] // 2
+        _check_projection(x, "weight", hidden, "second_weight", second_weight, "second_bias", second_bias)
+
+
 def check_mlp(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Optional[Tensor], fc2_bias: Optional[Tensor]
 ) -> None:

@@ -27,24 +27,24 @@ def block(
     wide: bool = False,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
-) -> Tensor:
+) -> Optional[Tensor]:
     """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
-    if _plain is not None:
-        around = behind, factor, residual, first, last, modulation, wide
-        found = _plain.block_of(halves.wholes, module, x, *around, owner, names)
-        if type(found) is tuple:
-            found = shortcut.packed_block(*found)
-        if found is not None:
-            return found
-    module, behind, first, last = (shortcut.read(owner, part) for part in (module, behind, first, last))
-    whole = _whole_sequence(module) if _plain is not None and isinstance(module, nn.Sequential) else None
-    if whole is not None:
-        projections, act, between, passing = whole
-        around = (*passing, *behind), factor, residual, first, last, modulation, wide
-        found = _plain.block(forwards.PLAIN, x, projections, act, between, *around, None, ())
-        if found is not None:
-            return found
-    return shortcut.around(module(shortcut.normed(x, first, modulation)), behind, factor, residual, order, last, wide)
+    if _plain is None:
+        return None
+    around = behind, factor, residual, first, last, modulation, wide
+    found = _plain.block_of(halves.wholes, module, x, *around, owner, names)
+    if type(found) is tuple:
+        found = shortcut.packed_block(*found)
+    if found is not None:
+        return found
+    module = owner._modules.get(module) if type(module) is str else module
+    whole = _whole_sequence(module) if isinstance(module, nn.Sequential) else None
+    if whole is None:
+        return None
+    projections, act, between, passing = whole
+    behind, first, last = (shortcut.read(owner, part) for part in (behind, first, last))
+    around = (*passing, *behind), factor, residual, first, last, modulation, wide
+    return _plain.block(forwards.PLAIN, x, projections, act, between, *around, None, ())
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:

@@ -46,7 +46,7 @@ def mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[Fo
         return _mlps_across(site, function, module)
     around = ""
     if isinstance(site, Block):
-        around, site = _around(True, site.is_normed), site.site
+        around, site = around_of(True, site.is_normed), site.site
     if isinstance(site, Whole):
         return []
     act = act_of(site.act, function, module)
@@ -57,7 +57,8 @@ def mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[Fo
     return [FoundMLP(site.pattern, parts, act, between, around=around) for parts in now]
 
 
-def _around(is_summed: bool, is_normed: bool) -> str:
+def around_of(is_summed: bool, is_normed: bool) -> str:
+    """What else of its block is in the call of an MLP, behind its pattern."""
     return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
@@ -79,7 +80,7 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
     named = values_of(start.projection, last.forward, tail).items()
     projections = {f"{tail_name}.{path}": part for path, part in named}
     between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
-    around = _around(last.ending is not None, bool(last.ending))
+    around = around_of(last.ending is not None, bool(last.ending))
     return replace(mlp_behind(head_name, head, between, projections), halves=words, around=around)
 
 

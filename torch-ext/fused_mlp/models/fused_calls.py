@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 from types import FunctionType
-from typing import Callable, List, NamedTuple, Optional, Set, Tuple
+from typing import List, Optional, Set, Tuple
 
-from torch import Tensor
-
-from ..activations import Activation
-from ..dispatch import is_small_product
-from . import blocks, chunks, forms, forwards, gates, halves, obstacles, sequences, shortcut
+from . import blocks, chunks, forms, gates, halves, pointwise, sequences, shortcut
 from .pattern import Pattern
 from .roles import Role
 from .sites import Act, AnySite, Block, Joint, Modulation, Site, Turns, Whole
@@ -24,12 +20,22 @@ def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
         return made_call("in turn", ast.Constant(memory), site.modules, site.x)
     if isinstance(site, Block):
         return _block(function, site)
-    act = expression_of(site.act)
     if site.pattern.pointwise:
-        gate, up = site.inputs
-        waiting = made_call("activated", gate, act)
-        return made_call("product", *((up, waiting) if site.pattern.up_first else (waiting, up)))
+        return _product(site)
     return _by_names("fused", function, arguments_of(site), {2, 4, *_act_by_name(site)})
+
+
+def _product(site: Site) -> ast.expr:
+    """``act(gate) * up``: one kernel where that pays, else what the source says, in its order."""
+    act, (gate, up), up_first = expression_of(site.act), site.inputs, site.pattern.up_first
+    given = [("@gate", gate)] if not up_first else [("@up", up), ("@gate", gate)]
+    pays = made_call("pays", *(ast.NamedExpr(ast.Name(name, ast.Store()), value) for name, value in given))
+    gate = ast.Name("@gate", ast.Load())
+    up = ast.Name("@up", ast.Load()) if up_first else up
+    activated = ast.Call(act, [gate], [])
+    left, right = (up, activated) if up_first else (activated, up)
+    written = ast.BinOp(left, ast.Mult(), right)
+    return ast.IfExp(pays, made_call("product", gate, up, act, ast.Constant(up_first)), written)
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
@@ -114,33 +120,6 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
 # What the calls name. Rewritten methods know these functions by names that no source can spell.
 
 
-class _Waiting(NamedTuple):
-    """An activation that is applied when the other factor is there."""
-
-    gate: Tensor
-    activation: Activation
-    act: Callable[[Tensor], Tensor]
-
-
-def _activated(gate, act):
-    if type(gate) is Tensor and is_small_product(gate):
-        return act(gate)
-    activation = forms.row_of(act)
-    if activation is None or getattr(act, "inplace", False) or not isinstance(gate, Tensor):
-        return act(gate)
-    if obstacles.of_input(gate) is not None:  # somebody may see in which order things are called
-        return act(gate)
-    return _Waiting(gate, activation, act)
-
-
-def _product(left, right):
-    if type(left) is _Waiting:
-        return forwards.pointwise(left.gate, right, left.activation, left.act)
-    if type(right) is _Waiting:
-        return forwards.pointwise(right.gate, left, right.activation, right.act, up_left=True)
-    return left * right
-
-
 _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
@@ -151,6 +130,9 @@ _CALLS = {
     "in one": chunks.in_one,
     "in turn": sequences.in_turn,
     "gate": gates.form,
+    "pays": pointwise.pays,
+    "product": pointwise.product,
+    "fused": shortcut.fused,
+    **forms.FORMS,
 }
-_CALLS.update({"fused": shortcut.fused, "activated": _activated, "product": _product, **forms.FORMS})
 NAMES = {f"@{name}": function for name, function in _CALLS.items()}

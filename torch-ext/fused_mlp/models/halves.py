@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from .. import calls, training
-from . import forwards, obstacles, shortcut
+from . import forms, forwards, obstacles, shortcut
 from .pattern import Pattern
 from .switching import FUSED
 
@@ -84,28 +84,40 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
 
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
-    """``tail(head(x), *rest, **named)``; ``memory``: what training keeps."""
+    """``tail(head(x), *rest, **named)``; ``memory``: what training keeps. None where the two have to be called."""
     last = running(tail, tails)
-    handed = head(x) if type(last) is str else _handed(memory, head, x)
+    handed = None if type(last) is str else _handed(memory, head, x)
     if type(handed) is Pending:
-        return last.function(tail, handed, *rest, **named)
-    return tail(handed, *rest, **named)
+        return last.function(tail, handed, *rest, **named) if _is_taken(handed) else None
+    return None if handed is None else tail(handed, *rest, **named)
 
 
-def followed(memory: str, head: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor) -> Tensor:
-    """``projection(...(head(x)))``, with dropouts and identities between; ``memory``: what training keeps."""
+def followed(
+    memory: str, head: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor
+) -> Optional[Tensor]:
+    """``projection(...(head(x)))``, with dropouts and identities between; None where these have to be called.
+
+    ``memory``: what training keeps.
+    """
     handed = _handed(memory, head, x)
     if type(handed) is Pending:
-        return finished(handed, projection, between)
-    return forwards.second_half(handed, between, projection)
+        return shortcut.fused(handed.pattern, handed.x, (*handed.projections, projection), handed.act, between)
+    return None if handed is None else forwards.second_half(handed, between, projection)
 
 
-def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
-    """What a module hands over to a tail: hidden values where it is no head, more than its forward runs, or where that
-    takes another branch than the one with an MLP in it."""
+def _is_taken(pending: Pending) -> bool:
+    """True if nothing is known that keeps the parts of a head from being one op with a projection."""
+    return forms.row_of(pending.act) is not None and all(
+        obstacles.of_projection(each) is None for each in pending.projections
+    )
+
+
+def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
+    """What a module hands over to a tail: hidden values where it takes another branch than the one with an MLP in it;
+    None where it is no head, or its call does more than its forward."""
     half = running(head, heads)
     if type(half) is str or _are_watched():
-        return head(x)
+        return None
     handed = half.function(head, x)
     if memory != training.KEPT and type(handed) is Pending:
         handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
@@ -115,7 +127,8 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor]:
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
     """What comes out of the projection that a tail begins with."""
     pattern, x, projections, act = pending
-    return shortcut.fused(pattern, x, (*projections, projection), act, between)
+    found = shortcut.fused(pattern, x, (*projections, projection), act, between)
+    return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 
 def is_head(kind: type) -> bool:

@@ -158,6 +158,15 @@ def is_foreign(projection: nn.Module) -> bool:
     return type(projection) is not nn.Linear and not is_other_linear(projection)
 
 
+def is_wrapped(projection: nn.Module) -> bool:
+    """True for a layer that multiplies in a way of its own as long as it is there: an adapter, quantised weights."""
+    if not isinstance(projection, nn.Module) or is_foreign(projection):
+        return True
+    kind = type(projection._parameters.get("weight"))
+    # Those that are sharded over devices are whole again while a method runs.
+    return issubclass(kind, Tensor) and kind not in (nn.Parameter, Tensor) and kind.__name__ != "DTensor"
+
+
 def has_own_product(projection: nn.Module) -> bool:
     """Whether ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
     kind = type(projection)

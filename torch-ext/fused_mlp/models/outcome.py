@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Dict, Iterable, List, Optional, Tuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from .. import dispatch
+from ..backends import reference
 from . import endings, forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
-from .found import FoundMLP
+from .found import FoundMLP, around_of
 from .source import tree_of
 
 # Extents: what of an MLP is one call of a kernel.
 FULL = "full"  # its GEMMs, with the activation in their epilogue
-POINTWISE = "pointwise"  # the activation and the product of two tensors: it has no GEMM, or none that could be taken in
+POINTWISE = "pointwise"  # the activation and the product of two tensors, where these are large
 BIAS = "bias"  # a GEMM and its bias: there is no activation
 ACTIVATION = "activation"  # the activation: there is nothing else
-PARTLY = "partly"  # what is left when some of its parts are called as they are
 NONE = "none"
 
 _EXTENT_WORDS = {  # where there is no reason to give
@@ -43,6 +44,8 @@ UNKNOWN_FORM = "unknown form"
 OTHER_BRANCH = "other branch"
 DISAGREES = "disagrees"
 OWN_WAY = "own way"
+NO_KERNEL = "no kernel"
+FEW_ROWS = "few rows"
 ERROR = "error"
 
 _REASON_WORDS = {
@@ -59,6 +62,8 @@ _REASON_WORDS = {
     OTHER_BRANCH: "runs another branch of its code ({detail})",
     DISAGREES: "{detail}",
     OWN_WAY: "runs as it is: {detail}",
+    NO_KERNEL: "{detail}",
+    FEW_ROWS: "trained from {detail} rows on",
     ERROR: "cannot be changed: {detail}",
 }
 
@@ -102,8 +107,12 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         reasons = (Reason(OTHER_BRANCH, "", aside) for aside in dict.fromkeys(mlp.aside for mlp in mlps))
         return Outcome(NONE, tuple(reasons), _pattern(mlps))
     reasons = tuple(dict.fromkeys(reason for mlp in running for reason in _reasons(mlp)))
-    full = any(mlp.projections for mlp in running)
-    return Outcome(PARTLY if reasons else FULL if full else POINTWISE, reasons, _pattern(running))
+    if not reasons:
+        has_gemm = any(mlp.projections for mlp in running)
+        return Outcome(FULL if has_gemm else POINTWISE, _notes(module, running), _pattern(running))
+    known = any(mlp.pattern.gated and mlp.activation is not None for mlp in running)
+    codes = {reason.code for reason in reasons}
+    return Outcome(POINTWISE if known and codes == {CALLED} else NONE, reasons, _pattern(running))
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
@@ -115,6 +124,15 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
 
 
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
+
+
+def is_mlp(pattern: str) -> bool:
+    """True if a pattern is that of a whole MLP, or of experts."""
+    return pattern.startswith(_MLPS) and not pattern.startswith("gated linear")
+
+
+_MLPS = ("plain", "gated", "packed gated", "experts")
+AROUND, NORMED = around_of(True, False), around_of(True, True)
 
 
 def words_of(extent: str, pattern: str) -> str:
@@ -146,7 +164,7 @@ def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """How far an MLP is fused that has these projections, and an activation that is known."""
     around = obstacles.of_surroundings()
     reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
-    return Outcome(PARTLY if reasons else FULL, reasons)
+    return Outcome(NONE if reasons else FULL, reasons)
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
@@ -212,7 +230,28 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
     given = forwards.dtype_of(projections[0]), projections[-1]
     found.update({name: forwards.alteration(part, *given) for name, part in mlp.between.items()})
     unknown = [] if mlp.activation is not None else [of_activation(mlp.act)]
-    return [*called(found), *unknown]
+    return [*called(found), *unknown] or _without_kernel(mlp)
+
+
+def _without_kernel(mlp: FoundMLP) -> List[Reason]:
+    """Why torch computes an MLP on its device and in its dtype, if it does."""
+    weight = _weight(mlp)
+    if weight is None or weight.is_meta or dispatch.select(mlp.pattern.op, weight) is not reference:
+        return []
+    return [Reason(NO_KERNEL, "", dispatch.reasoned(mlp.pattern.op, weight)[1])]
+
+
+def _notes(module: nn.Module, mlps: Iterable[FoundMLP]) -> Tuple[Reason, ...]:
+    """From how many rows on a module in training runs fused."""
+    weights = [_weight(mlp) for mlp in mlps] if module.training else []
+    trained = [weight for weight in weights if weight is not None and weight.requires_grad]
+    least = [dispatch.least_trained_rows(mlp.pattern.op, mlp.pattern.gated, each) for mlp, each in zip(mlps, trained)]
+    return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
+
+
+def _weight(mlp: FoundMLP) -> Optional[Tensor]:
+    first = next(iter(mlp.projections.values()), None)
+    return None if first is None else first._parameters.get("weight")
 
 
 def _pattern(mlps: Iterable[FoundMLP]) -> str:

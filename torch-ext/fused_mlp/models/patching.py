@@ -9,9 +9,10 @@ gives the original methods back.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -51,7 +52,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
     before = []  # the modules with the fused methods that they had
-    scripted, tails = set(), set()  # those inside of a compiled one, and second halves of MLPs that are fused
+    scripted = set()  # those inside of a compiled one
+    heads, tails = set(), set()  # first and second halves of MLPs that are fused
+    around: Dict[nn.Module, str] = {}  # MLPs that are fused with their block
     try:
         for path, module in model.named_modules():
             if module in scripted:
@@ -60,10 +63,12 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 scripted.update(module.modules())
             before.append((module, switching.methods_in(module)))
             found = _fuse(module, check, memory, module in tails)
+            heads.update(heads_in(module))
             for method in switching.methods_in(module).values():
                 tails.update(rewriting.tails_in(method, module))
-            if found is not None:
-                report.modules.append(of_module(path, module, found))
+            around.update(blocks_around(module))
+            if found is not None and module not in heads:
+                report.modules.append(of_module(path, module, in_block(found, around.get(module, ""))))
         for module, _ in before:
             if _is_idle(module):
                 switching.switch_back(module)
@@ -84,12 +89,31 @@ def is_fused(module: nn.Module) -> bool:
     return bool(switching.methods_in(module))
 
 
+def heads_in(module: nn.Module) -> List[nn.Module]:
+    """The modules that are first halves of the MLPs that a module runs fused."""
+    methods = switching.methods_in(module).values()
+    return [part for method in methods for part in rewriting.heads_in(method, module)]
+
+
+def blocks_around(module: nn.Module) -> Dict[nn.Module, str]:
+    """The MLPs that the methods of a module compute together with their block, and what else is in it."""
+    found: Dict[nn.Module, str] = {}
+    for method in switching.methods_in(module).values():
+        found.update(rewriting.mlps_around(method, module))
+    return found
+
+
+def in_block(found: Outcome, words: str) -> Outcome:
+    """The outcome of an MLP that is fused with its block."""
+    return replace(found, pattern=found.pattern + words) if found.extent == outcome.FULL else found
+
+
 def _is_idle(module: nn.Module) -> bool:
     """Whether all that is fused in a module are blocks around MLPs, of which none is fused."""
     methods = switching.methods_in(module).values()
     if not methods or not all(map(rewriting.is_fused, methods)):
         return False
-    around = [part for method in methods for part in rewriting.mlps_around(method, module)]
+    around = blocks_around(module)
     has_own = any(rewriting.mlps_in(method, module) for method in methods)
     return bool(around) and not has_own and not any(map(is_fused, around))
 
@@ -168,7 +192,7 @@ def _plan_of(
             words = check.disagreement(rewriting.mlps_in(method, module))
         if words is not None:
             return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
-    return methods, outcome.of_methods(module, methods.values())
+    return rewriting.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
 def _is_made(function: FunctionType) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Callable, Dict, Iterator, List, Sequence, Tuple
@@ -20,7 +22,7 @@ class ModuleReport:
     """What became of one module.
 
     ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
-    how far it is fused: "full", "pointwise", "partly", "none"; ``reasons`` why it is not more, each with a ``code``,
+    how far it is fused: "full", "pointwise", "none"; ``reasons`` why it is not more, each with a ``code``,
     the ``part`` that it is about and a ``detail``.
     """
 
@@ -32,8 +34,13 @@ class ModuleReport:
 
     @property
     def fused(self) -> bool:
-        """Whether any of it is fused."""
-        return self.extent != outcome.NONE
+        """True if it runs in one call on this device, in this dtype and mode."""
+        return self.extent != outcome.NONE and not (self.extent == outcome.POINTWISE and self.reasons)
+
+    @property
+    def is_mlp(self) -> bool:
+        """False for what stands beside MLPs: a layer with its activation, a router, the end of an attention."""
+        return any(outcome.is_mlp(pattern) for pattern in self.pattern.split(", "))
 
     @property
     def reason(self) -> str:
@@ -74,12 +81,21 @@ class FusionReport:
     def __str__(self) -> str:
         if not self.modules:
             return "no MLP found"
+        return "\n".join([summary(self.modules), *_lines([_COLUMNS, *self._rows()])])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        lines = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        return f"<p>{html.escape(summary(self.modules))}</p><table><tr>{head}</tr>{''.join(lines)}</table>"
+
+    def _rows(self) -> List[Tuple[str, ...]]:
+        """The cells of the table: modules that are alike share a row."""
         rows: Dict[Tuple[str, ...], List[str]] = {}
         for module in self.modules:
-            extent = {outcome.FULL: "yes", outcome.NONE: "no"}.get(module.extent, module.extent)
+            extent = "yes" if module.fused else {outcome.NONE: "no"}.get(module.extent, module.extent)
             rows.setdefault((module.class_name, module.pattern, extent, module.reason), []).append(module.path)
-        table = [_COLUMNS, *((*key, _paths(paths)) for key, paths in rows.items())]
-        return "\n".join([counts(self.modules), *_lines(table)])
+        return [(*key, _paths(paths)) for key, paths in rows.items()]
 
 
 def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleReport:
@@ -87,10 +103,23 @@ def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleRep
     return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
 
 
-def counts(modules: Sequence[ModuleReport]) -> str:
-    """How many modules are fused, and how many are not."""
-    fused = sum(module.fused for module in modules)
-    return f"{fused} fused, {len(modules) - fused} left"
+def summary(modules: Sequence[ModuleReport]) -> str:
+    """How many MLPs, and how much beside them, run in one call each, as a sentence."""
+    if not modules:
+        return "no MLP found"
+    mlps = [module for module in modules if module.is_mlp]
+    fused = [module for module in mlps if module.fused]
+    sentence = f"{len(fused)} of {_counted(len(mlps), 'MLP')} {'run' if len(mlps) != 1 else 'runs'} in one call"
+    sentence += " each" if len(mlps) != 1 else ""
+    if fused and all(outcome.AROUND in module.pattern for module in fused):
+        normed = all(outcome.NORMED in module.pattern for module in fused)
+        sentence += f", {'norm and residual' if normed else 'residual'} included"
+    beside = Counter(module.pattern for module in modules if not module.is_mlp and module.fused)
+    return "; ".join([sentence, *(f"{count} x {pattern}" for pattern, count in beside.items())])
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _paths(paths: Sequence[str]) -> str:
@@ -109,6 +138,19 @@ def _lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
     while sum(widths) + 2 * (len(widths) - 1) > _TABLE_WIDTH:
         widths[widths.index(max(widths))] -= 1
     for row in table:
-        cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths)]
+        cells = [_wrapped(cell, width) for cell, width in zip(row, widths)]
         for line in zip_longest(*cells, fillvalue=""):
             yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+
+
+def _wrapped(cell: str, width: int) -> List[str]:
+    """The lines of a cell. A path that is too long is broken behind a dot, if there is one."""
+    lines: List[str] = []
+    for word in cell.split(" "):
+        for place, piece in enumerate(word.replace(".", ".\0").split("\0") if len(word) > width else [word]):
+            joint = "" if place else " "
+            if lines and len(lines[-1]) + len(joint) + len(piece) <= width:
+                lines[-1] += joint + piece
+            else:
+                lines += textwrap.wrap(piece, width, break_on_hyphens=False) or [""]
+    return lines

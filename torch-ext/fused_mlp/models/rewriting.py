@@ -13,7 +13,7 @@ import itertools
 import sys
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from . import (
     switching,
     traced,
 )
-from .found import FoundMLP, act_of, mlp_behind, mlps_of
+from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call, name_of_pattern
 from .heads import children_of, head_of, whole_of
 from .interface import original_of
@@ -83,6 +83,32 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     return made, list(unknown.values())
 
 
+def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[str, FunctionType]:
+    """Fused methods of a module without the MLPs that have wrapped projections, which run as they were written.
+
+    ``methods`` are those with them, and what the lean ones are reported to be.
+    """
+    made = {}
+    for name, method in methods.items():
+        original = getattr(method, ORIGINAL, None)
+        projections = [part for mlp in mlps_in(method, module) for part in mlp.projections.values()]
+        if original is None or method not in _made or not any(map(obstacles.is_wrapped, projections)):
+            made[name] = method
+            continue
+        roles = roles_in(original, module, _role_unwrapped)
+        lean, _ = _rewritten(original, name, roles, memory_of(method), _answers(original, module))
+        if lean is not None:
+            for attribute in (_SITES, _BRANCHES):
+                setattr(lean, attribute, getattr(method, attribute))
+            made[name] = lean
+    return made
+
+
+def _role_unwrapped(part: Any) -> Optional[str]:
+    role = role_of(part)
+    return Role.LAYER if role == Role.PROJECTION and obstacles.is_wrapped(part) else role
+
+
 def is_fused(function: Any) -> bool:
     """Whether a function is one that :func:`fused_methods` makes."""
     return function in sequences.SEQUENTIAL.values() or function in _made
@@ -112,17 +138,30 @@ def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[F
     return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)} if type(parts) is nn.ModuleList else {})
 
 
+def heads_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The modules that are first halves of the MLPs in a fused method of a module."""
+    return _halves_in("head", function, module)
+
+
 def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
     """The modules that are second halves of the MLPs in a fused method of a module."""
-    tails = [site.tail for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
-    return [part for node in tails for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+    return _halves_in("tail", function, module)
 
 
-def mlps_around(function: FunctionType, module: nn.Module) -> List[Any]:
-    """The modules that are MLPs, around which a fused method of a module has blocks."""
-    blocks = [site.site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
-    nodes = [site.module for site in blocks if isinstance(site, Whole)]
+def _halves_in(half: str, function: FunctionType, module: nn.Module) -> List[Any]:
+    nodes = [getattr(site, half) for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
     return [part for node in nodes for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+
+
+def mlps_around(function: FunctionType, module: nn.Module) -> Dict[nn.Module, str]:
+    """The modules that are MLPs, around which a fused method of a module has blocks; with what is around them."""
+    blocks = [site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
+    found = {}
+    for block in blocks:
+        if isinstance(block.site, Whole):
+            parts = values_of(block.site.module, getattr(function, ORIGINAL), module).values()
+            found.update(dict.fromkeys(parts, around_of(True, block.is_normed)))
+    return found
 
 
 def role_of(part: Any) -> Optional[str]:
@@ -193,6 +232,8 @@ def _role_of_layer(part: nn.Module) -> str:
     in_turn = any(type(child) is nn.ModuleList and _is_whole(child._modules) for child in children)
     if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
+    if any(role_of(child) == Role.PROJECTION and obstacles.is_wrapped(child) for child in children):
+        return Role.LAYER
     if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
     forward = getattr(forward, ORIGINAL) if forward in _made else forward
@@ -237,9 +278,11 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
 
 
-def roles_in(function: FunctionType, module: nn.Module) -> Tuple[Tuple[str, str], ...]:
+def roles_in(
+    function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
+) -> Tuple[Tuple[str, str], ...]:
     """What the callees of a method may be in a site, by their texts."""
-    return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()})
+    return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
 
 
 def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
@@ -253,7 +296,9 @@ def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...])
     return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
 
 
-def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
+def _roles(
+    callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]
+) -> Tuple[Tuple[str, str], ...]:
     """What callees may be in a site, where all their values are alike."""
     roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
@@ -276,7 +321,7 @@ def _rewritten(
     """
     if _WANTED.isdisjoint(kind for _, kind in roles):
         return None, ()
-    tree, role = copy.deepcopy(effects.readable(function)), _role_by_text(roles)
+    role = _role_by_text(roles)
 
     def is_known(site: AnySite) -> bool:
         site = site.site if isinstance(site, Block) else site
@@ -295,11 +340,14 @@ def _rewritten(
         calls.append((site, call_of(memory, function, site)))
         return calls[-1][1]
 
+    written = effects.readable(function)
+    tree = copy.deepcopy(written)
     found = substitution.rewrite(tree, role, is_known, replacement)
-    for other in branches.parted(effects.readable(function), role, answers):
-        there = substitution.rewrite(other, role, is_known, replacement)
+    for other in branches.parted(written, role, answers):
+        other_tree = copy.deepcopy(other)
+        there = substitution.rewrite(other_tree, role, is_known, replacement)
         if _worth(there) > _worth(found):
-            tree, found = other, _once(there)
+            written, tree, found = other, other_tree, _once(there)
     found += loops.rewrite(tree, role, replacement)
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
@@ -317,7 +365,10 @@ def _rewritten(
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
-        made = method_of(tree, function, names, instead, tuple(found), memory, tuple(conditions))
+        written = copy.deepcopy(written)
+        substitution.rewrite(written, role, is_known, functools.partial(call_of, memory, function), otherwise=True)
+        loops.rewrite(written, role, functools.partial(call_of, memory, function))
+        made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions))
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:

@@ -71,14 +71,18 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
     for first, act, second, up_first in _places(parts):
         for part in parts[index:first]:
             x = part(x)
+        index = (act if second is None else second) + 1
         if act is None:
-            x = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
+            found = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
         else:
             pattern = pattern_of(second is not None, up_first, plain.memory)
             activation = parts[act] if up_first is None else gates.form(parts[act], up_first)
             projections = (parts[first],) if second is None else (parts[first], parts[second])
-            x = shortcut.fused(pattern, x, projections, activation, () if second is None else parts[act + 1 : second])
-        index = (act if second is None else second) + 1
+            between = () if second is None else parts[act + 1 : second]
+            found = shortcut.fused(pattern, x, projections, activation, between)
+        for part in parts[first:index] if found is None else ():
+            x = part(x)
+        x = x if found is None else found
     for part in parts[index:]:
         x = part(x)
     return x

@@ -189,51 +189,43 @@ def fused(
     between: Tuple[Union[forwards.Part, str], ...] = (),
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
-) -> Tensor:
-    """``forwards.fused`` of what ``act`` computes, by the short way where there is one.
+) -> Optional[Tensor]:
+    """``forwards.fused`` of what ``act`` computes, by the short way where there is one; None where no op is taken.
 
     Parts that are children of ``owner`` may be given by name; ``names`` are all of these. To read one as an attribute
     takes Python longer than the short way takes for all.
     """
-    is_short = plain is not None and not is_traced()  # Dynamo cannot look into compiled code
-    if is_short:
+    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(pattern, x, projections, known_by(act), between, owner, names)
         if type(found) is tuple:
             found = recorded_or_packed(pattern, *found)
-        if found is not None:
+        if found is not None or not _is_asked_again(names):
             return found
-    if names:
-        projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
-    if not pattern.gated and obstacles.is_foreign(projections[0]):  # there is nothing to fuse: all is called
-        hidden = act(projections[0](x))
-        return forwards.second_half(hidden, between, projections[-1]) if pattern.whole else hidden
-    if is_short and between and pattern.whole and not forwards.passes(between, x, projections[-1]):
-        hidden = fused(pattern.first_half, x, projections[:-1], act)
-        return forwards.second_half(hidden, between, projections[-1])
-    if is_short:  # for the next call
-        _learn(act)
-        learn_layers(projections)
-    return forwards.fused(pattern, x, projections, forms.row_of(act), act, between)
+    projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    learn(act)
+    learn_layers(projections)
+    return forwards.fused(pattern, x, projections, forms.row_of(act), between)
+
+
+_missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts
+
+
+def _is_asked_again(names: Tuple[str, ...]) -> bool:
+    """True if Python has to look at parts that compiled code does not take: it knows of autocast and forced backends.
+
+    It also learns of classes, when a miss has occurred once, twice, four times, ...
+    """
+    if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
+        return True
+    count = _missed[names] = _missed.get(names, 0) + 1
+    return count & (count - 1) == 0
 
 
 def read(owner: Optional[nn.Module], part: Any) -> Any:
     """A part, or those in a tuple, of which names stand for attributes."""
     if type(part) is tuple:
         return tuple(read(owner, each) for each in part)
-    if type(part) is not str:
-        return part
-    value = getattr(owner, part)
-    return _NOTHING if value is None else value  # without a name, None stands for a part that there is none of
-
-
-class _Nothing:
-    """A part that is None: it raises what calling None does, when it is its turn to be called."""
-
-    def __call__(self, *_: Any) -> Tensor:
-        raise TypeError("'NoneType' object is not callable")
-
-
-_NOTHING = _Nothing()
+    return getattr(owner, part) if type(part) is str else part
 
 
 def block(
@@ -252,35 +244,19 @@ def block(
     wide: bool = False,
     owner: Optional[nn.Module] = None,
     names: Tuple[str, ...] = (),
-) -> Tensor:
-    """The block of an MLP, or of one layer: ``last(residual + behind(mlp(first(x))) * factor)``.
+) -> Optional[Tensor]:
+    """The block of an MLP, or of a layer: ``last(residual + behind(mlp(first(x))) * factor)``; None if no op takes it.
 
     A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
     ``first(x)``. ``wide``: product and sum are computed in float32, and cast to the dtype of the residual.
 
-    One op where the short way is taken, whose result has adjacent rows. ``order``, as :class:`sites.Block` has it,
-    decides how its parts lay out theirs. The factor is a number, or a scale of the features, as those of a modulation
-    are: one for all rows, or for rows that follow each other.
+    The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
+    for all rows, or for rows that follow each other.
     """
-    if plain is not None:
-        given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
-        found = plain.block(*given, wide, owner, names)
-        if found is not None:
-            return found
-    behind, first, last = read(owner, behind), read(owner, first), read(owner, last)
-    values = fused(pattern, normed(x, first, modulation), projections, act, between, owner, names)
-    return around(values, behind, factor, residual, order, last, wide)
-
-
-def normed(x: Tensor, norm: Optional[nn.Module], modulation: Modulation) -> Tensor:
-    """What a block's MLP is given, part by part."""
-    if modulation is None:
-        return x if norm is None else norm(x)
-    scale, shift, scale_first, wide = modulation
-    values = norm(x.float() if wide else x)
-    values = (1 + scale) * values if scale_first else values * (1 + scale)
-    values = values if shift is None else values + shift
-    return values.type_as(x) if wide else values
+    if plain is None:
+        return None
+    given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
+    return plain.block(*given, wide, owner, names)
 
 
 def ending(
@@ -307,38 +283,6 @@ def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor
         return _ops["residual_gated_mlp"](x, *weights, down, *biases, down_bias, *others)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
-
-
-def around(
-    values: Tensor,
-    behind: Tuple[Union[nn.Module, float], ...],
-    factor: Any,
-    residual: Tensor,
-    order: Tuple[bool, bool, int],
-    last: Optional[nn.Module],
-    wide: bool = False,
-) -> Tensor:
-    """What is behind an MLP, part by part."""
-    residual_first, factor_first, before_factor = order
-    values = _passed(values, behind[:before_factor])
-    if wide:
-        wanted, values, residual = residual, values.float(), residual.float()
-    if type(factor) is not float or factor != 1.0:
-        values = factor * values if factor_first else values * factor
-    values = _passed(values, behind[before_factor:])
-    values = residual + values if residual_first else values + residual
-    if wide:
-        return values.type_as(wanted)
-    return values if last is None else last(values)
-
-
-def _passed(values: Tensor, parts: Tuple[Union[nn.Module, float], ...]) -> Tensor:
-    for part in parts:
-        if callable(part):
-            values = part(values)
-        elif part or F.dropout is not _DROPOUT:
-            values = F.dropout(values, part, True)
-    return values
 
 
 def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
@@ -384,7 +328,7 @@ def learn_layers(projections: Tuple[nn.Module, ...]) -> None:
             _linears[kind] = unchanged, obstacles.is_transposed(kind)
 
 
-def _learn(act: Act) -> None:
+def learn(act: Act) -> None:
     """Takes an activation that is a function, or the class of one, among those known, if the table names it and nobody
     has altered it; and the kernel that kernelize has put into it."""
     kind, own = type(act), None
@@ -410,4 +354,4 @@ def _learn(act: Act) -> None:
 
 
 for _row in ACTIVATIONS:
-    _learn(_row.function)
+    learn(_row.function)

@@ -7,14 +7,15 @@ order in which it calls modules, whatever its arguments are.
 from __future__ import annotations
 
 import ast
+import itertools
 from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from . import casts
-from .effects import bound, is_harmless, is_reached, uses
+from .effects import bound, is_harmless, is_plain, is_reached, uses
 from .matches import matches
 from .names import SIMPLE, Place, Value, blocks, expressions, reads_of
 from .roles import Role, RoleOf, asking, harmless_calls, is_call
-from .sites import AnySite
+from .sites import AnySite, Block, Site
 
 _BINDING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
@@ -24,27 +25,104 @@ def rewrite(
     role: RoleOf,
     wanted: Callable[[AnySite], bool],
     replacement: Callable[[AnySite], ast.expr],
+    otherwise: bool = False,
 ) -> List[AnySite]:
-    """Puts ``replacement(site)`` in the place of every wanted site of ``function``, and returns these sites."""
-    sites: List[AnySite] = []
+    """Put ``replacement(site)`` in the place of every wanted site of ``function``, and return these sites.
+
+    ``otherwise``: where that gives None, the statements that stood there run, with what is smaller in them replaced:
+    the MLP of a block, and the product of an activation.
+    """
     local = _bound_in_body(function)
+    rewriter = _Rewriter(function, role, replacement, otherwise)
     for block in list(blocks(function)):
-        casts.as_values(block, asking(role))
+        rewriter.rewrite(block, wanted)
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
+    _keep_local(function, local - _bound_in_body(function) - arguments)
+    return rewriter.sites
+
+
+class _Rewriter:
+    def __init__(
+        self, function: ast.FunctionDef, role: RoleOf, replacement: Callable[[AnySite], ast.expr], otherwise: bool
+    ) -> None:
+        self._function, self._role, self._replacement, self._otherwise = function, role, replacement, otherwise
+        self.sites: List[AnySite] = []
+        self._left: Set[ast.AST] = set()  # expressions that run where their replacement gives None
+        self._names = (f"@value {number}" for number in itertools.count())  # no source spells them
+
+    def rewrite(self, block: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
+        casts.as_values(block, asking(self._role))
         index = len(block) - 1
         while index >= 0:
-            place = Place(function, block, index)
-            site, node, absorbed = next(_sites(place, role, wanted), (None, None, ()))
+            place = Place(self._function, block, index)
+            found = (each for each in _sites(place, self._role, wanted) if each[1] not in self._left)
+            site, node, absorbed = next(found, (None, None, ()))
             if site is None:
                 index -= 1
                 continue
-            sites.append(site)
-            block[index] = replace(block[index], node, replacement(site))
+            self.sites.append(site)
+            statements, body = self._made(block, index, site, node, absorbed)
+            block[index : index + 1] = statements
             for k in sorted(absorbed, reverse=True):
                 del block[k]
-            index -= len(absorbed)
-    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
-    _keep_local(function, local - _bound_in_body(function) - arguments)
-    return sites
+            index += len(statements) - 1 - len(absorbed)
+            if body:
+                inner = _is_no_block if isinstance(site, Block) else _is_pointwise
+                self._within(body, lambda other, inner=inner: inner(other) and wanted(other))
+
+    def _within(self, body: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
+        """Rewrite the statements of a site that is not fused; what is in them is no site of its own."""
+        sites = len(self.sites)
+        self.rewrite(body, wanted)
+        del self.sites[sites:]
+
+    def _made(
+        self, block: List[ast.stmt], index: int, site: AnySite, node: ast.expr, absorbed: Set[int]
+    ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
+        """What a statement becomes, and the statements in it that run where its site is not fused."""
+        call, statement = self._replacement(site), block[index]
+        if _is_pointwise(site):
+            self._left.update(ast.walk(call))
+        if not self._otherwise or _is_pointwise(site):
+            return [replace(statement, node, call)], []
+        values, made = next(self._names), []
+        originals = [block[k] for k in sorted(absorbed)]
+        hoisted = bool(absorbed) or is_reached(node, statement, harmless_calls(self._role))
+        for part in (part for part in site.parts if not is_plain(part) and _holds([*originals, node], part)):
+            name = next(self._names)  # evaluated once, whichever way is taken
+            value = _assigned(name, part) if hoisted else ast.NamedExpr(ast.Name(name, ast.Store()), part)
+            made += [value] if hoisted else []
+            call = replace(call, part, ast.Name(name, ast.Load()) if hoisted else value)
+            originals = [replace(each, part, ast.Name(name, ast.Load())) for each in originals]
+            statement = replace(statement, part, ast.Name(name, ast.Load()))
+            node = ast.Name(name, ast.Load()) if node is part else node
+        if not hoisted:
+            self._left.update(ast.walk(node))
+            is_found = ast.NamedExpr(ast.Name(values, ast.Store()), call)
+            test = ast.Compare(is_found, [ast.IsNot()], [ast.Constant(None)])
+            return [replace(statement, node, ast.IfExp(test, ast.Name(values, ast.Load()), node))], []
+        body = [*originals, _assigned(values, node)]
+        test = ast.Compare(ast.Name(values, ast.Load()), [ast.Is()], [ast.Constant(None)])
+        made += [_assigned(values, call), ast.If(test, body, [])]
+        for part in (part for each in made for part in ast.walk(each) if not hasattr(part, "lineno")):
+            ast.copy_location(part, statement)
+        return [*made, replace(statement, node, ast.Name(values, ast.Load()))], body
+
+
+def _is_pointwise(site: AnySite) -> bool:
+    return isinstance(site, Site) and site.pattern.pointwise
+
+
+def _is_no_block(site: AnySite) -> bool:
+    return not isinstance(site, Block)
+
+
+def _holds(nodes: List[ast.AST], part: ast.expr) -> bool:
+    return any(part is each for node in nodes for each in ast.walk(node))
+
+
+def _assigned(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
