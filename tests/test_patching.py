@@ -37,13 +37,12 @@ def test_models(fused_mlp, device, name):
         torch.testing.assert_close(model(**inputs)[0], before[0], rtol=1e-3, atol=1e-5)
 
     class_name, count, pattern = MODELS[name][3]
-    # Beside these there are layers of which they are halves, and the ends of attention.
-    others = ("in two modules", "linear with residual")
-    alone = [fused for fused in report.fused if not any(words in fused.pattern for words in others)]
-    assert len(alone) == count
-    for fused in alone:
+    # Beside these there are the ends of attention.
+    mlps = [fused for fused in report.fused if not fused.pattern.startswith("linear with residual")]
+    assert len(mlps) == count
+    for fused in mlps:
         assert fused.class_name == type(model.get_submodule(fused.path)).__name__ == class_name
-        assert fused.pattern == pattern
+        assert fused.pattern.partition(" with ")[0] == pattern
         assert (fused.extent, fused.reason) == ("full", "")
         assert fused_mlp.explain(model.get_submodule(fused.path)).implementation == "fused"
     assert all(left.reason for left in report.left)
@@ -94,7 +93,7 @@ def test_a_projection_that_stays_in_float32(fused_mlp, device):
         expected = model(**inputs)[0].float()
         report = fused_mlp.fuse_mlps(model)
         got = model(**inputs)[0].float()
-    assert {fused.extent for fused in report.fused} == {"partly"}
+    assert {left.extent for left in report.left} == {"partly"}
     assert (got - expected).norm() <= 2e-2 * expected.norm()
 
 
@@ -150,35 +149,31 @@ def test_packed_projections_in_training(fused_mlp, device, rows, trained):
 
 
 def test_report(fused_mlp, device):
-    """BERT: its layers are fused, the ends of their attention and their intermediates too; its pooler (dense and tanh)
-    is left with a reason."""
+    """BERT: an MLP and the end of an attention in each layer. Its pooler, a layer and tanh, is no MLP."""
     model, _ = build("BERT", device)
     report = fused_mlp.fuse_mlps(model)
-    parts = ("", ".attention.output", ".intermediate")
+    parts = ("", ".attention.output")
     assert paths(report.fused) == {f"encoder.layer.{i}{part}" for i in range(2) for part in parts}
-    assert paths(report.left) == {"pooler"}
-    assert "Tanh" in report.left[0].reason
-    assert report.modules == [*report.fused, *report.left]
-    lines = str(report).splitlines()
-    assert lines[0] == "6 fused, 1 left"
-    assert [re.split(r" {2,}", line) for line in lines[1:]] == [  # alike modules share a line
+    assert report.left == [] and report.modules == report.fused
+    first, *lines = str(report).splitlines()
+    assert first == (
+        "2 of 2 MLPs run in one call each, norm and residual included; 2 x linear with residual and norm"
+    )
+    assert [re.split(r" {2,}", line) for line in lines] == [  # alike modules share a line
         ["class", "pattern", "fused", "why not", "modules"],
-        ["BertLayer", "plain in two modules", "yes", "2: encoder.layer.*"],
-        ["", "with residual and norm"],
-        ["BertSelfOutput", "linear with residual", "yes", "2: encoder.layer.*.atten"],
-        ["", "and norm", "tion.output"],
-        ["BertIntermediate", "linear", "yes", "2: encoder.layer.*.inter"],
-        ["", "mediate"],
-        ["BertPooler", "no", "activation Tanh is not", "pooler"],
-        ["", "known"],
+        ["BertLayer", "plain in two modules with", "yes", "2: encoder.layer.*"],
+        ["", "residual and norm"],
+        ["BertSelfOutput", "linear with residual and norm", "yes", "2:"],
+        ["", "encoder.layer.*.attention.output"],
     ]
     assert json.loads(json.dumps([dataclasses.asdict(module) for module in report.modules]))[-1] == {
-        "path": "pooler",
-        "class_name": "BertPooler",
-        "pattern": "",
-        "extent": "none",
-        "reasons": [{"code": "unknown activation", "part": "Tanh", "detail": ""}],
+        "path": "encoder.layer.1.attention.output",
+        "class_name": "BertSelfOutput",
+        "pattern": "linear with residual and norm",
+        "extent": "full",
+        "reasons": [],
     }
+    assert first in report._repr_html_() and report._repr_html_().count("<tr>") == 3
 
 
 def test_a_model_without_mlps(fused_mlp):
@@ -298,9 +293,9 @@ def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
     plain, gated = Plain().to(device), Gated(bias=True).to(device)
     plain.fc1, gated.gate_proj = OwnProduct(32, 88).to(device), OwnProduct(32, 88).to(device)
     report = fused_mlp.fuse_mlps(nn.ModuleList([plain, gated]))
-    (left,), (fused,) = report.left, report.fused
+    left, pointwise = report.left
     assert (left.path, codes(left), left.reasons[0].part) == ("0", ("called",), "fc1")
-    assert (fused.path, fused.extent) == ("1", "partly")
+    assert (pointwise.path, pointwise.extent) == ("1", "pointwise")
     assert type(plain) is Plain and fused_mlp.explain(plain).implementation == "original"
 
 
@@ -367,7 +362,7 @@ def test_dropout_is_kept_in_training(fused_mlp, device, monkeypatch, least):
     monkeypatch.setitem(bounds.get(torch.float32, {}), "gated_linear", least)
     module = WithDropout(0.5).to(device)
     plain = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(module).fused
+    assert fused_mlp.fuse_mlps(module).left[0].extent == "partly"
     x = torch.randn(2, 32, device=device, requires_grad=True)
     for _ in range(2):  # at the second call the activation is known
         results = []

@@ -27,15 +27,16 @@ def test_a_model_is_explained_by_its_parts(fused_mlp, device):
     report = fused_mlp.fuse_mlps(model)
     explanation = fused_mlp.explain(model)
     assert explanation.operation == "BertModel"
-    assert explanation.implementation == "partly fused"
-    assert explanation.reason == "9 fused, 1 left; BertPooler: activation Tanh is not known"
+    assert explanation.implementation == "fused"
+    sentence = "3 of 3 MLPs run in one call each, norm and residual included; 3 x linear with residual and norm"
+    assert explanation.reason == sentence
     assert list(explanation.parts) == report.modules
     assert fused_mlp.explain(model.encoder).implementation == "fused"
-    assert fused_mlp.explain(model.encoder).reason == "9 fused, 0 left"
+    assert fused_mlp.explain(model.encoder).reason == sentence
     report.restore()
     explanation = fused_mlp.explain(model)
     assert explanation.implementation == "original"
-    assert "BertIntermediate (3): not fused" in explanation.reason
+    assert "BertLayer (3): not fused" in explanation.reason
 
 
 def test_a_model_whose_part_changes_is_explained_as_it_is(fused_mlp, device):
@@ -45,14 +46,14 @@ def test_a_model_whose_part_changes_is_explained_as_it_is(fused_mlp, device):
     hooked(model[0].down_proj)
     explanation = fused_mlp.explain(model)
     assert explanation.implementation == "partly fused"
-    assert explanation.reason == "2 fused, 0 left; Gated: calls down_proj (hooks)"
+    assert explanation.reason == "1 of 2 MLPs run in one call each; Gated: calls down_proj (hooks)"
 
 
 def test_kernelized_parts_are_explained(fused_mlp, device):
     model = nn.Sequential(Gated(), nn.LayerNorm(32)).to(device)
     model[0].forward = fused_mlp.layers.GatedMLP.forward.__get__(model[0])
     assert fused_mlp.explain(model).implementation == "fused"
-    assert fused_mlp.explain(model).reason == "1 fused, 0 left"
+    assert fused_mlp.explain(model).reason == "1 of 1 MLP runs in one call"
 
 
 def test_a_model_without_mlps_is_explained(fused_mlp):
@@ -85,7 +86,7 @@ def test_the_table_fits_a_terminal(fused_mlp, device):
     hooked(module.down_proj)
     report = fused_mlp.fuse_mlps(nested(module, 5))
     head, columns, *lines = str(report).splitlines()
-    assert head == "1 fused, 0 left"
+    assert head == "0 of 1 MLP runs in one call"
     assert max(map(len, lines)) <= 100
     starts = [columns.index(name) for name in ("class", "pattern", "fused", "why not", "modules")]
     cells = [

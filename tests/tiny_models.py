@@ -41,7 +41,7 @@ MODELS = {
     "CLIP text": ("CLIPTextModel", "CLIPTextConfig", LLM, ("CLIPMLP", 2, "plain")),
     "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGES, ("SiglipMLP", 3, "plain")),
     "ViT": ("ViTModel", "ViTConfig", IMAGES, ("ViTMLP", 2, "plain")),
-    "BERT": ("BertModel", "BertConfig", LLM, ("BertIntermediate", 2, "linear")),
+    "BERT": ("BertModel", "BertConfig", LLM, ("BertLayer", 2, "plain in two modules")),
     "DistilBERT": (
         "DistilBertModel",
         "DistilBertConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
@@ -22,7 +22,7 @@ from .models.recognition import activation_of
 @dataclass(frozen=True)
 class Explanation:
     """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
-    (some of its parts are) or "original"; ``reason`` says why, in words.
+    or "original"; ``reason`` says why, in words.
 
     ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed, or where
     autograd follows, what is kept for the backward. For a module: what became of each MLP in it, as :func:`fuse_mlps`
@@ -169,15 +169,17 @@ def _explain_module(module: nn.Module) -> Explanation:
     """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
     name, parts = type(module).__name__, tuple(_parts(module))
     fused = [part for part in parts if part.fused]
-    if (len(parts) == 1 and parts[0].path == "") or (fused and fused[0].path == ""):
+    if parts and parts[0].path == "" and (len(parts) == 1 or parts[0].extent != outcome.NONE):
         root = parts[0]
         reason = root.reason or outcome.words_of(root.extent, root.pattern)
-        return Explanation(name, "fused" if root.fused else "original", reason, parts)
+        implementation = "fused" if root.fused else "original" if root.extent == outcome.NONE else "partly fused"
+        return Explanation(name, implementation, reason, parts)
     if not parts:
         return Explanation(name, "original", "no MLP found", parts)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
-    implementation = "fused" if len(fused) == len(parts) else "partly fused" if fused else "original"
+    nothing = all(part.extent == outcome.NONE for part in parts)
+    implementation = "fused" if len(fused) == len(parts) else "original" if nothing else "partly fused"
     return Explanation(name, implementation, f"{report.summary(parts)}{''.join(counted)}", parts)
 
 
@@ -213,4 +215,12 @@ def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outco
     projections = {name: part for name, part in module._modules.items() if name not in _LAYER_ACTIVATIONS}
     if kernel in _LAYER_EXTENTS or not projections:
         return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
-    return outcome.of_parts(projections)
+    return replace(outcome.of_parts(projections), pattern=_LAYER_PATTERNS.get(kernel, ""))
+
+
+_LAYER_PATTERNS = {
+    **dict.fromkeys((each.forward for each in (layers.GatedMLP, layers.GeGLUMLP, layers.SwiGLUMLP)), "gated"),
+    layers.PackedGatedMLP.forward: "packed gated",
+    layers.MLP.forward: "plain",
+    layers.Intermediate.forward: "linear",
+}

@@ -99,9 +99,11 @@ def followed(
 
     ``memory``: what training keeps.
     """
+    if obstacles.of_projection(projection) is not None or not forwards.passes(between, x, projection):
+        return None
     handed = _handed(memory, head, x)
     if type(handed) is Pending:
-        return shortcut.fused(handed.pattern, handed.x, (*handed.projections, projection), handed.act, between)
+        return finished(handed, projection, between)
     return None if handed is None else forwards.second_half(handed, between, projection)
 
 

@@ -20,6 +20,7 @@ FULL = "full"  # its GEMMs, with the activation in their epilogue
 POINTWISE = "pointwise"  # the activation and the product of two tensors, where these are large
 BIAS = "bias"  # a GEMM and its bias: there is no activation
 ACTIVATION = "activation"  # the activation: there is nothing else
+PARTLY = "partly"  # its first layer with the activation: what is behind them is called
 NONE = "none"
 
 _EXTENT_WORDS = {  # where there is no reason to give
@@ -110,9 +111,17 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     if not reasons:
         has_gemm = any(mlp.projections for mlp in running)
         return Outcome(FULL if has_gemm else POINTWISE, _notes(module, running), _pattern(running))
-    known = any(mlp.pattern.gated and mlp.activation is not None for mlp in running)
-    codes = {reason.code for reason in reasons}
-    return Outcome(POINTWISE if known and codes == {CALLED} else NONE, reasons, _pattern(running))
+    return Outcome(max(map(_part_fused, running), key=(NONE, POINTWISE, PARTLY).index), reasons, _pattern(running))
+
+
+def _part_fused(mlp: FoundMLP) -> str:
+    """What is fused of an MLP that is not fused whole."""
+    if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
+        return NONE
+    first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
+    if mlp.pattern.whole and not any(map(obstacles.of_projection, first)):
+        return PARTLY
+    return POINTWISE if mlp.pattern.gated else NONE
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:

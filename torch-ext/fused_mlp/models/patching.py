@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .. import training
-from . import endings, mixtures, obstacles, outcome, rewriting, routers, switching, verification
+from . import endings, mixtures, obstacles, outcome, rewriting, routers, shape, shortcut, switching, verification
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -170,7 +170,8 @@ def _plan_of(
     if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
-        return {}, Outcome(outcome.NONE, tuple(map(outcome.of_activation, unknown)))
+        reasons = tuple(map(outcome.of_activation, unknown))
+        return {}, Outcome(outcome.NONE, reasons) if shape.has_two_projections(module) else None
     if not methods and not is_tail:
         methods = endings.fused_methods(module, memory)
     if not methods:
@@ -192,6 +193,10 @@ def _plan_of(
             words = check.disagreement(rewriting.mlps_in(method, module))
         if words is not None:
             return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
+    rewritten = filter(rewriting.is_fused, methods.values())
+    for mlp in (mlp for method in rewritten for mlp in rewriting.mlps_in(method, module)):
+        shortcut.learn(mlp.act)
+        shortcut.learn_layers(mlp.projections.values())
     return rewriting.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 

@@ -22,7 +22,7 @@ class ModuleReport:
     """What became of one module.
 
     ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
-    how far it is fused: "full", "pointwise", "none"; ``reasons`` why it is not more, each with a ``code``,
+    how far it is fused: "full", "partly", "pointwise", "none"; ``reasons`` why it is not more, each with a ``code``,
     the ``part`` that it is about and a ``detail``.
     """
 
@@ -35,7 +35,8 @@ class ModuleReport:
     @property
     def fused(self) -> bool:
         """True if it runs in one call on this device, in this dtype and mode."""
-        return self.extent != outcome.NONE and not (self.extent == outcome.POINTWISE and self.reasons)
+        is_part = self.extent == outcome.PARTLY or (self.extent == outcome.POINTWISE and bool(self.reasons))
+        return self.extent != outcome.NONE and not is_part
 
     @property
     def is_mlp(self) -> bool:

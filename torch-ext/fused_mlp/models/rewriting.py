@@ -352,7 +352,10 @@ def _rewritten(
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        computed = [site.site if isinstance(site, Block) else site for site in found]
+        written = copy.deepcopy(written)
+        substitution.rewrite(written, role, is_known, replacement, otherwise=True)
+        loops.rewrite(written, role, replacement)
+        computed = [site.site if isinstance(site, Block) else site for site, _ in calls]
         patterns = [site.pattern for site in computed if isinstance(site, Site)]
         names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = head_of(tree, function, found, names, role) if name == "forward" else None
@@ -365,9 +368,6 @@ def _rewritten(
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
-        written = copy.deepcopy(written)
-        substitution.rewrite(written, role, is_known, functools.partial(call_of, memory, function), otherwise=True)
-        loops.rewrite(written, role, functools.partial(call_of, memory, function))
         made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions))
         if head is not None:
             halves.heads[function] = halves.heads[made] = head

@@ -23,12 +23,20 @@ _ACTIVATIONS = {
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
-    """Whether a module holds a projection, and an activation, or a forward that names a function of torch's."""
-    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
+    """True if a module holds two projections, and an activation, or a forward that names a function of torch's."""
+    roles = {rewriting.role_of(part) for part in vars(module).values()}
     forward = inspect.getattr_static(type(module), "forward")
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
     roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
-    return Role.PROJECTION in roles and not _ACTIVATIONS.isdisjoint(roles)
+    roles.update(rewriting.role_of(part) for part in module._modules.values())
+    return has_two_projections(module) and not _ACTIVATIONS.isdisjoint(roles)
+
+
+def has_two_projections(module: nn.Module) -> bool:
+    """False for what applies an activation to one layer: poolers, embeddings of time steps, modulations."""
+    lists = (part for part in module._modules.values() if isinstance(part, nn.ModuleList))
+    parts = [*module._modules.values(), *(part for each in lists for part in each)]
+    return sum(rewriting.role_of(part) == Role.PROJECTION for part in parts) > 1
 
 
 def applies_activation_to_projection(module: nn.Module) -> bool:

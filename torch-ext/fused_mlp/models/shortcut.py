@@ -10,7 +10,7 @@ seen as they are at the call.
 from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -318,7 +318,7 @@ def _needs_gradient(*given: Optional[Tensor]) -> bool:
     return False
 
 
-def learn_layers(projections: Tuple[nn.Module, ...]) -> None:
+def learn_layers(projections: Iterable[nn.Module]) -> None:
     """Takes the classes of linear layers beside torch's among those known."""
     for projection in projections:
         kind = type(projection)

@@ -30,7 +30,7 @@ def rewrite(
     """Put ``replacement(site)`` in the place of every wanted site of ``function``, and return these sites.
 
     ``otherwise``: where that gives None, the statements that stood there run, with what is smaller in them replaced:
-    the MLP of a block, and the product of an activation.
+    the MLP of a block, the first layer of an MLP, and the product of an activation.
     """
     local = _bound_in_body(function)
     rewriter = _Rewriter(function, role, replacement, otherwise)
@@ -67,8 +67,7 @@ class _Rewriter:
                 del block[k]
             index += len(statements) - 1 - len(absorbed)
             if body:
-                inner = _is_no_block if isinstance(site, Block) else _is_pointwise
-                self._within(body, lambda other, inner=inner: inner(other) and wanted(other))
+                self._within(body, lambda other, site=site: _is_smaller(other, site) and wanted(other))
 
     def _within(self, body: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
         """Rewrite the statements of a site that is not fused; what is in them is no site of its own."""
@@ -81,9 +80,9 @@ class _Rewriter:
     ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
         """What a statement becomes, and the statements in it that run where its site is not fused."""
         call, statement = self._replacement(site), block[index]
-        if _is_pointwise(site):
-            self._left.update(ast.walk(call))
-        if not self._otherwise or _is_pointwise(site):
+        if isinstance(call, ast.IfExp):  # which product it is, is told by the size of one factor
+            self._left.add(call.orelse)
+        if not self._otherwise or isinstance(call, ast.IfExp):
             return [replace(statement, node, call)], []
         values, made = next(self._names), []
         originals = [block[k] for k in sorted(absorbed)]
@@ -109,12 +108,15 @@ class _Rewriter:
         return [*made, replace(statement, node, ast.Name(values, ast.Load()))], body
 
 
-def _is_pointwise(site: AnySite) -> bool:
-    return isinstance(site, Site) and site.pattern.pointwise
+def _is_smaller(site: AnySite, than: AnySite) -> bool:
+    """True for an MLP in the code of its block, and for a part of an MLP."""
+    if isinstance(than, Block):
+        return not isinstance(site, Block)
+    return isinstance(site, Site) and not site.pattern.whole and (site.pattern.pointwise or _is_whole(than))
 
 
-def _is_no_block(site: AnySite) -> bool:
-    return not isinstance(site, Block)
+def _is_whole(site: AnySite) -> bool:
+    return isinstance(site, Site) and site.pattern.whole
 
 
 def _holds(nodes: List[ast.AST], part: ast.expr) -> bool:
