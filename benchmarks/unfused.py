@@ -3,10 +3,10 @@
     python benchmarks/unfused.py                       every kind that this machine can run
     python benchmarks/unfused.py --kinds lora hook --rows 1 512
 
-A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU): with PEFT's LoRA on all linear layers in inference
-and in training, with bitsandbytes' NF4 and int8 weights, and with a forward hook on each down projection. An unfused and
-a fused copy run in turns, each a few times in a row; a figure is the median of the ratios of neighbours, with its
-quartiles.
+A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU): with PEFT's LoRA on all linear layers in
+inference and in training, with bitsandbytes' NF4 and int8 weights, and with a forward hook on each down projection. An
+unfused and a fused copy run in turns, each a few times in a row; a figure is the median of the ratios of neighbours,
+with its quartiles.
 """
 
 import argparse
