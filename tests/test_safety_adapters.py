@@ -74,7 +74,7 @@ def test_a_life_of_adapters(fused_mlp, device, way):
     """Merged, unmerged, a second one added and chosen, both together, switched off, and unloaded for good."""
     model, ids = llama(device)
     both = alike(lambda model: adapted(model, "LoRA"), *pair(fused_mlp, way, model))
-    assert states(fused_mlp, both[1]) == {"partly fused"}
+    assert "fused" not in states(fused_mlp, both[1])
     second = {"r": 2, "target_modules": ["up_proj"], "init_lora_weights": False}
     for step in (
         lambda model: model.merge_adapter(),

@@ -114,5 +114,5 @@ def test_a_kernelized_linear_is_offloaded(fused_mlp, device):
         assert fused_mlp.explain(module).implementation == "fused"
         torch.testing.assert_close(module(x), plain(x), rtol=1e-4, atol=1e-5)
         module = accelerate.cpu_offload(module, execution_device=device)
-        assert fused_mlp.explain(module).implementation == "partly fused"
+        assert fused_mlp.explain(module).implementation != "fused"
         torch.testing.assert_close(module(x), plain(x), rtol=1e-4, atol=1e-5)

@@ -47,12 +47,14 @@ LEAST_WORK: Dict[Tuple[bool, bool], int] = (
     else {}
 )
 
-# One kernel for an activation and its product with up, and nothing else, pays from so many elements on: on a GPU the
-# host takes as long for it as for torch's two, and the GPU saves a third of their time.
+# One kernel for an activation and its product with up, and nothing else, pays from so many elements on. On a GPU the
+# host takes longer for it than for torch's two operations, and for what autograd records twice as long: it pays where
+# the GPU has more to do than the host (benchmarks/unfused.py).
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
-    dtype: 1 << 22 if native.DEVICE_TYPE == "cuda" else 1 << 15 if dtype == torch.bfloat16 else 1 << 16
+    dtype: 1 << 24 if native.DEVICE_TYPE == "cuda" else 1 << 15 if dtype == torch.bfloat16 else 1 << 16
     for dtype in native._DTYPES
 }
+LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
 
 
 class _Block:
@@ -183,7 +185,9 @@ def least_trained_rows(op: str, gated: bool, weight: Tensor) -> int:
 
 def is_small_product(gate: Tensor) -> bool:
     """Whether ``act(gate) * up`` takes less time as two operations of torch."""
-    return gate.numel() < LEAST_PRODUCT.get(gate.dtype, 0) and _open_blocks[-1].name == "auto"
+    least = LEAST_PRODUCT.get(gate.dtype, 0)
+    least = max(least, LEAST_RECORDED_PRODUCT) if least and gate.requires_grad else least
+    return gate.numel() < least and _open_blocks[-1].name == "auto"
 
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:

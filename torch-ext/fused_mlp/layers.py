@@ -16,7 +16,7 @@ from torch import nn
 
 from . import functional
 from .activations import get_activation
-from .models import forwards, mixtures, obstacles, pointwise, shortcut
+from .models import forwards, mixtures, obstacles, shortcut
 from .models.checkpoints import PackedWeights
 from .models.pattern import Pattern
 
@@ -370,7 +370,7 @@ def _fused(module: nn.Module, x: torch.Tensor, parts: _Parts, default: Optional[
         if alone is error:
             raise
         raise alone from None
-    return forwards.called(pattern, x, projections, act, (), pointwise.product_or_parts)
+    return forwards.called(pattern, x, projections, act)
 
 
 def _alone(module: nn.Module, error: AttributeError) -> AttributeError:

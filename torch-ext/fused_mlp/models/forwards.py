@@ -57,18 +57,8 @@ def fused(
     return calls.in_one_op("gated_mlp", given, activation, pattern.memory, pattern.up_first)
 
 
-def parts_product(gate: Tensor, up: Tensor, act: Act, up_left: bool) -> Tensor:
-    """``act(gate) * up``, or ``up * act(gate)`` where ``up_left``."""
-    return up * act(gate) if up_left else act(gate) * up
-
-
 def called(
-    pattern: Pattern,
-    x: Tensor,
-    projections: Sequence[nn.Module],
-    act: Act,
-    between: Between = (),
-    product: Callable[..., Tensor] = parts_product,
+    pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()
 ) -> Tensor:
     """The same by its parts, called one after the other."""
     first, *others = projections
@@ -78,11 +68,12 @@ def called(
         if pattern.packed:
             halves = first(x).chunk(2, dim=-1)
             gate, up = reversed(halves) if pattern.up_first else halves
+            gate = act(gate)
         elif pattern.up_first:
-            up, gate = others[0](x), first(x)
+            up, gate = others[0](x), act(first(x))
         else:
-            gate, up = first(x), others[0](x)
-        hidden = product(gate, up, act, pattern.up_left)
+            gate, up = act(first(x)), others[0](x)
+        hidden = up * gate if pattern.up_left else gate * up
     return second_half(hidden, between, projections[-1]) if pattern.whole else hidden
 
 

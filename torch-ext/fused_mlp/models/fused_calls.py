@@ -29,7 +29,7 @@ def _product(site: Site) -> ast.expr:
     """``act(gate) * up``: one kernel where that pays, else what the source says, in its order."""
     act, (gate, up), up_first = expression_of(site.act), site.inputs, site.pattern.up_first
     given = [("@gate", gate)] if not up_first else [("@up", up), ("@gate", gate)]
-    pays = made_call("pays", *(ast.NamedExpr(ast.Name(name, ast.Store()), value) for name, value in given))
+    pays = made_call("pays", act, *(ast.NamedExpr(ast.Name(name, ast.Store()), value) for name, value in given))
     gate = ast.Name("@gate", ast.Load())
     up = ast.Name("@up", ast.Load()) if up_first else up
     activated = ast.Call(act, [gate], [])

@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import dispatch
 from ..backends import reference
@@ -252,15 +253,16 @@ def _without_kernel(mlp: FoundMLP) -> List[Reason]:
 
 def _notes(module: nn.Module, mlps: Iterable[FoundMLP]) -> Tuple[Reason, ...]:
     """From how many rows on a module in training runs fused."""
-    weights = [_weight(mlp) for mlp in mlps] if module.training else []
-    trained = [weight for weight in weights if weight is not None and weight.requires_grad]
-    least = [dispatch.least_trained_rows(mlp.pattern.op, mlp.pattern.gated, each) for mlp, each in zip(mlps, trained)]
+    weights = [(mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
+    trained = [(pattern, weight) for pattern, weight in weights if weight is not None and weight.requires_grad]
+    least = [dispatch.least_trained_rows(pattern.op, pattern.gated, weight) for pattern, weight in trained]
     return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
 
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
-    return None if first is None else first._parameters.get("weight")
+    weight = None if first is None else first._parameters.get("weight")
+    return weight if weight is not None and not is_lazy(weight) and weight.dim() == 2 else None
 
 
 def _pattern(mlps: Iterable[FoundMLP]) -> str:

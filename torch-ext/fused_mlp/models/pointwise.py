@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
 from .. import calls, dispatch
-from ..activations import Activation
 from ..backends import reference
 from . import forms, obstacles
-from .forwards import parts_product
 
 
-def pays(*values: Any) -> bool:
-    """True if one kernel is faster for a product of this size; the last of the values is the gate."""
+def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
+    """True if one kernel takes less time for a product of this size; the last of the values is the gate."""
     gate = values[-1]
-    if type(gate) is not Tensor or gate.layout is not torch.strided or dispatch.is_small_product(gate):
+    if type(gate) is not Tensor or dispatch.is_small_product(gate):
         return False
-    recorded = gate.numel() if gate.requires_grad else None
-    return dispatch.select("act_and_mul", gate, recorded) is not reference
-
-
-def product(gate: Any, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
-    """``act(gate) * up``, or ``up * act(gate)`` where ``up_left``, of whatever can be multiplied."""
-    activation = forms.row_of(act)
-    if not _are_taken(gate, up, activation, act, up_left):
-        return parts_product(gate, up, act, up_left)
-    return calls.act_and_mul(gate, up, activation)
-
-
-def product_or_parts(gate: Any, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
-    """:func:`product` where it pays, else its parts."""
-    return (product if pays(gate) else parts_product)(gate, up, act, up_left)
-
-
-def _are_taken(gate: Any, up: Any, activation: Optional[Activation], act: Any, up_left: bool) -> bool:
-    if activation is None or getattr(act, "inplace", False):
+    if forms.row_of(act) is None or getattr(act, "inplace", False) or obstacles.of_input(gate) is not None:
         return False
-    if obstacles.of_input(gate) is not None or obstacles.of_input(up) is not None:
+    return dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is not reference
+
+
+def product(gate: Tensor, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
+    """``act(gate) * up``, or ``up * act(gate)`` where ``up_left``, if a kernel pays for the gate."""
+    if not _are_alike(gate, up, up_left):
+        return up * act(gate) if up_left else act(gate) * up
+    return calls.act_and_mul(gate, up, forms.row_of(act))
+
+
+def _are_alike(gate: Tensor, up: Any, up_left: bool) -> bool:
+    if type(up) is not Tensor or up.layout is not torch.strided:
         return False
-    if not gate.dtype.is_floating_point or (gate.dtype, gate.device, gate.shape) != (up.dtype, up.device, up.shape):
+    if (gate.dtype, gate.device, gate.shape) != (up.dtype, up.device, up.shape):
         return False
     return not up_left or gate.stride() == up.stride()  # the product lies in memory as its left factor does

@@ -90,11 +90,11 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
     """
     made = {}
     for name, method in methods.items():
-        original = getattr(method, ORIGINAL, None)
-        projections = [part for mlp in mlps_in(method, module) for part in mlp.projections.values()]
-        if original is None or method not in _made or not any(map(obstacles.is_wrapped, projections)):
+        mlps = mlps_in(method, module) if method in _made else []
+        if not any(obstacles.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
             made[name] = method
             continue
+        original = getattr(method, ORIGINAL)
         roles = roles_in(original, module, _role_unwrapped)
         lean, _ = _rewritten(original, name, roles, memory_of(method), _answers(original, module))
         if lean is not None:
