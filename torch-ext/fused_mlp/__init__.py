@@ -1,11 +1,12 @@
 """Fused MLP kernels for Hugging Face models: GeGLU and its family, biases and activations in the GEMMs' epilogues."""
 
 from . import layers
+from .backends import VERSION as __version__  # noqa: F401
 from .dispatch import backend
 from .explanation import explain
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
 from .models.mixtures import register_experts
-from .models.patching import fuse_mlps
+from .models.patching import fuse_mlps, is_fused
 
 __all__ = [
     "act_and_mul",
@@ -16,6 +17,7 @@ __all__ = [
     "gated_linear",
     "gated_mlp",
     "geglu",
+    "is_fused",
     "layers",
     "linear",
     "mlp",

@@ -9,12 +9,13 @@ by its code, and ``refusal(op, x)``: why it does not take a call on ``x``, or No
 import json
 from pathlib import Path
 
-# The builder's own record of what this build holds.
-BUILT_FOR = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())["backend"]
+# The builder's own record of this build.
+_METADATA = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())
+BUILT_FOR, VERSION = _METADATA["backend"], str(_METADATA["version"])
 
 if BUILT_FOR["type"] in ("cuda", "cpu"):
     from . import native
 else:
     from . import uncompiled as native
 
-__all__ = ["BUILT_FOR", "native"]
+__all__ = ["BUILT_FOR", "VERSION", "native"]

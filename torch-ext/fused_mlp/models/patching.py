@@ -85,7 +85,12 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module runs a method that :func:`fuse_mlps` put there."""
+    """Return whether a module runs a method that :func:`fuse_mlps` put there; :func:`explain` says how far it is fused.
+
+    Raises TypeError for what is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     return bool(switching.methods_in(module))
 
 
