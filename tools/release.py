@@ -97,7 +97,7 @@ def check_tag(tag: str) -> str | None:
     tags = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True, check=True).stdout.split()
     newest = max(tags, key=lambda name: int(name.split(".")[1]))
     if newest != tag:
-        return f"error: {newest} came after {tag}: a release goes on from the one before"
+        return f"error: {newest} came after {tag}: a release goes on from it"
     for before in tags:
         if not _holds(f"refs/tags/{tag}", before):
             return f"error: the commit of {tag} is without that of {before}, which it would replace"

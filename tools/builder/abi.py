@@ -40,7 +40,7 @@ def check(extension: Path, released: bool = False) -> list[Check]:
     return [
         Check(f"Python {PYTHON_ABI} ABI", python),
         Check("torch stable ABI", _unstable_torch_symbols(extension)),
-        Check("statics of its own", _unique_symbols(extension)),
+        Check("local statics", _unique_symbols(extension)),
         _macos(file) if mach_o.is_one(extension) else _manylinux(file, released),
     ]
 
