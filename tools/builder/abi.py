@@ -40,7 +40,7 @@ def check(extension: Path, released: bool = False) -> list[Check]:
     return [
         Check(f"Python {PYTHON_ABI} ABI", python),
         Check("torch stable ABI", _unstable_torch_symbols(extension)),
-        Check("local statics", _unique_symbols(extension)),
+        Check("local statics", unique_symbols(extension)),
         _macos(file) if mach_o.is_one(extension) else _manylinux(file, released),
     ]
 
@@ -67,7 +67,7 @@ def _unstable_torch_symbols(extension: Path) -> list[str]:
     return [name for name in names if re.match(r"(\w+ for )?(at|c10|torch)::(?!stable::)", name)]
 
 
-def _unique_symbols(extension: Path) -> list[str]:
+def unique_symbols(extension: Path) -> list[str]:
     """Statics of which a process has one, whatever the number of builds that it loads. Macs have none such."""
     return [] if mach_o.is_one(extension) else _dynamic_symbols(extension, "u")
 
