@@ -19,7 +19,7 @@ endif
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
-.PHONY: help venv build test release-check release-gate release-sign release-smoke release-dry-run matrix emulate compat sanitize coverage demo profile bench tune lint format clean
+.PHONY: help venv build test release-check release-gate release-smoke release-dry-run matrix emulate compat sanitize coverage demo profile bench tune lint format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
@@ -39,9 +39,6 @@ release-check: $(call installed,test) build ## build, then check all that the Hu
 # What .github/workflows/release.yaml does around kernel-builder, with the variants that Nix built in build/.
 release-gate: $(call installed,test) ## check variants that Nix built, and that none is missing which the Hub has
 	$(python) tools/release.py gate
-
-release-sign: $(call installed,test) ## sign the variants in build/ as the workflow that runs this, and verify
-	$(python) tools/release.py sign
 
 release-smoke: $(call installed,test) ## load the published kernel from the Hub in a clean process and fuse a model
 	$(python) tools/release.py smoke

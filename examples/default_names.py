@@ -13,6 +13,7 @@ from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_fro
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+local_build.need_kernels_in_transformers()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 names = ("GeGLUMLP", "SwiGLUMLP", "Linear", "FastGELU", "GeLU", "GeluTanh", "NewGELU", "QuickGELU", "SiLU")
 mapping = {

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers.utils import kernel_config
 
+local_build.need_kernels_in_transformers()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cpu":  # transformers 5.22 takes a KernelConfig for accelerators alone; the kernels here serve CPUs too
     kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")

@@ -1,5 +1,6 @@
 """Points the kernels library to what `make build` has built, in place of the Hub. With the Hub, leave it out."""
 
+import importlib.metadata
 import logging
 import os
 import sys
@@ -13,3 +14,13 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 logging.getLogger("kernels").setLevel(logging.ERROR)  # it warns of every class for which there is no layer
 
 REPO_ID, VERSION = project.repo_id(), project.version()
+
+
+def need_kernels_in_transformers() -> None:
+    """Stops where transformers takes the kernels that is installed for none, and would go on without it."""
+    from transformers.utils import import_utils
+
+    if not import_utils.is_kernels_available():
+        versions = (f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
+        wanted = f"from {import_utils.KERNELS_MIN_VERSION} on and below {import_utils.KERNELS_MAX_VERSION}"
+        sys.exit(f"error: {' does not take '.join(versions)}: it needs one {wanted}")

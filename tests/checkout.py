@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import project
-from builder import plan
+from builder import plan, toolchain
 
 
 def make(folder: Path) -> Path:
@@ -44,12 +44,12 @@ def publisher(address: str, identity: str) -> dict[str, str]:
     return {"HF_ENDPOINT": address, "HF_OIDC_ID_TOKEN": identity, **options}
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, backend: str = "cpu") -> Path:
     """Compiles what differs from this tree, whose objects are copied."""
-    cache = Path("build/.cache", plan.variant("cpu").label)
+    cache = Path("build/.cache", plan.variant(backend, toolchain.nvcc() if backend == "cuda" else None).label)
     if (project.ROOT / cache).is_dir() and not (folder / cache).exists():
         shutil.copytree(project.ROOT / cache, folder / cache)
-    done = run(folder, "tools/build.py", "--backend", "cpu")
+    done = run(folder, "tools/build.py", "--backend", backend)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "build"
 

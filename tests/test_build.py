@@ -45,6 +45,28 @@ def test_build_toml_lists_every_source():
     assert set(listed) == found - {"torch-ext/registration.h"}  # kernel-builder writes that one
 
 
+def test_no_section_shares_statics_between_builds(tmp_path):
+    """With what kernel-builder gives nvcc: the flags of build.toml, and none for the C++ compiler behind it."""
+    nvcc = toolchain.nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    source, compiled = tmp_path / "statics.cu", tmp_path / "statics.o"
+    source.write_text("inline int* f() { static int x; return &x; }\nint* g() { return f(); }\n")
+    for section in plan.variant("cuda", nvcc).sections[1:]:
+        command = [nvcc.path, f"-ccbin={toolchain.cxx()}", *section.cuda_flags, "-c", source, "-o", compiled]
+        subprocess.run(command, check=True)
+        symbols = subprocess.run(["nm", compiled], capture_output=True, text=True, check=True).stdout
+        assert re.findall(r" (\w) _ZZ1fvE1x", symbols) == ["V"], section.name  # not u, which a process has one of
+
+
+@pytest.mark.parametrize("backend", ["CPU", "CUDA", "METAL", "XPU"])
+def test_a_backend_without_ops_does_not_compile(backend):
+    includes = [f"-I{toolchain.torch('2.11') / 'include'}", f"-I{toolchain.python_include()}", "-Itools/builder"]
+    command = [toolchain.cxx(), "-std=c++20", "-E", f"-D{backend}_KERNEL", *includes, "torch-ext/torch_binding.cpp"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ("there are ops for CPUs and for CUDA alone" in done.stderr) == (backend in ("METAL", "XPU"))
+
+
 # The capabilities that kernel-builder builds for with each toolkit, and the GPUs of the torch that its variant serves.
 KNOWN = {
     "12.6": ["7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"],

@@ -1,6 +1,7 @@
 """The compiled CUDA extension, as it lies in build/: no GPU is needed to look at its machine code."""
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -11,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+import checkout
 import gemm_kernels
 import project
-from builder import plan, toolchain
+from builder import abi, plan, toolchain
 from tuning.prediction import Predictor
 
 MIB = 2**20
@@ -127,6 +130,48 @@ def test_code_for_every_arch_is_there(variant, extension, cuobjdump):
 
 def test_extension_is_small(extension):
     assert extension.stat().st_size <= 10.5 * MIB
+
+
+def test_extension_keeps_its_statics_to_itself(variant, extension):
+    assert abi.unique_symbols(extension) == []
+    objects = (project.BUILD / ".cache" / variant.label).rglob("*.cu.o")
+    symbols = "".join(output("nm", "--demangle", path) for path in objects)
+    assert {*re.findall(r" (\w) .*devices_done$", symbols, re.MULTILINE)} == {
+        "b"
+    }  # whatever flags they are compiled by
+
+
+TWO_BUILDS = """
+import torch
+from kernels import get_kernel
+
+x, gate, up, down = (torch.randn(shape, device="cuda") for shape in ((512, 768), (3072, 768), (3072, 768), (768, 3072)))
+given = [x.bfloat16(), *(weight.mul(0.03).bfloat16() for weight in (gate, up, down))]
+wide = [tensor.double() for tensor in given]
+expected = (torch.nn.functional.silu(wide[0] @ wide[1].T) * (wide[0] @ wide[2].T)) @ wide[3].T
+for name in ("first", "second"):
+    kernel = get_kernel(f"someone/{name}", version=VERSION)
+    parts = kernel.explain(kernel.gated_mlp, *given, activation="silu").parts
+    error = (kernel.gated_mlp(*given, activation="silu") - expected).norm() / expected.norm()
+    print(kernel.__name__, parts[0].implementation, error.item() < 0.01)
+"""
+
+
+def test_two_builds_launch_in_one_process(extension, tmp_path):
+    """Kernels that take more than 48 KiB of shared memory, which each build has to ask for."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU to launch a kernel on")
+    second = checkout.make(tmp_path / "second")
+    (second / "torch-ext" / project.python_name() / "another.py").touch()
+    checkout.commit(second)
+    folders = {"first": project.BUILD, "second": checkout.build(second, "cuda")}
+    local = ":".join(f"someone/{name}={folder}" for name, folder in folders.items())
+    environment = {**os.environ, "LOCAL_KERNELS": local, "HF_HUB_OFFLINE": "1"}
+    program = TWO_BUILDS.replace("VERSION", str(project.version()))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (one, *found), (other, *same) = (line.split() for line in done.stdout.splitlines())
+    assert one != other and found == same and found[0] in gemm_kernels.ARCHITECTURES and found[1] == "True"
 
 
 def test_extension_needs_torch_and_the_system_alone(extension):

@@ -33,7 +33,7 @@ import project
 from builder import abi
 from builder.plan import base
 from hub import Hub
-from releasing import dry_run, publish, variants
+from releasing import dry_run, publish, signature, variants
 
 REPO, VERSION = project.repo_id(), project.version()
 ORGANISATION = REPO.split("/")[0]
@@ -459,8 +459,11 @@ def test_what_the_card_shows_runs(users):
     for command in commands:
         users.does(*command.split())
     code = CARD_SETUP + "\n".join(blocks("python"))
+    code += "\nprint(policy.repo_id, policy.signer_uris[3])"
     printed = users.python(code + "\nprint(fused_mlp.__name__, tuple(y.shape))")
-    assert "2 fused" in printed
+    assert "2 fused" in printed and "SignatureBundleMissing()" in printed
+    policy = signature.policy(f"v{VERSION}.3")
+    assert f"{policy.repo_id} {policy.signer_uris[0]}\n" in printed
     assert re.search(rf"^_{project.python_name()}_\w+ \(3, 32\)$", printed, re.MULTILINE)
 
 
@@ -480,7 +483,7 @@ def test_the_card_states_the_facts_of_build_toml():
     oldest = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
     assert f"Python {oldest} and later, not free-threaded" in card
     assert f"kernels benchmark {REPO}" in card  # the section is there where there is a benchmarks/benchmark.py
-    assert 'pip install "kernels>=0.15.1"' in card  # the first that knows the names of variants for the stable ABI
+    assert f'pip install "kernels>={importlib.metadata.version("kernels")}"' in card  # what all of this was tested with
     assert "the one variant that fits your torch" in card
     assert "on Linux, x86-64 and aarch64, and one for CPUs on Macs" in card
     assert 'also where there is no GPU: pass `backend="cpu"` there' in card.replace("\n", " ")

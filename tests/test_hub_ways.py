@@ -361,6 +361,20 @@ def test_examples(name, with_torch):
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("name", ["kernel_config", "default_names"])
+def test_examples_where_transformers_takes_kernels_for_absent(name):
+    """Else one fails in transformers, and the other shows what it does not do."""
+    code = f"""
+import runpy, sys
+from transformers.utils import import_utils
+import_utils.is_kernels_available = lambda: False
+sys.path.insert(0, {str(EXAMPLES[name].parent)!r})
+runpy.run_path({str(EXAMPLES[name])!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"^error: transformers [\d.]+ does not take kernels", done.stderr, re.M)
+
+
 def test_what_the_readme_shows(with_torch, tmp_path):
     """With the LOCAL_KERNELS that it shows, and run as a program of its own."""
     readme = (project.ROOT / "README.md").read_text()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,28 +156,46 @@ def test_the_document_says_which_variant_a_torch_takes():
     ]
 
 
-def smoke(backend: str, local_kernels: str) -> dict[str, str | None]:
-    command = [sys.executable, str(compat.SMOKE), project.repo_id(), str(project.version()), backend]
+def smoke(script: str, backend: str, local_kernels: str) -> dict:
+    command = [sys.executable, str(compat.SMOKES / script), project.repo_id(), str(project.version()), backend]
     environment = {**os.environ, "LOCAL_KERNELS": local_kernels, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return json.loads(done.stdout.splitlines()[-1])["found"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_smoke_of_this_torch():
-    found = smoke("cpu", project.local_kernels())
+    found = smoke("smoke.py", "cpu", project.local_kernels())["found"]
     assert found == dict.fromkeys(("load", "forward", "backward", "compiled", "fused"))
     assert compat._words(found) == "loads, computes"
 
 
 def test_smoke_of_a_kernel_that_is_not_there(tmp_path):
-    found = smoke("cpu", f"{project.repo_id()}={tmp_path}")
+    found = smoke("smoke.py", "cpu", f"{project.repo_id()}={tmp_path}")["found"]
     assert found.keys() == {"load"} and found["load"] is not None
-    row = compat.Row("2.11.0", "none", compat._words(found), "", True)
-    assert found["load"] in compat.document([row])
+    row = compat.Row(("2.11.0", "none", compat._words(found), ""), True)
+    assert found["load"] in compat.document([row], [])
+
+
+def test_smoke_of_this_transformers():
+    found = smoke("models.py", "cpu", project.local_kernels())
+    assert found == {"wants": None, "fuse_mlps": None, "register_experts": None}
+
+
+def test_smoke_tells_a_model_that_is_left_as_it_was(monkeypatch):
+    monkeypatch.syspath_prepend(str(compat.SMOKES))
+    import models
+
+    class Nothing:
+        @staticmethod
+        def fuse_mlps(model):
+            return SimpleNamespace(fused=[])
+
+    assert models.fuse_mlps(Nothing) == "did nothing"
+    assert "ValueError" in models.register_experts(SimpleNamespace(register_experts=lambda: None))
 
 
 def test_smoke_tells_a_wrong_result(monkeypatch):
-    monkeypatch.syspath_prepend(str(compat.SMOKE.parent))
+    monkeypatch.syspath_prepend(str(compat.SMOKES))
     import smoke as trials
     import torch
 

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,11 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from rich.console import Console
+from sigstore.errors import VerificationError
 from torch import nn
 
 import checkout
@@ -316,6 +321,7 @@ def symbols(code: str):
         (leave_bytecode, "holds bytecode, which is not to be published: __pycache__/layers.cpython-311.pyc"),
         (symbols('extern "C" void _PyObject_Dump(void*); void f() { _PyObject_Dump(0); }'), "outside Python 3.9 ABI"),
         (symbols("namespace c10 { void f(); } void g() { c10::f(); }"), "outside torch stable ABI: c10::f()"),
+        (symbols("inline int* f() { static int x; return &x; } int* g() { return f(); }"), "local statics: f()::x"),
     ],
 )
 def test_a_variant_with_a_fault(variant, plant, fault):
@@ -324,7 +330,7 @@ def test_a_variant_with_a_fault(variant, plant, fault):
     assert any(fault in found for found in faults), faults
 
 
-def for_macos(*undefined: str, oldest: int = 26) -> bytes:
+def for_macos(*undefined: str, oldest: int = 15) -> bytes:
     """An extension for Macs as far as its checks read it: what it takes of others, and the oldest macOS."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name in undefined)
     places = [names.index(name.encode() + b"\0") for name in undefined]
@@ -342,7 +348,7 @@ def for_macos(*undefined: str, oldest: int = 26) -> bytes:
         (for_macos("_PyModule_Create2", "__ZN5torch6stable6TensorD1Ev", "_aoti_torch_delete_tensor_object"), []),
         (for_macos("__PyObject_Dump"), ["Python 3.9 ABI"]),
         (for_macos("_aoti_torch_get_dtype", "__ZN3c103fooEv"), ["torch stable ABI"]),
-        (for_macos(oldest=27), ["macOS 26.0"]),
+        (for_macos(oldest=26), ["macOS 15.0"]),
     ],
 )
 def test_an_extension_for_macos(tmp_path, content, faults):
@@ -422,13 +428,18 @@ def test_the_check_of_a_build(build, variant, tmp_path, monkeypatch):
     assert error.startswith("error: no variants in")
 
 
-def test_the_gate_before_the_upload(build, variant):
+def test_the_gate_before_the_upload(build, variant, monkeypatch):
+    monkeypatch.setattr(abi, "MANYLINUX", "manylinux_2_39")  # this machine's C library is newer than that of releases
     output = StringIO()
     console = Console(file=output, width=100)
     assert check.gate(build, {variant.name}, console) is None
     assert check.gate(build, {"torch-stable-abi211-cu130-aarch64-linux"}, console) == "error: not to be released"
     assert "torch-stable-abi211-cu130-aarch64-linux is published on v" in output.getvalue()
+    monkeypatch.setattr(abi, "MANYLINUX", "manylinux_2_5")
+    assert check.gate(build, set(), console) == "error: not to be released"
+    assert "symbols outside manylinux_2_5: " in output.getvalue() and variants.faults(variant) == []
     add_a_file(variant)
+    monkeypatch.setattr(abi, "MANYLINUX", "manylinux_2_39")
     assert check.gate(build, set(), console) == "error: not to be released"
     assert check.gate(build / "absent", set(), console).startswith("error: no variants in")
 
@@ -444,11 +455,25 @@ def test_a_tag_names_the_version_and_lies_on_main(tmp_path, monkeypatch):
     (folder / "another").touch()
     checkout.commit(folder)
     checkout.git(folder, "tag", f"v{version}.12")
+    checkout.git(folder, "checkout", "--quiet", "main")
     checkout.git(tmp_path, "clone", "--quiet", str(folder), "clone")
     monkeypatch.setattr(project, "ROOT", tmp_path / "clone")
     monkeypatch.setattr(project, "version", lambda: version)
-    assert release.check_tag(f"v{version}.0") is None
     assert release.check_tag(f"v{version}.12").startswith(f"error: the commit of v{version}.12 is not on origin's main")
+    assert (
+        release.check_tag(f"v{version}.0") == f"error: v{version}.12 came after v{version}.0: a release goes on from it"
+    )
+    for repository in (folder, tmp_path / "clone"):
+        checkout.git(repository, "tag", "--delete", f"v{version}.12")
+    assert release.check_tag(f"v{version}.0") is None
+    (folder / "more").touch()
+    checkout.commit(folder)
+    checkout.git(tmp_path / "clone", "fetch", "--quiet")
+    checkout.git(tmp_path / "clone", "tag", f"v{version}.9", "origin/main")
+    assert release.check_tag(f"v{version}.9") is None
+    checkout.git(tmp_path / "clone", "tag", f"v{version}.10", f"v{version}.0")
+    older = f"error: the commit of v{version}.10 is without that of v{version}.9, which it would replace"
+    assert release.check_tag(f"v{version}.10") == older
     for tag in (f"v{version}", f"v{version + 1}.0", f"v{version}.0.1", f"{version}.0"):
         assert release.check_tag(tag).startswith(f"error: the tag is {tag}, and build.toml says version {version}")
 
@@ -456,10 +481,40 @@ def test_a_tag_names_the_version_and_lies_on_main(tmp_path, monkeypatch):
 # A signature itself takes the network, and the identity of a workflow.
 
 
+def certificate(**said: str) -> x509.Certificate:
+    """One as sigstore gives a workflow, signed by nobody, that says this of it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateBuilder(x509.Name([]), x509.Name([]), key.public_key(), 1)
+    builder = builder.not_valid_before(datetime(2026, 1, 1)).not_valid_after(datetime(2027, 1, 1))
+    values = {1: said["issuer"].encode()}  # the others are UTF8String in DER
+    for name, number in {"issuer": 8, "signer": 9, "source": 12}.items():
+        values[number] = bytes([12, len(said[name])]) + said[name].encode()
+    for number, value in values.items():
+        oid = x509.ObjectIdentifier(f"1.3.6.1.4.1.57264.1.{number}")
+        builder = builder.add_extension(x509.UnrecognizedExtension(oid, value), critical=False)
+    return builder.sign(key, hashes.SHA256())
+
+
+def test_whose_signature_counts():
+    """That of the workflow of releases, for the tag, in our repository."""
+    ours = project.config()["general"]["source"]
+    issuer, path = "https://token.actions.githubusercontent.com", ".github/workflows"
+    good = {"issuer": issuer, "source": ours, "signer": f"{ours}/{path}/release.yaml@refs/tags/v1.2"}
+    signature.policy("v1.2").verify(certificate(**good))
+    for wrong in (
+        {"signer": f"{ours}/{path}/release.yaml@refs/heads/main"},
+        {"signer": f"{ours}/{path}/release.yaml@refs/tags/v1.1"},
+        {"signer": f"{ours}/{path}/build.yaml@refs/tags/v1.2"},
+        {"source": f"{ours}-fork"},
+        {"issuer": "https://issuer.invalid"},
+    ):
+        with pytest.raises(VerificationError):
+            signature.policy("v1.2").verify(certificate(**{**good, **wrong}))
+
+
 def test_what_is_not_signed(build, variant):
     def found() -> list[str]:
-        workflow = "org/repository/.github/workflows/release.yaml@refs/tags/v1.0"
-        return signature.faults(build, "org/repository", workflow)
+        return signature.faults(build, "v1.0")
 
     assert found() == [f"{variant.name}: VerificationResult.SignatureBundleMissing()"]
     (variant / "metadata.json.sigstore").write_text("{}")

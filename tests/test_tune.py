@@ -147,6 +147,10 @@ def test_the_gemms_of_sm80_on_a_gpu_that_was_measured(tmp_path):
         times[product][None] = measured.predict(gpu, *product.plain, False, "linear").torch_microseconds
     shares, *values = mma_sync.fit(times, estimated, gpu)
     assert [*shares, *values] == pytest.approx([*true[0], *true[1:]], rel=0.05)
+    mma_sync.write(mma_sync.withheld(GPUS["L40S"], "a test"), rows)
+    assert mma_sync.has(mma_sync.withheld(GPUS["L4"], "of the same capability"), rows)
+    withheld = Predictor(tmp_path / "withheld", tmp_path)
+    assert [withheld.predict(GPUS[name], 512, 3072, 768, True).ours for name in ("L4", "A10")] == [False, True]
     for name, other in GPUS.items():
         record = measured.predict(other, 8192, 3072, 768, True).record
         assert ("model" in record) == (name != "A100 80GB SXM")

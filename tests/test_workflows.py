@@ -1,10 +1,13 @@
 """The workflows: what they run is there, and what they use is pinned."""
 
+import argparse
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +37,11 @@ def unknown_targets(text: str) -> set[str]:
     return {name for line in lines for name in line.split()} - targets
 
 
+def swallowed(commands: str) -> list[str]:
+    """The lines in which the failure of a command that is substituted is lost: only an assignment fails with it."""
+    return [line for line in commands.splitlines() if "$(" in line and not re.match(r"\s*\w+=\$\(", line)]
+
+
 def missing_scripts(text: str) -> set[str]:
     """The scripts of this tree that are called and are not there."""
     return {
@@ -54,6 +62,7 @@ def test_a_workflow(workflow):
         assert "timeout-minutes" in job or "uses" in job
         called = job.get("uses", "")
         assert not called or (project.ROOT / called).is_file()
+        assert [line for run in runs(job) for line in swallowed(run)] == []
 
 
 @pytest.mark.parametrize("script", [*WORKFLOWS, *SCRIPTS], ids=lambda path: path.name)
@@ -68,29 +77,111 @@ def test_faults_are_found():
     assert unpinned(f"        uses: actions/checkout@{'a' * 40}\n") == [f"actions/checkout@{'a' * 40}"]
     assert unpinned(f"      - uses: actions/checkout@{'a' * 39} # v7.0.1\n") != []
     assert unknown_targets("make lint\n      - run: make test tset\n") == {"tset"}
+    assert swallowed('echo "commit=$(false)"\ncommit=$(false)\nexport A=$(false)') == [
+        'echo "commit=$(false)"',
+        "export A=$(false)",
+    ]
     assert missing_scripts("run: python tools/gpu_jobs.py --out x\nrun: .ci/rum\n") == {"tools/gpu_jobs.py", ".ci/rum"}
 
 
-def test_the_releases_api_and_variants_are_guarded():
-    """What users load was checked, signed, and run on GPUs as it was uploaded; and no secret may write to the Hub."""
-    text = (project.ROOT / ".github/workflows/release.yaml").read_text()
-    jobs = yaml.safe_load(text)["jobs"]
-    order = ["check", "build", "stage", "gpu", "promote", "smoke"]
-    assert list(jobs) == order
-    for earlier, later in pairwise(order):
-        assert earlier in jobs[later]["needs"]
-    runs = {name: [step.get("run", "") for step in job.get("steps", [])] for name, job in jobs.items()}
-    assert "make release-check" in runs["check"]
-    gate, sign, stage = (find(runs["stage"], what) for what in ("release-gate", "release-sign", "release.py stage"))
-    assert gate < sign < stage
-    assert jobs["gpu"]["with"] == {"staged": "${{ needs.stage.outputs.commit }}"}
-    assert find(runs["promote"], "release.py promote") == len(runs["promote"]) - 1
-    assert {name for name, job in jobs.items() if "id-token" in job.get("permissions", {})} == {
-        "build",
-        "stage",
-        "promote",
-    }
-    assert set(re.findall(r"secrets\.(\w+)", text)) == {"HF_JOBS_TOKEN"}
+def jobs_of(workflow: str) -> dict[str, dict]:
+    return yaml.safe_load((project.ROOT / f".github/workflows/{workflow}.yaml").read_text())["jobs"]
+
+
+def runs(job: dict) -> list[str]:
+    return [step.get("run", "") for step in job.get("steps", [])]
+
+
+def before(jobs: dict[str, dict], name: str) -> set[str]:
+    """The jobs without which one does not start."""
+    needs = jobs[name].get("needs", [])
+    direct = {needs} if isinstance(needs, str) else {*needs}
+    return direct.union(*(before(jobs, need) for need in direct))
+
+
+def test_what_comes_before_what():
+    """What users load was checked, tested, signed, and run on GPUs as it was uploaded."""
+    release, build = jobs_of("release"), jobs_of("build")
+    assert before(release, "promote") == {"check", "build", "gate", "stage", "gpu"}
+    assert before(release, "stage") == {"check", "build", "gate"}
+    assert before(build, "attest") == {"variants", "build", "noarch", "test"}
+
+
+def test_who_may_write():
+    """No secret may write to the Hub. Where a job has an identity, each file of what is installed has its hash."""
+    texts = {workflow.stem: workflow.read_text() for workflow in WORKFLOWS}
+    assert set(re.findall(r"secrets\.(\w+)", "".join(texts.values()))) == {"HF_JOBS_TOKEN"}
+    for workflow in texts:
+        for name, job in jobs_of(workflow).items():
+            trusted = "id-token" in job.get("permissions", {}) or "secrets." in str(job)
+            for run in runs(job) if trusted else []:
+                assert not re.search(r"\bmake\b|\buv\b|pytest", run), name
+                assert "pip install" not in run or "--require-hashes" in run, name
+            if "id-token" in job.get("permissions", {}) and workflow == "release" and "uses" not in job:
+                assert job["environment"] in ("staging", "hub"), name
+
+
+def test_the_release_installs_what_the_tests_run_with():
+    folder = project.ROOT / "requirements"
+    pinned = {line.lower().replace("_", "-") for line in (folder / "constraints.txt").read_text().splitlines()}
+    for line in (folder / "release.txt").read_text().splitlines():
+        package, digest = line.split(" --hash=sha256:")
+        assert package.lower().replace("_", "-") in pinned and re.fullmatch("[0-9a-f]{64}", digest), line
+
+
+def stub(path: Path, code: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{code}\n")
+    path.chmod(0o755)
+    return path
+
+
+def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Runs it as a runner does, with the programs in the folder's bin before all others."""
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-e", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_stage_that_fails(tmp_path):
+    (command,) = [run for run in runs(jobs_of("release")["stage"]) if "GITHUB_OUTPUT" in run]
+    out = tmp_path / "output"
+    stub(tmp_path / "bin/python", "exit 1")
+    assert shell(command, tmp_path, GITHUB_OUTPUT=str(out)).returncode == 1 and not out.exists()
+    stub(tmp_path / "bin/python", f"echo {'a' * 40}")
+    assert shell(command, tmp_path, GITHUB_OUTPUT=str(out)).returncode == 0
+    assert out.read_text() == f"commit={'a' * 40}\n"
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="no jq, which runners have")
+def test_every_variant_is_built_on_a_machine_of_its_kind(tmp_path):
+    (command,) = [run for run in runs(jobs_of("build")["variants"]) if "GITHUB_OUTPUT" in run]
+    names = ["a-cpu-aarch64-darwin", "a-cpu-aarch64-linux", "a-cu130-aarch64-linux", "a-cpu-x86_64-linux"]
+    stub(tmp_path / "bin/nix", f"echo '{json.dumps(names)}'")
+    out = tmp_path / "output"
+    done = shell(command, tmp_path, GITHUB_OUTPUT=str(out))
+    assert done.returncode == 0, done.stderr
+    found = {name: json.loads(value) for name, value in (line.split("=") for line in out.read_text().splitlines())}
+    runners = ["macos-26", "ubuntu-24.04-arm", "ubuntu-24.04-arm", "ubuntu-24.04"]
+    assert found["variants"] == [dict(variant=name, runner=runner) for name, runner in zip(names, runners, strict=True)]
+    assert found["cpu"] == [row for row in found["variants"] if "-cpu-" in row["variant"]]
+    stub(tmp_path / "bin/nix", "exit 1")
+    assert shell(command, tmp_path, GITHUB_OUTPUT=str(out)).returncode != 0
+
+
+def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
+    """Where no triton is installed, and pytest runs at the root."""
+    stub(tmp_path / "bin/python", f'exec {sys.executable} "$@"')
+    (tmp_path / "pytest.py").write_text("import os, sys; print([os.path.abspath(path) for path in sys.path])")
+    script = str(project.ROOT / ".ci/variant")
+    done = shell(script, tmp_path, INSTALLER="true", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout and repr(str(project.ROOT)) not in done.stdout
 
 
 def test_the_first_real_compilation_is_not_the_release():
@@ -103,58 +194,18 @@ def test_the_first_real_compilation_is_not_the_release():
         assert any(fnmatch(source, pattern) for pattern in on["push"]["paths"]), source
 
 
-def test_the_variants_without_compiled_ops_are_built():
-    """By kernel-builder as flake.lock has it, for this commit; and they come to the others."""
-    job = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]["noarch"]
-    runs = [step.get("run", "") for step in job["steps"]]
-    source, described, built, hashed = (
-        find(runs, what) for what in ("noarch.py", "create-pyproject", "setup.py", "hash")
-    )
-    assert source < described < built < hashed
-    for step in (described, hashed):
-        assert runs[step].startswith("nix run --inputs-from . kernel-builder#kernel-builder -- ")
-    assert '--kernel-sha "$GITHUB_SHA"' in runs[described]
-    artifact = job["steps"][-1]["with"]["name"]
-    release = yaml.safe_load((project.ROOT / ".github/workflows/release.yaml").read_text())["jobs"]["stage"]["steps"]
-    (pattern,) = [step["with"]["pattern"] for step in release if "pattern" in step.get("with", {})]
-    assert fnmatch(artifact, pattern)
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_runners_have_torch_for_cpus(workflow):
     """Else `kernels` looks for a variant for CUDA there. `make compat` brings its own, `make lint` has none."""
     loaded = yaml.safe_load(workflow.read_text())
     for name, job in loaded["jobs"].items():
-        runs = [step.get("run", "") for step in job.get("steps", [])]
-        made = {target for run in runs for target in re.findall(r"^make ([a-z-]+)", run)}
-        if made - {"lint", "compat"}:
-            environment = loaded.get("env", {}) | job.get("env", {})
-            assert environment.get("UV_TORCH_BACKEND") == "cpu", name
-            assert environment.get("INSTALLER") == "uv pip install --python .venv/bin/python", name
-            assert [run for run in runs if re.fullmatch(r"pip install uv==[\d.]+", run)], name
-
-
-def test_the_variant_for_aarch64_runs_somewhere():
-    job = yaml.safe_load((project.ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["test"]
-    runners = {row["runner"] for row in job["strategy"]["matrix"]["include"]}
-    assert "ubuntu-24.04-arm" in runners and job["runs-on"] == "${{ matrix.runner }}"
-
-
-def test_every_variant_is_built_on_a_machine_of_its_kind():
-    """All systems that the flake has variants for. Those for CPUs are tested there, before anybody vouches for them."""
-    job = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]
-    (listed,) = [step["run"] for step in job["variants"]["steps"] if "nix eval" in step.get("run", "")]
-    assert "builtins.attrValues all" in listed
-    pattern = r"endsWith\(matrix\.variant, '([\w-]+)'\) && '([\w.-]+)'"
-    runners = dict(re.findall(pattern, job["build"]["runs-on"]))
-    assert runners == {"aarch64-darwin": "macos-26", "aarch64-linux": "ubuntu-24.04-arm"}
-    assert job["build"]["runs-on"].endswith("|| 'ubuntu-24.04' }}")
-    runs = [step.get("run", "") for step in job["build"]["steps"]]
-    built, tested = find(runs, "nix build"), find(runs, "test_kernels_ci.py")
-    (attested,) = [place for place, step in enumerate(job["build"]["steps"]) if "attest" in step.get("uses", "")]
-    assert built < tested < attested
-    assert job["build"]["steps"][tested]["if"] == "contains(matrix.variant, '-cpu-')"
-    assert "python -B " in runs[tested]  # no bytecode in what is uploaded
+        for step in job.get("steps", []):
+            run = step.get("run", "")
+            made = re.findall(r"^make ([a-z-]+)", run)
+            if (made and not {*made} <= {"lint", "compat"}) or ".ci/variant" in run:
+                environment = loaded.get("env", {}) | job.get("env", {}) | step.get("env", {})
+                assert environment.get("UV_TORCH_BACKEND") == "cpu", name
+                assert environment.get("INSTALLER", "").startswith("uv pip install"), name
 
 
 def test_the_installer_of_the_runners_installs_everything():
@@ -166,20 +217,6 @@ def test_the_installer_of_the_runners_installs_everything():
     assert " pip install" not in shown
     installed = set(re.findall(r"^the installer .*-r requirements/(\w+)\.txt$", shown, re.MULTILINE))
     assert {"build", "test", "bench", "lint", "timm", "coverage"} <= installed
-
-
-def test_what_is_attested():
-    """Every variant, with the action that the older ones for provenance alone have become."""
-    jobs = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())["jobs"]
-    for name in ("build", "noarch"):
-        (step,) = [step for step in jobs[name]["steps"] if "attest" in step.get("uses", "")]
-        assert step["uses"].startswith("actions/attest@")
-        assert "build/*/metadata.json" in step["with"]["subject-path"]  # which has the digests of all other files
-
-
-def find(commands: list[str], what: str) -> int:
-    (place,) = [number for number, command in enumerate(commands) if what in command]
-    return place
 
 
 # The job on a GPU: with a Hub that answers as the real one does.
@@ -217,7 +254,7 @@ class FakeHub:
 
 LINES = [f"line {number}\n" for number in range(100)]
 FIGURES = (project.ROOT / "benchmarks/results/h100-mlp.json").read_text()
-REPOSITORY = {"repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "staged": ""}
+REPOSITORY = {"repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "staged": "tree"}
 CALL = {"flavor": "l4x1", "timeout": "1m"} | REPOSITORY
 
 
@@ -246,17 +283,52 @@ def test_a_job_that_nobody_waits_for_is_cancelled(tmp_path):
     assert hub.cancelled and (tmp_path / "log.txt").exists()
 
 
-def test_what_a_gpu_is_asked():
-    """To test what was staged, where something was, and to fail where a point is above 1.02 of eager."""
-    script = (project.ROOT / ".ci/gpu").read_text()
-    staged = script[script.index('if [ -n "${STAGED:-}" ]') : script.index("\nelse\n")]
-    assert 'tools/release.py try "$STAGED"' in staged
-    measured = re.findall(r"^ *\.venv/bin/python benchmarks/peers\.py (?:.*\\\n)*.*$", script, re.MULTILINE)
-    assert len(measured) == 2
-    assert all("--limit 1.02" in command and command.endswith("|| failed=1") for command in measured)
-    assert script.endswith('\nexit "$failed"\n')
+def test_what_was_not_staged_is_not_tested():
+    assert [gpu_job.staged(text) for text in ("tree", "a" * 40)] == ["tree", "a" * 40]
+    for text in ("", "main", "a" * 39):
+        with pytest.raises(argparse.ArgumentTypeError, match="was anything staged"):
+            gpu_job.staged(text)
 
 
-def test_the_script_prints_what_the_job_reads():
-    assert f"echo '{gpu_job.FIGURES}'\n" in (project.ROOT / ".ci/gpu").read_text()
-    assert "exec .ci/gpu\n" in gpu_job.SCRIPT
+@pytest.fixture
+def gpu(tmp_path):
+    """Runs .ci/gpu with programs that write down how they are called, of which those in `failing` fail."""
+
+    def run(failing: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        record = f'echo "$(basename "$0") $*" >> {calls}; case "$*" in {failing}) exit 1;; esac'
+        for name in ("bin/nvidia-smi", "bin/make", ".venv/bin/python"):
+            stub(tmp_path / name, record)
+        script = shutil.copy(project.ROOT / ".ci/gpu", stub(tmp_path / ".ci/gpu", ""))
+        rows = tmp_path / "cuda/sm80/tuned.def"
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_text("{8, 9, true},  // a card\n")
+        return shell(f"{script}", tmp_path, **environment), calls.read_text().splitlines()
+
+    return run
+
+
+def test_what_a_gpu_is_asked(gpu):
+    done, calls = gpu("nothing", STAGED="a" * 40)
+    assert done.returncode == 0 and gpu_job.FIGURES in done.stdout.splitlines()
+    assert f"python tools/release.py try {'a' * 40}" in calls and "make test" not in calls
+    done, calls = gpu("nothing")
+    assert done.returncode == 0 and "make test" in calls and not [call for call in calls if "release.py" in call]
+    measured = [call for call in calls if "peers.py" in call]
+    assert len(measured) == 6 and all("--limit 1.02" in call for call in measured)
+    done, calls = gpu("nothing", STAGED="")
+    assert done.returncode == 1 and "STAGED is empty" in done.stderr and calls == []
+
+
+def test_the_first_run_on_a_card(gpu):
+    """Beyond the limit, the choice is withheld and the figures are taken once more; a release needs that committed."""
+    done, calls = gpu("*bench/chosen/linear*")
+    assert done.returncode == 0 and "withheld: " in done.stdout and "{8, 9, true},  // a card" in done.stdout
+    assert calls.index("python tools/tune.py --withhold") < calls.index("make build")
+    assert len([call for call in calls if "bench/withheld/" in call]) == 6
+    for failing in ("*bench/*/linear*", "*bench/chosen/linear*|*--withhold*"):  # torch's way too; a card of our figures
+        done, _ = gpu(failing)
+        assert done.returncode == 1 and gpu_job.FIGURES in done.stdout
+    done, calls = gpu("*bench/chosen/linear*", STAGED="a" * 40)
+    assert done.returncode == 1 and "python tools/tune.py --withhold" not in calls

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Loads the local build under every minor version of torch since the oldest it is built for, and tries it there.
+"""Loads the local build under every minor version of torch since the oldest it is built for, and of transformers since
+the one that the tests run with, and tries it there.
 
 Each version is installed from PyPI into an environment of its own, which is deleted afterwards: several GB at a time.
 Prints a table and writes it to docs/compatibility.md, with the variants that `kernels` chooses of a release.
@@ -13,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +29,11 @@ from rich.table import Table
 import documents
 import project
 
-SMOKE = project.ROOT / "tools/compatibility/smoke.py"
+SMOKES = project.ROOT / "tools/compatibility"
 DOCUMENT = project.ROOT / "docs/compatibility.md"
 ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
+MODELS = ("transformers", "`fuse_mlps`", "`register_experts`", "`use_kernels=True` and its own mapping")
 # CUDA versions: those that kernel-builder, as flake.lock has it, builds for, and those of a torch since 2.11.
 BUILT = ("12.6", "13.0", "13.2")
 TORCHS = ("12.6", "12.8", "12.9", "13.0", "13.2")
@@ -37,14 +41,8 @@ TORCHS = ("12.6", "12.8", "12.9", "13.0", "13.2")
 
 @dataclass(frozen=True)
 class Row:
-    torch: str
-    cuda: str
-    cpu_variant: str
-    cuda_variant: str
+    cells: tuple[str, ...]
     failed: bool
-
-    def cells(self) -> tuple[str, ...]:
-        return (self.torch, self.cuda, self.cpu_variant, self.cuda_variant)
 
 
 class CompatError(Exception):
@@ -56,18 +54,23 @@ def main() -> None:
     parser.add_argument("--torch", nargs="+", metavar="X.Y.Z", help="only these, and leave the document as it is")
     arguments = parser.parse_args()
     console = Console(width=100)
-    rows = []
+    rows: list[Row] = []
+    models: list[Row] = []
     try:
-        wanted = arguments.torch or newest_of_each_minor(available(), oldest())
+        wanted = arguments.torch or newest_of_each_minor(available("torch"), oldest())
         for number, version in enumerate(wanted, 1):
             console.rule(f"{number} of {len(wanted)}: torch {version}", align="left")
             rows.append(tried(version))
+        if not arguments.torch:
+            for version in newest_of_each_minor(available("transformers"), tested("transformers")):
+                console.rule(f"transformers {version}", align="left")
+                models.append(tried_with(version))
     except CompatError as error:
         sys.exit(f"error: {error}")
-    console.print(table(rows))
+    console.print(table(COLUMNS, rows), table(MODELS, models))
     if not arguments.torch:
-        DOCUMENT.write_text(document(rows))
-    sys.exit(any(row.failed for row in rows))
+        DOCUMENT.write_text(document(rows, models))
+    sys.exit(any(row.failed for row in [*rows, *models]))
 
 
 def oldest() -> str:
@@ -75,57 +78,79 @@ def oldest() -> str:
     return min(project.config()["torch"]["stable-abi"].values(), key=_number)
 
 
-def available() -> list[str]:
-    """The releases of torch on PyPI."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+def pinned() -> list[str]:
+    """The versions that the tests run with, as lines of requirements."""
+    return (project.ROOT / "requirements/constraints.txt").read_text().splitlines()
+
+
+def tested(package: str) -> str:
+    (line,) = [line for line in pinned() if line.startswith(f"{package}==")]
+    return line.split("==")[1]
+
+
+def available(package: str) -> list[str]:
+    """The releases of a package on PyPI."""
+    command = [sys.executable, "-m", "pip", "index", "versions", package]
     listed = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
     if found is None:
-        raise CompatError(f"pip lists no version of torch: {listed.stderr.strip() or listed.stdout.strip()}")
+        raise CompatError(f"pip lists no version of {package}: {listed.stderr.strip() or listed.stdout.strip()}")
     return [version for version in found[1].split(", ") if re.fullmatch(r"[\d.]+", version)]
 
 
 def newest_of_each_minor(versions: list[str], since: str) -> list[str]:
     newest: dict[tuple[int, ...], str] = {}
     for version in sorted(versions, key=_number):
-        if _number(version)[:2] >= _number(since):
+        if _number(version)[:2] >= _number(since)[:2]:
             newest[_number(version)[:2]] = version
     return list(newest.values())
 
 
 def tried(version: str) -> Row:
-    """What became of the build under one version of torch, in an environment that is gone afterwards."""
-    environment = ENVIRONMENTS / version
-    shutil.rmtree(environment, ignore_errors=True)
-    try:
-        venv.create(environment, with_pip=True)
-        python = environment / "bin/python"
-        _install(python, version)
-        cpu, cuda = (_smoke(python, backend) for backend in ("cpu", "cuda"))
-    finally:
-        shutil.rmtree(environment, ignore_errors=True)
+    """What became of the build under one version of torch."""
+    with _environment({"torch": version}) as python:
+        cpu, cuda = (_smoke(python, "smoke.py", backend) for backend in ("cpu", "cuda"))
     if cpu["cuda"] is None:
         cuda = {**cuda, "found": {}}
     failed = any(error is not None for part in (cpu, cuda) for error in part["found"].values())
-    return Row(cpu["torch"], cpu["cuda"] or "none", _words(cpu["found"]), _words(cuda["found"]), failed)
+    return Row((cpu["torch"], cpu["cuda"] or "none", _words(cpu["found"]), _words(cuda["found"])), failed)
 
 
-def _install(python: Path, version: str) -> None:
-    """torch, and what the tests have beside it."""
-    constraints = python.parents[1] / "constraints.txt"
-    pinned = (project.ROOT / "requirements/constraints.txt").read_text().splitlines()
-    constraints.write_text("\n".join(line for line in pinned if not re.match(r"(torch|triton)==", line)))
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "-c", str(constraints)]
-    if subprocess.run([*pip, f"torch=={version}", "kernels", "numpy"]).returncode != 0:
-        raise CompatError(f"torch {version} was not installed: pip's messages are above")
+def tried_with(version: str) -> Row:
+    """What models of one version of transformers take of it, with the torch and the kernels of the tests."""
+    with _environment({"torch": tested("torch"), "transformers": version}) as python:
+        found = _smoke(python, "models.py", "cpu")
+    errors = [found["fuse_mlps"], found["register_experts"]]
+    taken = "runs" if found["wants"] is None else f"not there: asks for kernels {found['wants']}"
+    return Row((version, *(error or "computes" for error in errors), taken), any(errors))
 
 
-def _smoke(python: Path, backend: str) -> dict:
-    command = [str(python), "-I", str(SMOKE), project.repo_id(), str(project.version()), backend]
+@contextmanager
+def _environment(versions: dict[str, str]) -> Iterator[Path]:
+    """The interpreter of an environment that is gone afterwards, with these and what the tests have beside them."""
+    environment = ENVIRONMENTS / "-".join(versions.values())
+    shutil.rmtree(environment, ignore_errors=True)
+    try:
+        venv.create(environment, with_pip=True)
+        constraints = environment / "constraints.txt"
+        others = [line for line in pinned() if line.split("==")[0] not in {*versions, "triton"}]
+        constraints.write_text("\n".join(others))
+        python = environment / "bin/python"
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "-c", str(constraints)]
+        wanted = [f"{package}=={version}" for package, version in versions.items()]
+        if subprocess.run([*pip, *wanted, "kernels", "numpy"]).returncode != 0:
+            raise CompatError(f"{' '.join(wanted)} was not installed: pip's messages are above")
+        yield python
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)
+
+
+def _smoke(python: Path, script: str, backend: str) -> dict:
+    command = [str(python), "-I", str(SMOKES / script), project.repo_id(), str(project.version()), backend]
     environment = {**os.environ, "LOCAL_KERNELS": f"{project.repo_id()}={project.BUILD}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        raise CompatError(f"{SMOKE.name} {backend} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        raise CompatError(f"{script} {backend} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -139,14 +164,14 @@ def _words(found: dict[str, str | None]) -> str:
     return "loads" if found else "not tried: no CUDA in this torch"
 
 
-def table(rows: list[Row]) -> Table:
-    result = Table(*COLUMNS, box=SIMPLE_HEAD)
+def table(columns: tuple[str, ...], rows: list[Row]) -> Table:
+    result = Table(*columns, box=SIMPLE_HEAD)
     for row in rows:
-        result.add_row(*row.cells(), style="red" if row.failed else None)
+        result.add_row(*row.cells, style="red" if row.failed else None)
     return result
 
 
-def document(rows: list[Row]) -> str:
+def document(rows: list[Row], models: list[Row]) -> str:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"""# One build, many versions of torch
 
@@ -154,9 +179,22 @@ Made by `make compat`: one build of the extensions, for torch's stable ABI of {o
 Python {python} and each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
 gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
 
-{documents.table(COLUMNS, [row.cells() for row in rows])}
+{documents.table(COLUMNS, [row.cells for row in rows])}
 
+{models_of_transformers(models)}
 {chosen_variants()}"""
+
+
+def models_of_transformers(rows: list[Row]) -> str:
+    return f"""## Which transformers
+
+With torch {tested("torch")} and `kernels` {tested("kernels")}. *Computes* is: a tiny Llama's MLPs, and the experts of a
+tiny Qwen3-MoE, against the original. What transformers itself does with `kernels`, a `KernelConfig` and the layers that
+its own modules are marked with, needs a `kernels` that it takes: where it asks for another, it goes on as if there were
+none. `fuse_mlps`, `register_experts` and `kernels.kernelize` do without.
+
+{documents.table(MODELS, [row.cells for row in rows])}
+"""
 
 
 def chosen_variants() -> str:

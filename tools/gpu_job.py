@@ -6,6 +6,7 @@ token in HF_TOKEN must be one that may start jobs; the job does not get it.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -33,10 +34,16 @@ def main() -> None:
     parser.add_argument("--flavor", required=True, help="the machine, as `hf jobs hardware` lists them")
     parser.add_argument("--repository", required=True, help="the URL to clone, without credentials")
     parser.add_argument("--commit", required=True)
-    parser.add_argument("--staged", default="", help="the Hub's commit to test (default: build from the other)")
+    parser.add_argument("--staged", type=staged, default="tree", help="the Hub's commit to test (default: the tree)")
     parser.add_argument("--timeout", default="90m")
     parser.add_argument("--out", type=Path, default=project.BUILD / "gpu")
     sys.exit(run(HfApi(), **vars(parser.parse_args())))
+
+
+def staged(text: str) -> str:
+    if not re.fullmatch("tree|[0-9a-f]{40}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a commit nor 'tree': was anything staged?")
+    return text
 
 
 def run(hub: HfApi, flavor: str, repository: str, commit: str, staged: str, timeout: str, out: Path) -> str | None:

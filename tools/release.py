@@ -30,15 +30,21 @@ def main() -> None:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.__doc__, description=command.__doc__)
         subparser.set_defaults(command=command)
-        if command is check_tag:
+        if command in (check_tag, sign):
             subparser.add_argument("tag")
         elif command in (try_staged, promote):
-            subparser.add_argument("revision", help="a commit or branch of the Hub's repository")
-        elif command not in (rehearse, smoke):
+            subparser.add_argument("revision", type=revision, help="a commit or branch of the Hub's repository")
+        if command not in (check_tag, try_staged, promote, rehearse, smoke):
             subparser.add_argument("--build", type=Path, default=project.BUILD, help="the folder of the variants")
     options = vars(parser.parse_args())
     command = options.pop("command")
     sys.exit(command(**options))
+
+
+def revision(text: str) -> str:
+    if not text:  # the Hub would take it for the main branch
+        raise argparse.ArgumentTypeError("empty: was anything staged?")
+    return text
 
 
 def check_build(build: Path) -> str | None:
@@ -81,14 +87,26 @@ def _print_commit(write: Callable[[HfApi], str]) -> str | None:
 
 
 def check_tag(tag: str) -> str | None:
-    """Checks that a tag is one of this version (v1.0, v1.1, ... release version 1) and its commit lies on main."""
+    """Checks that a tag is the newest of this version (v1.0, v1.1, ... release version 1), and its commit on main."""
     version = project.version()
     if not re.fullmatch(rf"v{version}\.\d+", tag):
         return f"error: the tag is {tag}, and build.toml says version {version}: v{version}.<number> is needed"
-    command = ["git", "merge-base", "--is-ancestor", f"refs/tags/{tag}", "refs/remotes/origin/main"]
-    done = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        return f"error: the commit of {tag} is not on origin's main: {done.stderr.strip() or 'merge it first'}"
+    if not _holds("refs/remotes/origin/main", tag):
+        return f"error: the commit of {tag} is not on origin's main: merge it first"
+    command = ["git", "tag", "--list", f"v{version}.*"]
+    tags = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True, check=True).stdout.split()
+    newest = max(tags, key=lambda name: int(name.split(".")[1]))
+    if newest != tag:
+        return f"error: {newest} came after {tag}: a release goes on from it"
+    for before in tags:
+        if not _holds(f"refs/tags/{tag}", before):
+            return f"error: the commit of {tag} is without that of {before}, which it would replace"
+
+
+def _holds(reference: str, tag: str) -> bool:
+    """Whether the commit of a tag is that of a reference, or came before it."""
+    command = ["git", "merge-base", "--is-ancestor", f"refs/tags/{tag}", reference]
+    return subprocess.run(command, cwd=project.ROOT).returncode == 0
 
 
 def check_gate(build: Path) -> str | None:
@@ -96,9 +114,9 @@ def check_gate(build: Path) -> str | None:
     return check.gate(build, publish.published_variants(HfApi()), console)
 
 
-def sign(build: Path) -> str | None:
-    """Signs the metadata of every variant as the workflow that runs this, and verifies it as `kernels` does."""
-    return signature.sign(build, os.environ["GITHUB_REPOSITORY"], os.environ["GITHUB_WORKFLOW_REF"])
+def sign(build: Path, tag: str) -> str | None:
+    """Signs the metadata of every variant, and verifies it as signed by the workflow of releases, for the tag."""
+    return signature.sign(build, tag)
 
 
 def smoke() -> int:

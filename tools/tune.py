@@ -44,9 +44,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a third of the shapes, half of the rows")
     parser.add_argument("--dry-run", action="store_true", help="print the header, and write none")
     parser.add_argument("--times", type=Path, help=f"fit to these, of a run before ({TIMES.relative_to(project.ROOT)})")
+    parser.add_argument("--withhold", action="store_true", help="leave all products on GPUs of this kind to torch")
     parser.add_argument("--sm80", action="store_true", help="the GEMMs of sm_80 on a Hopper GPU too")
     arguments = parser.parse_args()
     try:
+        if arguments.withhold:
+            withhold()
+            return
         if arguments.sm80 or bench.capability() not in (None, (9, 0)):
             tune_sm80(arguments.dry_run)
             return
@@ -61,6 +65,13 @@ def main() -> None:
     else:
         HEADER.write_text(header(constants, times.name, times.gpu))
         print(f"wrote {HEADER.relative_to(project.ROOT)}")
+
+
+def withhold() -> None:
+    row = mma_sync.withheld(mma_sync.describe(), torch.cuda.get_device_name())
+    if bench.capability() == (9, 0) or mma_sync.has(row):
+        raise bench.TuneError("GPUs of this capability were measured: nothing to withhold")
+    mma_sync.write(row)
 
 
 def tune_sm80(dry_run: bool) -> None:

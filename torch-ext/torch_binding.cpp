@@ -5,6 +5,11 @@
 #include "plain_modules.h"
 #include "registration.h"
 
+// kernel-builder leaves out the sources of all backends but the one that it finds: on a Mac Metal, where it sees a GPU.
+#if !defined(CPU_KERNEL) && !defined(CUDA_KERNEL)
+#error "there are ops for CPUs and for CUDA alone: on a Mac, build in Nix's sandbox (sandbox = relaxed)"
+#endif
+
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("act_and_mul(Tensor gate, Tensor up, int activation) -> Tensor");
   ops.def("act_and_mul_backward(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)");

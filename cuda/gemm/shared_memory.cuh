@@ -7,14 +7,16 @@
 
 namespace fused_mlp {
 
-// Raises the kernel's shared memory limit on the current device, the first time it runs there.
-template <typename Args>
-cudaError_t allow_shared_memory(void (*kernel)(Args), int bytes, std::atomic<uint64_t>& devices_done) {
+// Raises the kernel's shared memory limit on the current device, the first time it runs there. Of internal linkage: two
+// builds in one process have kernels of the same names, and each needs a flag of its own.
+template <auto kKernel>
+static cudaError_t allow_shared_memory(int bytes) {
+  static std::atomic<uint64_t> devices_done{0};
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = uint64_t{1} << (device % 64);
   if (device < 64 && (devices_done.load(std::memory_order_acquire) & bit)) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && device < 64) devices_done.fetch_or(bit, std::memory_order_release);
   return error;
 }

@@ -56,9 +56,8 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.bias_step = p.bias_step;
   args.tiles_n = ceil_div(g.n, Gemm::kRows);
 
-  const auto kernel = grouped_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1) - kRowsBytes, devices_done);
+  constexpr auto kKernel = grouped_gemm_kernel<Gemm>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::shared_limit(1) - kRowsBytes);
   if (error != cudaSuccess) return error;
   const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
   // Few CTAs have longer rings. Those behind a GEMM do not: they start while it still runs.
@@ -67,7 +66,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.gemm.stages = (ring - Gemm::kAlignment) / (Gemm::kStageBytes + 16);
   const int spread = shared_bytes_to_spread<Gemm>(plan.rows, ctas, plan.split_k, multiprocessors) - kRowsBytes;
   const int shared = g.follows_ours() ? std::max(ring, spread) : ring;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_ours() || args.follows_sort,
+  return launch_kernel(kKernel, args, ctas, Gemm::kThreads, shared, plan.split_k, g.follows_ours() || args.follows_sort,
                        stream);
 }
 
@@ -77,11 +76,10 @@ inline int last_tile(int64_t extent, int tile) { return static_cast<int>(std::ma
 template <typename Gemm>
 cudaError_t launch_persistent(const typename Gemm::Args& args, int64_t tiles, int multiprocessors,
                               cudaStream_t stream) {
-  const auto kernel = tiled_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  constexpr auto kKernel = tiled_gemm_kernel<Gemm>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), Gemm::kThreads,
+  return launch_kernel(kKernel, args, static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), Gemm::kThreads,
                        Gemm::kSharedBytes, 1, false, stream);
 }
 
@@ -123,11 +121,10 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.reads_once = plan.few_rows && g.gated();
   args.blocks_together = plan.few_rows && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
 
-  const auto kernel = fitted_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  constexpr auto kKernel = fitted_gemm_kernel<Gemm>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, plan.few_rows, stream);
+  return launch_kernel(kKernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, plan.few_rows, stream);
 }
 
 // Products of training that read weights as they lie.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 #include "../gemm/problem.h"
@@ -94,14 +93,13 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
   args.step_column = kSpreadsTiles<Gemm> ? even_step<Gemm>(p.n, args.tiles_m, multiprocessors) : Gemm::kTileN;
   args.tiles_n = 1 + ceil_div(std::max<int64_t>(p.n - Gemm::kTileN, 0), args.step_column);
 
-  const auto kernel = tiled_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::kSharedBytes, devices_done);
+  constexpr auto kKernel = tiled_gemm_kernel<Gemm>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int tiles = args.tiles_m * args.tiles_n;
   const int clusters = Gemm::kSplitK > 1 ? tiles : std::min(tiles, multiprocessors);
   args.starts_early = starts_early(p, chosen, multiprocessors);
-  return launch_kernel(kernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK,
+  return launch_kernel(kKernel, args, clusters * Gemm::kSplitK, Gemm::kThreads, Gemm::kSharedBytes, Gemm::kSplitK,
                        args.starts_early, stream);
 }
 
@@ -161,11 +159,10 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;
   args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);
 
-  const auto kernel = streamed_gemm_kernel<Gemm>;
-  static std::atomic<uint64_t> devices_done{0};
-  const cudaError_t error = allow_shared_memory(kernel, Gemm::shared_limit(1), devices_done);
+  constexpr auto kKernel = streamed_gemm_kernel<Gemm>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::shared_limit(1));
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, args, ctas, Gemm::kThreads, shared, cluster, args.starts_early, stream);
+  return launch_kernel(kKernel, args, ctas, Gemm::kThreads, shared, cluster, args.starts_early, stream);
 }
 
 #define FUSED_MLP_LAUNCH_TILED(PRODUCT, BLOCK_M, BLOCK_N, SCHEDULE, SPLIT_K)                                         \

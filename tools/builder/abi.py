@@ -10,7 +10,7 @@ from . import mach_o
 
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
-MACOS = "26.0"  # what kernel-builder, as flake.lock has it, builds for
+MACOS = "15.0"  # what kernel-builder, as flake.lock has it, builds variants for CPUs for
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Check:
         return f"{len(self.symbols)} symbols" if self.symbols else "ok"
 
 
-def check(extension: Path) -> list[Check]:
+def check(extension: Path, released: bool = False) -> list[Check]:
+    """What an extension breaks. One that is not `released` may have symbols of this machine's C library."""
     file = None
     if find_spec("kernel_abi_check") is not None:
         from kernel_abi_check import ObjectFile
@@ -39,13 +40,15 @@ def check(extension: Path) -> list[Check]:
     return [
         Check(f"Python {PYTHON_ABI} ABI", python),
         Check("torch stable ABI", _unstable_torch_symbols(extension)),
-        _macos(file) if mach_o.is_one(extension) else _manylinux(file),
+        Check("local statics", unique_symbols(extension)),
+        _macos(file) if mach_o.is_one(extension) else _manylinux(file, released),
     ]
 
 
-def _manylinux(file) -> Check:
+def _manylinux(file, released: bool) -> Check:
     found = file and [f"{symbol.name}@{symbol.dep}_{symbol.version}" for symbol in file.check_manylinux(MANYLINUX)]
-    return Check(MANYLINUX, found, excuse=" (they come with this machine's C library; releases link an older one)")
+    excuse = " (they come with this machine's C library; releases link an older one)"
+    return Check(MANYLINUX, found, "" if released else excuse)
 
 
 def _macos(file) -> Check:
@@ -60,7 +63,17 @@ def _unstable_torch_symbols(extension: Path) -> list[str]:
         command = ["c++filt", *(name.removeprefix("_") for name in symbols)]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     else:
-        command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(extension)]
-        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        names = [symbol.split(maxsplit=1)[1] for symbol in symbols]
+        names = _dynamic_symbols(extension, "wvU")
     return [name for name in names if re.match(r"(\w+ for )?(at|c10|torch)::(?!stable::)", name)]
+
+
+def unique_symbols(extension: Path) -> list[str]:
+    """Statics of which a process has one, whatever the number of builds that it loads. Macs have none such."""
+    return [] if mach_o.is_one(extension) else _dynamic_symbols(extension, "u")
+
+
+def _dynamic_symbols(extension: Path, kinds: str) -> list[str]:
+    """The names of the symbols that nm marks with one of these letters."""
+    command = ["nm", "--dynamic", "--demangle", str(extension)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(rf"^[0-9a-f ]* [{kinds}] (.*)$", listed, re.MULTILINE)

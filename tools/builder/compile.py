@@ -20,9 +20,10 @@ from .toolchain import BuildError, Nvcc
 
 CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-DPy_LIMITED_API=0x03090000"]
-# -fno-gnu-unique: two builds in one process must not share the statics of inline functions.
 # GCC 12 takes the inside of an empty std::optional for uninitialized.
-HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wno-maybe-uninitialized"]
+HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized"]
+# Two builds in one process must not share the statics of inline functions. kernel-builder adds this to C++ alone, too.
+CXX_FLAGS = ["-fno-gnu-unique"]
 NOT_OF_CLANG = {"-fno-gnu-unique", "-Wno-maybe-uninitialized"}
 # No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
@@ -94,7 +95,7 @@ class _Compiler:
         if section.name == "torch":  # alone sees the id, so that a new id does not compile everything anew
             flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
         is_cuda = source.endswith(".cu")
-        host_flags = HOST_FLAGS if is_cuda else [*HOST_FLAGS, *section.cxx_flags]
+        host_flags = HOST_FLAGS if is_cuda else [*HOST_FLAGS, *CXX_FLAGS, *section.cxx_flags]
         if self.variant.backend == "cuda":
             flags.append("-DUSE_CUDA=1")
         if self.nvcc is None:

@@ -20,7 +20,7 @@ def run(build: Path, folder: Path, console: Console) -> str | None:
     """Prints what was found and returns the error, if any. `folder` is for the second build."""
     if not variants.variants(build):
         return f"error: no variants in {build}: run `make build`"
-    found = dict(_checks(build))
+    found = dict(_checks(build, released=False))
     if not any(found.values()):  # which takes as long as all builds did
         again = rebuild.build(rebuild.clone(folder / project.name()))
         found["a second build is the same"] = rebuild.faults(build, again)
@@ -33,7 +33,7 @@ def gate(build: Path, published: set[str], console: Console) -> str | None:
         return f"error: no variants in {build}"
     found = {"variants published before": dropped_variants(build, published)}
     if not any(found.values()):  # else this machine's may be among them, and there is nothing to load
-        found |= _checks(build)
+        found |= _checks(build, released=True)
     return _report(found, console)
 
 
@@ -53,9 +53,9 @@ def load(build: Path) -> ModuleType:
     return get_local_kernel(build, backend="cpu")
 
 
-def _checks(build: Path) -> Iterator[tuple[str, list[str]]]:
+def _checks(build: Path, released: bool) -> Iterator[tuple[str, list[str]]]:
     kernel = load(build)
     yield f"API as in {api.snapshot().name}", api.faults(kernel)
     yield "layers", layers.faults(kernel)
     for variant in variants.variants(build):
-        yield variant.name, [*variants.faults(variant), *sources.faults(variant)]
+        yield variant.name, [*variants.faults(variant, released), *sources.faults(variant)]

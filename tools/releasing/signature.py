@@ -1,4 +1,4 @@
-"""Signs variants with the identity of a GitHub workflow, and verifies them as `kernels verify-signature` does."""
+"""Signs variants as the workflow of releases, and verifies them as `kernels verify-signature` does."""
 
 import subprocess
 import sys
@@ -6,21 +6,28 @@ from pathlib import Path
 
 from kernels.verify import GitHubWorkflowPolicy, VerificationResult, verify_variant
 
+import project
+
 from .variants import variants
 
 
-def sign(build: Path, repository: str, workflow: str) -> str | None:
-    """Signs every variant's metadata, which has the digests of its files. `workflow` is a GITHUB_WORKFLOW_REF."""
+def sign(build: Path, tag: str) -> str | None:
+    """Signs every variant's metadata, which has the digests of its files, as the workflow that runs this."""
     for variant in variants(build):
         metadata = variant / "metadata.json"
         command = [sys.executable, "-m", "sigstore", "sign", "--bundle", f"{metadata}.sigstore", str(metadata)]
         subprocess.run(command, check=True)
-    found = faults(build, repository, workflow)
-    return "\n".join(f"error: {fault}" for fault in found) or None
+    return "\n".join(f"error: {fault}" for fault in faults(build, tag)) or None
 
 
-def faults(build: Path, repository: str, workflow: str) -> list[str]:
-    """The variants that are not signed by the workflow, or not what it signed."""
-    policy = GitHubWorkflowPolicy(repo_id=repository, signer_uris=[f"https://github.com/{workflow}"])
-    results = {variant.name: verify_variant(variant, [policy]) for variant in variants(build)}
+def policy(*tags: str) -> GitHubWorkflowPolicy:
+    """Accepts what the workflow of releases signed for one of the tags, in the repository that build.toml names."""
+    source = project.config()["general"]["source"]
+    signers = [f"{source}/.github/workflows/release.yaml@refs/tags/{tag}" for tag in tags]
+    return GitHubWorkflowPolicy(repo_id=source.removeprefix("https://github.com/"), signer_uris=signers)
+
+
+def faults(build: Path, tag: str) -> list[str]:
+    """The variants that are not signed by the workflow of releases for the tag, or not what it signed."""
+    results = {variant.name: verify_variant(variant, [policy(tag)]) for variant in variants(build)}
     return [f"{name}: {found}" for name, found in results.items() if not isinstance(found, VerificationResult.Success)]

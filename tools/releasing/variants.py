@@ -28,15 +28,15 @@ def bytecode(variant: Path) -> list[str]:
     return [f"holds bytecode, which is not to be published: {place}" for place in found]
 
 
-def faults(folder: Path) -> list[str]:
-    """What keeps a variant from being released."""
+def faults(folder: Path, released: bool = False) -> list[str]:
+    """What keeps a variant from being released; `released` if it is to be, and no rehearsal built here."""
     try:
         parse_variant(folder.name)
         metadata = Metadata.read_from_file(folder / "metadata.json")
     except ValueError as error:
         return [str(error)]
     found = [*_identity(metadata), *_source(metadata), *_digest(metadata, folder)]
-    return [*found, *_symbols(folder), *bytecode(folder)]
+    return [*found, *_symbols(folder, released), *bytecode(folder)]
 
 
 def _identity(metadata: Metadata) -> Iterator[str]:
@@ -73,12 +73,12 @@ def is_noarch(folder: Path) -> bool:
     return isinstance(parse_variant(folder.name), NoarchVariant)
 
 
-def _symbols(folder: Path) -> Iterator[str]:
+def _symbols(folder: Path, released: bool) -> Iterator[str]:
     extensions = list(folder.glob("*.so"))
     if len(extensions) != (meant := 0 if is_noarch(folder) else 1):
         yield f"has {len(extensions)} extensions, not {'none' if meant == 0 else 'one'}"
     for extension in extensions:
-        for check in abi.check(extension):
+        for check in abi.check(extension, released):
             if check.symbols is None:
                 yield f"{check.name} was not checked: kernel-abi-check is not installed"
             elif check.failed:

@@ -129,11 +129,25 @@ def fit(times: Times, predictor: Predictor, gpu: Gpu) -> list[float | list[float
 def row(gpu: Gpu, name: str, constants: list[float | list[float]]) -> str:
     shares, *others = constants
     listed = ", ".join(f"{share:.3f}" for share in shares)
-    return f"{{{gpu.major}, {gpu.minor}, {{{listed}}}, {', '.join(f'{each:.3f}' for each in others)}}},  // {name}"
+    return (
+        f"{{{gpu.major}, {gpu.minor}, false, {{{listed}}}, {', '.join(f'{each:.3f}' for each in others)}}},  // {name}"
+    )
+
+
+def withheld(gpu: Gpu, name: str) -> str:
+    return f"{{{gpu.major}, {gpu.minor}, true}},  // {name}"
 
 
 def write(made: str, path: Path = ROWS) -> None:
     """Puts a row in the place of its capability's, or behind all."""
-    capability = re.match(r"\{\d+, \d+,", made)[0]
-    kept = [line for line in path.read_text().splitlines() if not line.startswith(capability)]
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(_capability(made))]
     path.write_text("\n".join([*kept, made]) + "\n")
+
+
+def has(made: str, path: Path = ROWS) -> bool:
+    """Whether there is a row of that capability."""
+    return any(line.startswith(_capability(made)) for line in path.read_text().splitlines())
+
+
+def _capability(row: str) -> str:
+    return re.match(r"\{\d+, \d+,", row)[0]
