@@ -70,6 +70,13 @@ _REASON_WORDS = {
 }
 
 
+_ADVICE = {  # by what a detail has in it
+    "a peft.": "merge the adapters and fuse again",
+    "kernel for torch.float": "cast the model to torch.bfloat16",
+    "in autocast": "cast the model in place of autocast",
+}
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why something is not fused: ``code`` is one of this file's, ``part`` names what it is about (the path of a part,
@@ -80,7 +87,8 @@ class Reason:
     detail: str = ""
 
     def __str__(self) -> str:
-        return _REASON_WORDS[self.code].format(part=self.part, detail=self.detail)
+        words = _REASON_WORDS[self.code].format(part=self.part, detail=self.detail)
+        return words + next((f"; {advice}" for found, advice in _ADVICE.items() if found in self.detail), "")
 
 
 @dataclass(frozen=True)
