@@ -11,7 +11,7 @@ import project
 import sanitizer_cases
 from tuning.prediction import GPUS, Predictor
 
-DOCUMENT = project.ROOT / "docs/kernels.md"
+DOCUMENT = project.ROOT / "cuda/sm80/README.md"
 KERNELS = gemm_kernels.entries("sm80")
 WIDTHS = [(384, 1536), (768, 3072), (1152, 6912), (2048, 8192), (4096, 14336), (8192, 28672)]
 ROWS = [1, 7, 16, 40, 64, 100, 197, 512, 2048, 8192]
