@@ -13,8 +13,14 @@ import project
 README = project.ROOT / "README.md"
 
 
+BESIDE_THE_CODE = [
+    project.ROOT / place for place in ("cuda", "cuda/sm90", "cuda/sm80", "cpu", "torch-ext/fused_mlp/models")
+]
+
+
 def markdown_files() -> list[Path]:
-    return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md")]
+    beside = [folder / "README.md" for folder in BESIDE_THE_CODE]
+    return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md"), *beside]
 
 
 # What is filled in
@@ -88,6 +94,13 @@ def test_files_that_are_named_exist():
         for named in re.findall(r"`(?:python )?([\w.-]+/[\w./*-]*)`", path.read_text()):
             if named.split("/")[0] in folders:
                 assert list(project.ROOT.glob(named.rstrip("/"))), f"{path.name}: {named}"
+
+
+@pytest.mark.parametrize("folder", BESIDE_THE_CODE, ids=lambda folder: folder.name)
+def test_files_that_are_named_beside_the_code_exist(folder):
+    for named in re.findall(r"`([\w/]+\.(?:py|h|cpp|inl|cu|cuh|def))`", (folder / "README.md").read_text()):
+        places = (folder, project.ROOT, project.ROOT / "torch-ext/fused_mlp")
+        assert any((place / named).exists() for place in places), named
 
 
 def test_commands_that_are_named_exist():
