@@ -48,7 +48,7 @@ class Row:
 
 
 class CompatError(Exception):
-    """What one line says."""
+    """An error that one line describes."""
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def newest_of_each_minor(versions: list[str], since: str) -> list[str]:
 
 
 def tried(version: str) -> Row:
-    """What became of the build under one version of torch, in an environment that is gone afterwards."""
+    """Try the build under one version of torch, in an environment that is gone afterwards."""
     environment = ENVIRONMENTS / version
     shutil.rmtree(environment, ignore_errors=True)
     try:
@@ -160,7 +160,7 @@ gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64
 
 
 def chosen_variants() -> str:
-    """Which variant of a release the loader takes under each CUDA that a torch is built for."""
+    """The variant of a release that the loader takes under each CUDA that a torch is built for."""
     abi = oldest().replace(".", "")
     names = [f"torch-stable-abi{abi}-cu{version.replace('.', '')}-x86_64-linux" for version in BUILT]
     rows = []

@@ -201,7 +201,7 @@ def models_spread_of(times: dict) -> float:
 
 
 def models_spread(name: str) -> str:
-    """How far the copies of one variant lie apart."""
+    """The distance between the copies of one variant."""
     variants = [times for result in run(name)["results"] for times in result["variants"].values()]
     spreads = sorted((times["high"] - times["low"]) / times["ms"] for times in variants)
     return f"{100 * spreads[len(spreads) // 2]:.0f}% at the median and {100 * spreads[-1]:.0f}% at most"
