@@ -1,4 +1,4 @@
-"""From which M on fusing pays, and where it does not, said in a sentence."""
+"""A sentence that says from which M on fusing pays, and where it does not."""
 
 from providers import PARTS
 
@@ -6,7 +6,7 @@ NOISE = 0.02  # ratios this close to 1 are neither a gain nor a loss
 
 
 def verdict(ratio: float) -> str:
-    """What a time that is `ratio` of the other one's means: "pays", "even" or "does not pay"."""
+    """The meaning of a time that is `ratio` of the other one's: "pays", "even" or "does not pay"."""
     if ratio < 1 - NOISE:
         return "pays"
     return "even" if ratio <= 1 + NOISE else "does not pay"
@@ -23,7 +23,7 @@ def pays_from(ratios: dict[int, float]) -> int | None:
 
 
 def sentence(ratios: dict[int, float]) -> str:
-    """Where fusing pays, makes no difference and does not pay, from the ratio at each M."""
+    """Say where fusing pays, makes no difference and does not pay, from the ratio at each M."""
     start = pays_from(ratios)
     before = {m: verdict(ratio) for m, ratio in ratios.items() if start is None or m < start}
     if start == min(ratios):

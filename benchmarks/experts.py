@@ -90,7 +90,7 @@ def experts_of(mixture: Mixture) -> nn.Module:
 
 
 def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]:
-    """What a router might choose: the experts of every token, and their weights."""
+    """Draw a router's choice: the experts of every token, and their weights."""
     rank = torch.arange(1, mixture.experts + 1, device=DEVICE, dtype=torch.float32)
     likely = -rank.log() if routing == "zipf" else torch.zeros_like(rank)
     # To take the largest after adding Gumbel noise is to draw without putting back.
@@ -102,7 +102,7 @@ def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]
 def ways(
     module: nn.Module, fused_mlp, tokens: int, slow: tuple[str, ...]
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """What is compared, by name."""
+    """The ways that are compared, by name."""
 
     def by_transformers(implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module.config._experts_implementation = implementation

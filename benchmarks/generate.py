@@ -158,7 +158,7 @@ def compare(ways, prompt, tokens, rounds, progress):
 
 
 def differences(ways, prompt):
-    """How far the logits of those that no compiler changes are from the eager model's, in the norm."""
+    """The distance of the logits of those that no compiler changes from the eager model's, in the norm."""
     logits = {name: model(prompt).logits.float() for name, (model, options) in ways.items() if not options}
     eager = logits.pop("eager")
     return {name: ((other - eager).norm() / eager.norm()).item() for name, other in logits.items()}

@@ -164,7 +164,7 @@ def matrix(n: int, k: int) -> torch.Tensor:
 
 
 class Bench:
-    """What was found so far, and how more is."""
+    """Results so far, and how more are measured."""
 
     def __init__(self, fused_mlp, library: ctypes.CDLL, seconds: float, out: Path):
         self.fused_mlp, self.library, self.seconds, self.out = fused_mlp, library, seconds, out

@@ -1,4 +1,4 @@
-"""What is compared: callables that compute the same on the same operands, by name of the provider."""
+"""The providers that are compared: callables that compute the same on the same operands, by name."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ def device():
 
 
 def unavailable(name, activation=GELU_TANH):
-    """Why a provider cannot run on this machine, or not with this activation, or None."""
+    """The reason why a provider cannot run on this machine, or not with this activation; None if it can."""
     if name in _GATED and activation not in _GATED[name]:
         return f"it has no {activation}"
     if device() == "cpu" and name in ("compile-max", "liger", "quack", "ours-triton"):

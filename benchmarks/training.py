@@ -92,7 +92,7 @@ class Clock:
         return None if time.monotonic() < self.last_start else "no time left"
 
     def rounds(self, seconds: float, most: int) -> int:
-        """How many rounds of that length there is time for; two at least."""
+        """The number of rounds of that length that there is time for; two at least."""
         return int(max(2, min(most, (self.point_end - time.monotonic()) / seconds)))
 
 

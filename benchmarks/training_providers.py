@@ -109,7 +109,7 @@ def kernels_of(name: str, fused_mlp) -> contextlib.AbstractContextManager:
 
 
 def unavailable(name: str, activation: str) -> str | None:
-    """Why a provider cannot run here, or None."""
+    """The reason why a provider cannot run here, or None."""
     if "sm90" in name and not ON_HOPPER:
         return "it is for Hopper GPUs"
     package = {"liger": "liger_kernel", "quack": "quack"}.get(name.split("-")[0])

@@ -128,10 +128,10 @@ struct Panel {
     }
   }
 
-  // Whether the elements of a row are adjacent.
+  // True if the elements of a row are adjacent.
   bool by_rows() const { return layer->gate.column_stride == 1; }
 
-  // Whether tiles can be read in place: no row is repeated.
+  // True if tiles can be read in place: no row is repeated.
   bool has_all_rows() const { return begin_feature + layer->panel_features() <= layer->out_features; }
 
   // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.

@@ -29,7 +29,7 @@ using torch::headeronly::ScalarType;
 // Rows of an expert that share one pass over its weights.
 constexpr int64_t kBlockRows = 256;
 
-// What a token's choices are, sorted by expert. A row is one choice of one token.
+// The choices of the tokens, sorted by expert. A row is one choice of one token.
 struct Routing {
   int64_t top_k;
   std::vector<int64_t> tokens;       // the token of each row
@@ -178,7 +178,7 @@ Refusal layout_refusal(const ExpertWeights& weights) {
   return weights.in_stride == 1 || weights.feature_stride == 1 ? Refusal::kNone : Refusal::kColumnMajorWeight;
 }
 
-// Why the AMX kernels do not take a call.
+// The reason why the AMX kernels do not take a call.
 Refusal tiles_refusal(const Tensor& x, const ExpertWeights& gate_up, const ExpertWeights& down) {
   if (x.scalar_type() != ScalarType::BFloat16) return Refusal::kFloat32;
   if (isa() != Isa::kAmx) return Refusal::kInstructionSet;

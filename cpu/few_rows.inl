@@ -201,7 +201,7 @@ FUSED_MLP_INLINE void store_block(Matrix to, int64_t r, BlockOf block, Pair valu
   __builtin_memcpy(at + others, all + others, block.count * sizeof(T));
 }
 
-// What a value is after it has been rounded.
+// A value after it has been rounded.
 FUSED_MLP_INLINE Pair rounded(Pair x, const float*) { return x; }
 FUSED_MLP_INLINE Pair rounded(Pair x, const BFloat16*) { return from_bf16(to_bf16(x)); }
 

@@ -12,11 +12,11 @@ namespace fused_mlp::few_rows {
 
 namespace {
 
-// Whether bf16 is multiplied by dot products of pairs. Where there is AMX, these kernels are for so few rows that
+// True if bf16 is multiplied by dot products of pairs. Where there is AMX, these kernels are for so few rows that
 // widened values do as well.
 bool by_dots(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAvx512Bf16; }
 
-// Whether that was measured to pay for more rows than widened values do.
+// True if that was measured to pay for more rows than widened values do.
 bool by_fast_dots(DType dtype) { return by_dots(dtype) && has_wide_vectors(); }
 
 // The kernels of the best instruction set that this CPU has, or null.
@@ -80,7 +80,7 @@ Bounds bounds_of(DType dtype) {
   return {1, intel ? 16 : 6};
 }
 
-// Whether a row of the weights is no whole number of cache lines, so that vectors of the next row lie in two each.
+// True if a row of the weights is no whole number of cache lines, so that vectors of the next row lie in two each.
 bool crosses_lines(const Layer& layer) {
   constexpr int64_t kLine = 64;
   return layer.in_features * element_bytes(layer.dtype) % kLine != 0;

@@ -7,10 +7,10 @@ namespace fused_mlp::few_rows {
 // The name of the instruction set of their kernels.
 const char* instruction_set(DType dtype);
 
-// Whether they may be faster than the other ways, by measurement, for so many rows.
+// True if they may be faster than the other ways, by measurement, for so many rows.
 bool may_pay(DType dtype, int64_t rows);
 
-// Whether they are for these layers; `down` is null where there is one layer. `keeps`: a backward follows.
+// True if they are for these layers; `down` is null where there is one layer. `keeps`: a backward follows.
 bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps);
 
 // Computes the hidden layer, and, if given, the next one for rows of x. `out` is dense.

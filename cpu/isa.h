@@ -10,10 +10,10 @@ enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 // variable names anything else, or an instruction set that is not supported.
 Isa isa();
 
-// Whether Intel made this processor.
+// True if Intel made this processor.
 bool is_intel();
 
-// Whether it is one of AMD's whose vector units have the full width of AVX-512, and isa() uses that.
+// True if it is one of AMD's whose vector units have the full width of AVX-512, and isa() uses that.
 bool has_wide_vectors();
 
 // Its name in that variable.

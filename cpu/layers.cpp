@@ -55,7 +55,7 @@ void project_rows(const Tensor& out, const Tensor& x, const Tensor& weight, cons
   multiply_rows(out, x, transposed(weight), true);
 }
 
-// Whether `second` begins where `first` ends: both are halves of one tensor, as of a packed projection.
+// True if `second` begins where `first` ends: both are halves of one tensor, as of a packed projection.
 bool follows(const Tensor& first, const Tensor& second) {
   const int64_t bytes = first.size(0) * first.stride(0) * element_bytes(dtype_of(first, "weight"));
   if (first.dim() == 2 && (first.stride(1) != 1 || second.stride(1) != 1)) return false;
@@ -138,7 +138,7 @@ Refusal layout_refusal(const Tensor& weight, const OptionalTensor& bias) {
   return bias && bias->size(0) > 1 && bias->stride(0) != 1 ? Refusal::kStridedBias : Refusal::kNone;
 }
 
-// Why no kernel of ours reads the weights and biases as they lie.
+// The reason why no kernel of ours reads the weights and biases as they lie.
 Refusal layers_refusal(const HiddenLayer& hidden, const OutputLayer* output) {
   Refusal refusal = layout_refusal(hidden.weight, hidden.bias);
   if (refusal == Refusal::kNone && hidden.gated()) refusal = layout_refusal(*hidden.up_weight, *hidden.up_bias);

@@ -57,17 +57,17 @@ struct OutputLayer {
   int64_t features() const { return weight.size(0); }
 };
 
-// What the backward of a hidden layer needs, [rows, features]: gate before its activation, and up where there is one.
+// Values that the backward of a hidden layer needs, [rows, features]: gate before its activation, and up if any.
 // With `up_first`, `gate` is [rows, 2 * features] and holds both.
 struct Kept {
   Tensor gate, up;
   std::optional<bool> up_first;
 };
 
-// Why the AMX kernels do not take these layers. They take both or neither: the hidden values never leave their tiles.
+// The reason why AMX does not take these layers. It takes both or neither: the hidden values never leave its tiles.
 Refusal tiles_refusal(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output);
 
-// Whether the kernels of few rows take these layers, of which a backward follows where `keeps`.
+// True if the kernels of few rows take these layers, of which a backward follows where `keeps`.
 bool takes_few_rows(const Tensor& x, int64_t rows, const HiddenLayer& hidden, const OutputLayer* output, bool keeps);
 
 // Runs both layers, or, without `output`, the hidden one, for x [rows, in], on AMX tiles or by torch's GEMMs.

@@ -33,7 +33,7 @@ struct Kernels {
   void (*multiply)(const Product& product, int64_t begin, int64_t end, int64_t first, int64_t last, float* scratch);
 };
 
-// Whether matmul() takes these matrices and is faster than torch's library, by measurement. Of a layer, a is x, of so
+// True if matmul() takes these matrices and is faster than torch's library, by measurement. Of a layer, a is x, of so
 // many rows, and b its weight [cols, depth], transposed; of a backward, a is [rows, depth], or transposed, [depth,
 // rows].
 bool takes_layer(DType dtype, int64_t rows, const torch::stable::Tensor& weight);

@@ -14,7 +14,7 @@ constexpr int blocks_of(int rows) { return streams_of(rows) > 1 ? streams_of(row
 // How a product is cut: into passes of rows of a, groups of blocks of columns, and panels of rows of b.
 struct Cut {
   int64_t rows, blocks, depth;
-  bool packs;  // whether panels are copied, so that their rows are adjacent
+  bool packs;  // true if panels are copied, so that their rows are adjacent
 };
 
 // A few rows are multiplied with all columns, so that b is read, or the result of a short product written, as it lies.

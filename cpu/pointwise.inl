@@ -118,7 +118,7 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-// What a norm does to the values of a row: (value - mean - left) * scale, where `left` is what the mean misses, so that
+// A norm maps the values of a row to (value - mean - left) * scale, where `left` is what the mean misses, so that
 // a row of equal values gives 0.
 struct Statistics {
   float mean, left, scale;

@@ -17,7 +17,7 @@
 namespace fused_mlp {
 namespace {
 
-// What backward.h asks of a backend.
+// The functions that backward.h asks of a backend.
 struct Cpu {
   static constexpr bool kHasSums = false;
 

@@ -7,7 +7,7 @@ namespace fused_mlp {
 // Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
 // sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken in full precision, but sigmoid(-x).
 
-// What the result is for. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the
+// The use of the result. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the
 // erf form of gelu a fit, whose error is below the result's rounding but far out at x < 0.
 enum class Precision { kFloat32, kFloat16, kBFloat16 };
 

@@ -1,4 +1,4 @@
-// What the ops ask of torch and of the CUDA runtime: the stream, the GPU, the memory of a tensor.
+// The ops' view of torch and of the CUDA runtime: the stream, the GPU, the memory of a tensor.
 #pragma once
 
 #include <cuda_runtime_api.h>

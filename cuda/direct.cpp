@@ -54,7 +54,7 @@ struct Steps {
     norm(result, mlp.residual, result, result.row_stride, mlp.last);
   }
 
-  // Whether torch makes the result of the first layer.
+  // True if torch makes the result of the first layer.
   bool first_is_made_by_torch() const {
     return !first.fused() && torch_has_epilogue(first.problem.a, layer_views(0).get());
   }

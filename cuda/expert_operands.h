@@ -21,7 +21,7 @@ constexpr int64_t kMaxSlots = int64_t{1} << 24;
 // The inputs of transposed weights are a multiple of this, so that a step of k lies in one expert.
 constexpr int kTransposedK = 64;
 
-// What the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
+// Rows that the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
 inline bool addressable(const TensorRows& rows) {
   return aligned(rows.tensor) && rows.row_stride % 8 == 0 && rows.row_stride >= rows.cols;
 }

@@ -134,7 +134,7 @@ class TrainedExperts {
     return out;
   }
 
-  // Whether a tensor is what the forward has kept, of so many columns.
+  // True if a tensor is what the forward has kept, of so many columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
     STD_TORCH_CHECK(kept.dim() == 2 && kept.size(0) == rows() && kept.size(1) == columns && kept.stride(0) == columns &&

@@ -38,7 +38,7 @@ struct FusedGemm {
   bool fused() const { return refusal == Refusal::kNone; }
   int64_t ctas() const { return fused() ? ctas_of(problem, plan.kernel) : 0; }
 
-  // Whether the kernel adds its results to rows that lie like these.
+  // True if the kernel adds its results to rows that lie like these.
   bool adds_to(const Matrix& addend) const {
     const bool pairs = reinterpret_cast<uintptr_t>(addend.data) % 4 == 0 && addend.row_stride % 2 == 0;
     return fused() && pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;

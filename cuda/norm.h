@@ -19,7 +19,7 @@ struct NormRows {
 };
 cudaError_t launch_norm(const NormRows& rows, cudaStream_t stream);
 
-// Whether norms overlap the kernel before, on a GPU of this compute capability: where that was measured.
+// True if norms overlap the kernel before, on a GPU of this compute capability: where that was measured.
 constexpr bool norms_overlap(int major) { return major == 9; }
 // The most CTAs of a launch.
 constexpr int64_t most_norm_ctas(int64_t rows) { return rows; }

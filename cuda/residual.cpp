@@ -12,7 +12,7 @@
 namespace fused_mlp {
 namespace {
 
-// What residual.h asks of a backend.
+// The functions that residual.h asks of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
     const bool overlaps = norms_overlap(gpu(x.tensor.get_device_index()).major);

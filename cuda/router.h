@@ -17,9 +17,9 @@ struct Choice {
   const void* logits;
   int64_t tokens;
   int experts, chosen;
-  bool normalized;  // whether the weights of a token add up to 1
+  bool normalized;  // true if the weights of a token add up to 1
   DType dtype;      // the dtype of logits
-  bool narrow;      // whether weights are of that dtype, and not float32
+  bool narrow;      // true if weights are of that dtype, and not float32
   void* weights;    // [tokens, chosen], the largest first
   int64_t* index;
 };

@@ -85,7 +85,7 @@ class TrainingGemm {
   }
 
   GemmProblem problem_{};
-  bool described_ = false;  // whether the weights' rows and the biases have adjacent elements
+  bool described_ = false;  // true if the weights' rows and the biases have adjacent elements
 
  private:
   const Architecture* architecture_ = nullptr;
@@ -148,7 +148,7 @@ struct InputGradient : TrainingGemm {
   }
 };
 
-// What backward.h asks of a backend.
+// The functions that backward.h asks of a backend.
 struct Cuda {
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     fused_mlp::linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(out, x, weight, bias);

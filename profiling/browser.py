@@ -21,7 +21,7 @@ def _chromium() -> str | None:
 
 
 def missing() -> str | None:
-    """What of a browser this machine lacks, or None."""
+    """The part of a browser that this machine lacks, or None."""
     if _chromium() is None:
         return "no chromium on the PATH"
     return "no chromedriver on the PATH" if shutil.which("chromedriver") is None else None

@@ -1,4 +1,4 @@
-"""What a trace is expected to hold: a claim in words, and a look that says whether it held and what was seen.
+"""Expectations of a trace: a claim in words, and a look that says whether it held and what was seen.
 
 A look gets the recording and the eager one that it may be compared with. It speaks about every recorded forward.
 """

@@ -15,7 +15,7 @@ def verdict(expectation: Expectation, recording: Recording, eager: Recording) ->
 
 
 def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Recording, trace: Path) -> dict:
-    """What was recorded of a set-up; `wall_us` and `wall_us_spread` come from the turns that all of them take."""
+    """The record of a set-up; `wall_us` and `wall_us_spread` come from the turns that all of them take."""
     forward = timeline.middle(recording.forwards)
     return {
         "key": setup.key,

@@ -91,7 +91,7 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
 
 
 def _letters_of(width_inches: float) -> float:
-    """How many letters fit side by side into a drawing."""
+    """The number of letters that fit side by side into a drawing."""
     return (width_inches - _MARGIN_INCHES) / _LETTER_INCHES
 
 

@@ -1,4 +1,4 @@
-"""What a set-up is expected to launch, as data: from it follow the launches to look for and the bytes they move."""
+"""The expected launches of a set-up, as data: from it follow the launches to look for and the bytes they move."""
 
 import math
 from dataclasses import dataclass

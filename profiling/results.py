@@ -26,7 +26,7 @@ def kinds(workload: dict) -> list[tuple[str, str]]:
 
 
 def steps(setup: dict) -> int:
-    """How often a set-up launches, without what a library adds to its GEMMs."""
+    """The number of launches of a set-up, without those that a library adds to its GEMMs."""
     return sum(launch["kind"] != AUX for launch in setup["launches"])
 
 
@@ -47,12 +47,12 @@ def wall_time(setup: dict, in_ms: bool) -> str:
 
 
 def took_turns(run: dict) -> bool:
-    """Whether the set-ups of a run were timed in turns; those of older ones were timed one after another."""
+    """True if the set-ups of a run were timed in turns; those of older ones were timed one after another."""
     return all("wall_us_spread" in setup for workload in run["workloads"] for setup in workload["setups"])
 
 
 def in_milliseconds(workload: dict) -> bool:
-    """Whether the times of a workload are better read in milliseconds."""
+    """True if the times of a workload are better read in milliseconds."""
     return max(setup["wall_us"] for setup in workload["setups"]) >= 10_000
 
 

@@ -1,4 +1,4 @@
-"""What is profiled: a linear layer and the gated MLP, in each way to compute it, with what is expected of its trace."""
+"""The set-ups that are profiled: a linear layer and the gated MLP, in each way to compute it, and expected traces."""
 
 import importlib.util
 from collections.abc import Callable
@@ -127,7 +127,7 @@ IMPLEMENTATIONS = ("compile", "liger", "ours", "ours-compile", "ours-triton")
 
 
 def unavailable(implementation: str) -> str | None:
-    """Why an implementation cannot run on this machine, or None."""
+    """The reason why an implementation cannot run on this machine, or None."""
     if implementation in ("liger", "ours-triton") and device() != "cuda":
         return "it needs a GPU and a torch with CUDA"
     if implementation == "liger" and importlib.util.find_spec("liger_kernel") is None:

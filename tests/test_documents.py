@@ -13,8 +13,14 @@ import project
 README = project.ROOT / "README.md"
 
 
+BESIDE_THE_CODE = [
+    project.ROOT / place for place in ("cuda", "cuda/sm90", "cuda/sm80", "cpu", "torch-ext/fused_mlp/models")
+]
+
+
 def markdown_files() -> list[Path]:
-    return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md")]
+    beside = [folder / "README.md" for folder in BESIDE_THE_CODE]
+    return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md"), *beside]
 
 
 # What is filled in
@@ -90,6 +96,13 @@ def test_files_that_are_named_exist():
                 assert list(project.ROOT.glob(named.rstrip("/"))), f"{path.name}: {named}"
 
 
+@pytest.mark.parametrize("folder", BESIDE_THE_CODE, ids=lambda folder: folder.name)
+def test_files_that_are_named_beside_the_code_exist(folder):
+    for named in re.findall(r"`([\w/]+\.(?:py|h|cpp|inl|cu|cuh|def))`", (folder / "README.md").read_text()):
+        places = (folder, project.ROOT, project.ROOT / "torch-ext/fused_mlp")
+        assert any((place / named).exists() for place in places), named
+
+
 def test_commands_that_are_named_exist():
     targets = set(re.findall(r"^([a-z-]+):", (project.ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in markdown_files():
@@ -97,30 +110,3 @@ def test_commands_that_are_named_exist():
         inline = re.findall(r"`(make [^`]*)`", path.read_text())
         for target in re.findall(r"^make ([a-z-]+)", "\n".join([*shown, *inline]), re.MULTILINE):
             assert target in targets, f"{path.name}: make {target}"
-
-
-# The walk-through of CONTRIBUTING.md
-
-
-def touched(task: str) -> list[tuple[str, str]]:
-    """The files that a change touches, and what it finds in each."""
-    text = (project.ROOT / "CONTRIBUTING.md").read_text()
-    (section,) = re.findall(rf"^\*\*{task}\*\*(.*?)(?=^\*\*|^## )", text, re.MULTILINE | re.DOTALL)
-    return re.findall(r"`([^`]+)`\s+\(`([^`]+)`\)", section)
-
-
-@pytest.mark.parametrize("task", ["An activation", "An epilogue", "A GPU architecture"])
-def test_what_a_change_touches_is_there(task):
-    for file, name in touched(task):
-        assert name in (project.ROOT / file).read_text(), f"{file} has no {name}"
-    assert len(touched(task)) >= 4
-
-
-def test_no_other_file_knows_an_activation():
-    """Those of the product in which one stands that others of its kind stand beside."""
-    product = [path for folder in ("cpu", "cuda", "torch-ext") for path in (project.ROOT / folder).rglob("*.*")]
-    sources = [path for path in product if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".inl"}]
-    knowing = {path for path in sources if re.search(r"kQuickGelu|quick_gelu", path.read_text())}
-    assert {path.relative_to(project.ROOT).as_posix() for path in knowing} == {
-        file for file, _ in touched("An activation") if not file.startswith("tests/")
-    }

@@ -209,7 +209,7 @@ def test_bytes_of_the_steps():
 
 @pytest.mark.parametrize(("shape", "microseconds"), [((8192, 768, 3072), 145), ((1, 4096, 14336), 117)])
 def test_floors(shape, microseconds):
-    """Those of docs/kernels.md, at 800 TFLOP/s and 3.0 TB/s."""
+    """Those of cuda/README.md, at 800 TFLOP/s and 3.0 TB/s."""
     assert plan.mlp_size(*shape, 2).floor_seconds(800e12, 3.0e12) * 1e6 == pytest.approx(microseconds, abs=1)
 
 

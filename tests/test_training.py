@@ -78,7 +78,7 @@ def test_memory(fused_mlp, device, function, rows, width, hidden, of):
         assert most <= peak + slack
         if of is None or of != ("x",):
             assert kept <= saved + slack
-        if rows == 512 and of is None:  # the formula of docs/kernels.md
+        if rows == 512 and of is None:  # the formula of cuda/README.md
             block, gates = rows * hidden * 4, 1 if function == "mlp" else 2
             assert most <= (gates + 1) * block + 3 * rows * width * 4 + 3 * (width + 1) * hidden * 4 + slack
 

@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def flake_inputs(flake: Path) -> dict:
-    """What flake.nix names as inputs. Ends the program with Nix's message if Nix cannot read the file."""
+    """Return what flake.nix names as inputs. Ends the program with Nix's message if Nix cannot read the file."""
     command = ["nix-instantiate", "--store", "dummy://", "--eval", "--strict", "--json"]
     done = subprocess.run([*command, "--expr", f"(import {flake}).inputs"], capture_output=True, text=True)
     if done.returncode != 0:
@@ -38,7 +38,7 @@ def flake_inputs(flake: Path) -> dict:
 
 
 def input_faults(inputs: dict, lock: dict) -> Iterator[str]:
-    """Where the lock is not one of these inputs."""
+    """List where the lock is not one of these inputs."""
     locked = lock["nodes"][lock["root"]].get("inputs", {})
     for name in sorted(inputs.keys() - locked.keys()):
         yield f"has no {name}, an input of flake.nix: run `nix flake lock`"
@@ -59,7 +59,7 @@ def origin(url: str) -> dict:
 
 
 def lock_faults(lock: dict) -> Iterator[str]:
-    """What is wrong with a lock by itself."""
+    """List what is wrong with a lock by itself."""
     if lock.get("version") != 7:
         yield f"has version {lock.get('version')}, and 7 is what this check knows"
     nodes = lock["nodes"]

@@ -46,7 +46,7 @@ class Row:
 
 
 class CompatError(Exception):
-    """What one line says."""
+    """An error that one line describes."""
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def newest_of_each_minor(versions: list[str], since: str) -> list[str]:
 
 
 def tried(version: str) -> Row:
-    """What became of the build under one version of torch."""
+    """Try the build under one version of torch, in an environment that is gone afterwards."""
     with _environment({"torch": version}) as python:
         cpu, cuda = (_smoke(python, "smoke.py", backend) for backend in ("cpu", "cuda"))
     if cpu["cuda"] is None:
@@ -198,7 +198,7 @@ none. `fuse_mlps`, `register_experts` and `kernels.kernelize` do without.
 
 
 def chosen_variants() -> str:
-    """Which variant of a release the loader takes under each CUDA that a torch is built for."""
+    """The variant of a release that the loader takes under each CUDA that a torch is built for."""
     abi = oldest().replace(".", "")
     names = [f"torch-stable-abi{abi}-cu{version.replace('.', '')}-x86_64-linux" for version in BUILT]
     rows = []

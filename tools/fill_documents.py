@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fills README.md, docs/performance.md and docs/kernels.md from what was measured (benchmarks/results,
+"""Fills README.md, docs/performance.md and the READMEs of cuda/ from what was measured (benchmarks/results,
 profiling/results) and counted (docs/coverage.md), so that no figure in their tables is copied by hand.
 """
 
@@ -13,7 +13,8 @@ import textwrap
 import documents
 import project
 
-DOCUMENTS = [project.ROOT / place for place in ("README.md", "docs/performance.md", "docs/kernels.md")]
+PLACES = ("README.md", "docs/performance.md", "cuda/README.md", "cuda/sm80/README.md")
+DOCUMENTS = [project.ROOT / place for place in PLACES]
 RESULTS = project.ROOT / "benchmarks/results"
 CPU_PROFILE = project.ROOT / "profiling/results/cpu.json"
 COVERAGE = project.ROOT / "docs/coverage.md"
@@ -200,7 +201,7 @@ def models_spread_of(times: dict) -> float:
 
 
 def models_spread(name: str) -> str:
-    """How far the copies of one variant lie apart."""
+    """The distance between the copies of one variant."""
     variants = [times for result in run(name)["results"] for times in result["variants"].values()]
     spreads = sorted((times["high"] - times["low"]) / times["ms"] for times in variants)
     return f"{100 * spreads[len(spreads) // 2]:.0f}% at the median and {100 * spreads[-1]:.0f}% at most"

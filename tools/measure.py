@@ -1,4 +1,4 @@
-"""How everything here is timed: what is compared takes turns inside one process, and medians count, never single times.
+"""Timing of everything here: what is compared takes turns inside one process, and medians count, never single times.
 
 A machine that slows down as it warms up, or is busy for a while, then slows all of them alike.
 """
@@ -121,7 +121,7 @@ def _times(run: Callable[[], object], iterations: int) -> tuple[float, float]:
 
 
 def iterations_within(run: Callable[[], object], budget_us: float) -> int:
-    """How many calls fit the budget, after some that warm up."""
+    """The number of calls that fit the budget, after some that warm up."""
     for _ in range(3):
         run()
     return max(3, min(100, int(budget_us / wall_microseconds(run, 3))))

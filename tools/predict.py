@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Prints what the model of the GEMMs of sm_80 expects of GPUs that nobody has measured them on, as the table of
-docs/kernels.md; or with --explain, what `explain` says there of gated layers. No GPU is needed, and none is meant.
+cuda/sm80/README.md; or with --explain, what `explain` says there of gated layers. No GPU is needed, and none is meant.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def table(predictor: Predictor) -> str:
 
 
 def explanations(predictor: Predictor, shape: tuple[int, int, int]) -> dict[str, str]:
-    """What `explain` says of an MLP's gated layer, by GPU. A Hopper GPU has kernels of its own."""
+    """The words of `explain` on an MLP's gated layer, by GPU. A Hopper GPU has kernels of its own."""
     place = project.ROOT / "torch-ext/fused_mlp/backends/plans.py"  # stands alone: no torch, no built package
     spec = importlib.util.spec_from_file_location("plans", place)
     plans = sys.modules["plans"] = importlib.util.module_from_spec(spec)

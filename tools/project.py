@@ -1,4 +1,4 @@
-"""What build.toml says of the project. The kernel's name, version and Hub repository are written nowhere else.
+"""The project as build.toml describes it. The kernel's name, version and Hub repository are written nowhere else.
 
 Run as a program, it prints the LOCAL_KERNELS value of this machine.
 """

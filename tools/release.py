@@ -125,7 +125,7 @@ def smoke() -> int:
 
 
 def rehearse() -> str | None:
-    """From a fresh clone: builds, checks, publishes to a Hub on loopback, loads from there and fuses a model."""
+    """Rehearse a release in a fresh clone: build, check, publish to a Hub on loopback, load it and fuse a model."""
     with tempfile.TemporaryDirectory() as folder:
         return dry_run.run(Path(folder), console)
 

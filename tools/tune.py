@@ -113,7 +113,7 @@ def load(path: Path) -> Times:
 
 
 def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
-    """How the choice as it is and the fitted one compare with the best kernel, and with torch's way."""
+    """Compare the choice as it is and the fitted one with the best kernel, and with torch's way."""
 
     def fitted(point: Point) -> Kernel:
         return constants.choose(model, point)

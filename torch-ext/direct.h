@@ -32,7 +32,7 @@ struct PlainMlp {
   Norm first, last;
 };
 
-// Whether there may be a plan for so many rows, whatever the layers are.
+// True if there may be a plan for so many rows, whatever the layers are.
 bool may_be_direct(DType dtype, int64_t rows);
 
 // Returns what computes an MLP into adjacent rows, on a GPU by torch's current stream. It is empty where the op has to

@@ -102,7 +102,7 @@ class StrideRules {
     return order;
   }
 
-  // Whether the elements follow each other without gaps, the first dimension of `order` fastest.
+  // True if the elements follow each other without gaps, the first dimension of `order` fastest.
   bool lies_as(const Strides& x, const Strides& order) const {
     if (std::find(sizes_.begin(), sizes_.end(), 0) != sizes_.end()) return true;
     int64_t expected = 1;

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// What the kernels of every backend know of their operands.
+// The operands of the kernels of every backend.
 namespace fused_mlp {
 
 enum class DType { kFloat32, kFloat16, kBFloat16 };

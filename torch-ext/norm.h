@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// What a block does to the rows of an MLP's input and of its result, for the kernels of every backend.
+// The norms and scales of a block, on an MLP's input and its result, for the kernels of every backend.
 namespace fused_mlp {
 
 // The codes of the ops. kRmsOfOneMore, kLayerOfOneMore: RMSNorm or LayerNorm whose weight is stored less 1; kScale: the

@@ -12,7 +12,7 @@
 #include "tensor_rows.h"
 #include "torch_binding.h"
 
-// What the ops of every backend ask of their operands, and the tensors that they return.
+// Checks of operands that the ops of every backend share, and the tensors that they return.
 namespace fused_mlp {
 
 inline void check_activation(int64_t activation) {
@@ -72,7 +72,7 @@ struct BlockNorm {
   int64_t kind;
 };
 
-// What is around an MLP in its block: the last norm is of the sum where `norms_sum`, else of the MLP's result.
+// The block around an MLP: the last norm is of the sum where `norms_sum`, else of the MLP's result.
 struct Around {
   const Tensor& residual;
   double factor;
@@ -95,7 +95,7 @@ inline void check_norm(const BlockNorm& norm, const char* name, const Tensor& x)
   check_operand(norm.bias, "the bias");
 }
 
-// What is around an MLP whose last weight this is.
+// The block around an MLP whose last weight this is.
 inline void check_around(const Tensor& x, const Tensor& last_weight, const Around& around) {
   check_same_kind(around.residual, "residual", x);
   const auto sizes = around.residual.sizes(), of_x = x.sizes();

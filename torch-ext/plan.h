@@ -9,7 +9,7 @@
 // words for it.
 namespace fused_mlp {
 
-// Why a layer is not computed by a kernel that applies its whole epilogue, but by torch's GEMM.
+// The reason why a layer is computed by torch's GEMM, and not by a kernel that applies its whole epilogue.
 enum class Refusal {
   kNone,
   kGpu,

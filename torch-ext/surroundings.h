@@ -2,10 +2,10 @@
 
 #include "answers.h"
 
-// What is around a call, whatever is called: modes, autograd, autocast, and whoever watches.
+// Global state around a call, whatever is called: modes, autograd, autocast, and whoever watches.
 namespace fused_mlp {
 
-// Whether nothing that the settings name watches or changes every call.
+// True if nothing that the settings name watches or changes every call.
 Answer is_undisturbed();
 
 // torch.set_default_device, and a `with torch.device(...)`, add a mode that sees every call of a function of torch and
@@ -27,10 +27,10 @@ class PastModes {
   const Answer said_;
 };
 
-// Whether autograd records what needs gradients.
+// True if autograd records what needs gradients.
 Answer is_recording();
 
-// Whether autocast is on for some device.
+// True if autocast is on for some device.
 Answer is_autocasting();
 
 // The dtype to which autocast casts operands on the ops' device; nullptr, which is no error in itself, where it is off.

@@ -91,7 +91,7 @@ class Problem:
         return out if self.up_weight is None else out * F.linear(self.x, self.up_weight)
 
     def computes(self, config):
-        """Whether the GPU takes these parameters. AssertionError if the result is not what it should be."""
+        """True if the GPU takes these parameters. AssertionError if the result is not what it should be."""
         self.out.fill_(float("nan"))
         try:
             self.run(config)

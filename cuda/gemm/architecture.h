@@ -15,13 +15,13 @@ struct Architecture {
   const char* name;
   bool (*runs_on)(const Gpu& gpu);
   std::span<const GemmKernel> kernels;  // in the order of its list
-  // Whether launch() takes the operands, and if not, why.
+  // kNone where launch() takes the operands; otherwise the reason why not.
   Refusal (*refusal)(const GemmProblem& problem);
   // The kernel that is estimated to take the least time. The problem is one that refusal() does not refuse.
   GemmPlan (*choose)(const GemmProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GemmProblem& problem, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  // What decides between the kernel chosen and torch's GEMM: estimates by what was measured, carried over to this GPU,
+  // These decide between the kernel chosen and torch's GEMM: estimates by what was measured, carried over to this GPU,
   // of torch's GEMM with the pointwise kernel behind it, and what the GPU reaches at most; or decide(), which answers
   // as choose_gemm() does, by a model of the GPU, and measured(), whether the model's constants are of such a GPU.
   double (*torch_microseconds)(const GemmProblem& problem, const Gpu& gpu);
@@ -48,7 +48,7 @@ const Architecture* architecture_of(const Gpu& gpu);
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
                     Launcher launcher);
 
-// Whether a plan rests on a model of a GPU that nobody has measured.
+// True if a plan rests on a model of a GPU that nobody has measured.
 bool guesses(const GemmPlan& plan, const Gpu& gpu);
 
 }  // namespace fused_mlp

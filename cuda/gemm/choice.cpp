@@ -21,7 +21,7 @@ constexpr struct {
     {&sm80::kArchitecture, true, true},  // behind sm90: a Hopper GPU, which can run them, gets those for few rows
 };
 
-// What fused_mlp_force_gemms() was told.
+// The setting of fused_mlp_force_gemms().
 std::atomic<const Architecture*> forced_architecture{nullptr};
 std::atomic<int> forced_kernel{-1};
 
@@ -48,7 +48,7 @@ GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const G
   return best;
 }
 
-// Whether a product of training is left to torch.
+// True if a product of training is left to torch.
 bool leaves_training_to_torch(const Architecture& architecture, Product product) {
   const auto& kernels = architecture.kernels;
   if (std::none_of(kernels.begin(), kernels.end(), [&](const GemmKernel& k) { return k.product == product; })) {
@@ -72,11 +72,11 @@ constexpr double kLaunchedPairMicroseconds = 50.0;
 
 constexpr int64_t kTorchRows = 33;  // with fewer, products of ours take less time, but for some of few inputs
 
-// Whether torch's GEMM reads the operands of a product of training faster, whatever is estimated. Rows that are not
+// True if torch's GEMM reads the operands of a product of training faster, whatever is estimated. Rows that are not
 // whole lines take our kernels more requests, and rows that are not whole sectors up to twice as many.
 bool torch_reads_faster(const GemmProblem& p) {
   if (!rows_fill(p, kSectorBytes)) return p.m >= 64;
-  // What the fused epilogue saves does not grow with k, and what the requests cost does.
+  // The saving of the fused epilogue does not grow with k, the cost of the requests does.
   constexpr int64_t kManyRows = 256, kLong = 2560;
   return !rows_fill(p, kLineBytes) && p.gated() && p.m >= kManyRows && p.k > kLong;
 }
@@ -118,7 +118,7 @@ bool has_few_outputs_of_long_k(const GemmProblem& p, int64_t long_k) {
 }
 constexpr int64_t kLongK = 10240;
 
-// Whether a plain product of more than a few rows is torch's whatever is estimated.
+// True if a plain product of more than a few rows is torch's whatever is estimated.
 bool is_left_to_torch(const GemmProblem& p, const GemmPlan& plan, const Peak& peak) {
   // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
   constexpr double kLongMicroseconds = 60.0;
@@ -147,7 +147,7 @@ double margin(const GemmProblem& p, const GemmPlan& plan) {
   return gains && plan.microseconds <= kShortMicroseconds ? kShort : kActivated;
 }
 
-// Whether a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
+// True if a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr int64_t kTorchRowsOfBrokenSectors = 9;
@@ -161,7 +161,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan) * torch;
 }
 
-// Whether a product of inference is taken for the CPU's time that it saves.
+// True if a product of inference is taken for the CPU's time that it saves.
 bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu,
                     Launcher launcher) {
   if (launcher == Launcher::kGraph) return false;

@@ -23,7 +23,7 @@ struct RowRange {
   int first, count;
 };
 
-// What the blocks are that sorted rows fill.
+// The blocks that sorted rows fill.
 struct RowBlocks {
   const int* codes;                // a BlockCode for every block of rows; null where there are none
   const int* count;                // how many blocks there are
@@ -52,7 +52,7 @@ struct FittedTiles {
   const int* count;
 };
 
-// What products of training have besides.
+// Operands of products of training.
 struct GroupedTraining {
   int experts;               // how many outer products there are
   const float* row_weights;  // gradients are multiplied by these
@@ -100,7 +100,7 @@ struct GroupedProblem {
 
 enum class WeightType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-// What is made for training besides, where row_weights is not null: zeros follow an expert's rows, up to a multiple of
+// Made for training besides, where row_weights is not null: zeros follow an expert's rows, up to a multiple of
 // kZeroRows.
 struct SortedTraining {
   const void* weights;  // [slots]
@@ -161,7 +161,7 @@ struct GroupedPlan {
   int split_k;            // CTAs of a cluster that share a tile, each with a part of k
   int sorted_rows = 0;    // at most, where they are sorted
   bool few_rows = false;  // an expert on the fitted loop has so few that reading the weights takes the time
-  bool gathers = false;   // whether the first layer takes rows of tokens from where they lie: the sort lists them
+  bool gathers = false;   // true if the first layer takes rows of tokens from where they lie: the sort lists them
 };
 
 constexpr int kTiledBlock = 128;    // rows of a tile in training

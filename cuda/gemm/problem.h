@@ -60,7 +60,7 @@ constexpr int composed_matrices(Product product) {
   }
 }
 
-// What a GEMM does with its sums before it rounds and stores them: epilogue.cuh.
+// Operands of the epilogue, which takes the sums before they are rounded and stored: epilogue.cuh.
 struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
   const void* up_bias;  // [n], added to a up_weight^T, or null
@@ -73,7 +73,7 @@ struct EpilogueArgs {
   bool operator==(const EpilogueArgs&) const = default;
 };
 
-// What products of training have besides. All are [m, n] but the operands of a pair.
+// Operands of products of training. All are [m, n] but the operands of a pair.
 struct TrainingMatrices {
   Matrix second_a, second_weight;  // operands of a pair's second product
   Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
@@ -116,13 +116,13 @@ struct GemmProblem {
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
-// What surrounds the first product of a call.
+// The surroundings of the first product of a call.
 struct Place {
   int64_t ctas_before = 0;  // that of GemmProblem
-  bool in_block = false;    // whether the call computes a block of a model: an MLP with its residual
+  bool in_block = false;    // true if the call computes a block of a model: an MLP with its residual
 };
 
-// What launches a product. A graph's launch costs nothing for each of its kernels.
+// The launcher of a product. A graph's launch costs nothing for each of its kernels.
 enum class Launcher { kGraph, kCpu, kCpuInBlock };
 
 // The bounds of a gated product, as gpt-oss has them: gates count as `limit` at most, ups as that in magnitude, and
@@ -178,7 +178,7 @@ struct GemmPlan {
   const Architecture* architecture = nullptr;  // whose kernel it is, where choose_gemm() has chosen it
   double hidden = 0.0;  // microseconds of these that pass while the kernel before drains, where it starts early
 
-  // What is left of its time behind the kernel before, where that leaves it room, and where it leaves it little.
+  // The rest of its time behind the kernel before, where that leaves it room, and where it leaves it little.
   constexpr double shortest() const { return microseconds - hidden; }
   constexpr double longest() const {
     constexpr double kSurelyHidden = 1.0;
@@ -186,14 +186,14 @@ struct GemmPlan {
   }
 };
 
-// What is hidden behind the kernel before, of what a GEMM there would hide. A norm is shorter (measured in blocks on an
+// The part of the time that a GEMM before would hide that is hidden. A norm is shorter (measured in blocks on an
 // H100).
 constexpr double hidden_behind(const GemmProblem& p, double gemm) {
   constexpr double kNorm = 1.3;
   return p.behind_norm && gemm > kNorm ? kNorm : gemm;
 }
 
-// What the memory and the tensor cores of a GPU reach, as measured on one of the architecture.
+// Rates that the memory and the tensor cores of a GPU reach, as measured on one of the architecture.
 struct Peak {
   double bytes_per_microsecond, flops_per_microsecond;
 };

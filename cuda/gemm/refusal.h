@@ -1,4 +1,4 @@
-// What the GEMMs of every architecture ask of their operands: 16-bit elements, and rows that begin at 16 bytes.
+// Operands that the GEMMs of every architecture take: 16-bit elements, and rows that begin at 16 bytes.
 #pragma once
 
 #include "../../torch-ext/plan.h"

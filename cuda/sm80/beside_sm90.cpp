@@ -1,5 +1,5 @@
 // The streamed kernels on a Hopper GPU, beside those of sm_90a. At few rows they are often the faster ones: they read
-// 512 bytes of a weight row at a time, not 256, and have less to prepare (docs/kernels.md).
+// 512 bytes of a weight row at a time, not 256, and have less to prepare (README.md).
 #include <algorithm>
 #include <limits>
 

@@ -1,4 +1,4 @@
-// What becomes of the gradient of act(gate) * up that a tile holds: with gate and up, which are read here, the
+// The store of the gradient of act(gate) * up that a tile holds: with gate and up, which are read here, the
 // gradients of both, and the value itself. Nothing of the first is ever stored.
 //
 // Each warp puts its sums into shared memory, 16 rows at a time, and takes them back eight adjacent columns at a time,

@@ -38,7 +38,7 @@ struct CtaTile {
   static constexpr int kWarpsN = kWarpsN_;
   static constexpr int kWarpsK = kWarpsK_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kLies = kLies_;  // whether the N side is [k, n]
+  static constexpr bool kLies = kLies_;  // true if the N side is [k, n]
   static constexpr int kThreads = kShape.threads();
   static constexpr int kRowBytes = kBlockK * 2;
   static constexpr int kLyingRowBytes = kRowsN * 2;

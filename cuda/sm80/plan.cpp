@@ -9,7 +9,7 @@
 namespace fused_mlp::sm80 {
 namespace {
 
-// Whether there is code of the kernel for a GPU, which has the shared memory for it. 8.7 has as much as 8.0, but runs
+// True if there is code of the kernel for a GPU, which has the shared memory for it. 8.7 has as much as 8.0, but runs
 // the code of 8.6.
 bool has_code(const ListedKernel& listed, const Gpu& gpu) {
   const bool large = (gpu.major == 8 || gpu.major == 9) && gpu.minor == 0;

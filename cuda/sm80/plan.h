@@ -59,7 +59,7 @@ static_assert(
     }(),
     "two kernels have the same tile and ring");
 
-// Whether a streamed kernel of so many CTAs starts while the one before it drains, to read weights meanwhile: where
+// True if a streamed kernel of so many CTAs starts while the one before it drains, to read weights meanwhile: where
 // that was measured. Few CTAs come to whatever multiprocessors are free first, next to one another, and share a way to
 // L2: where each has much to read, that takes longer than the start.
 inline bool starts_early(const GemmProblem& p, const Shape& shape, int64_t ctas, const Gpu& gpu) {
@@ -68,7 +68,7 @@ inline bool starts_early(const GemmProblem& p, const Shape& shape, int64_t ctas,
   return p.follows_ours() && gpu.major == 9 && (spread || shape.rows_m * p.k * 2 <= kMuch);
 }
 
-// Whether the choice on a GPU is among others of a kernel, by its place in the list: of those that differ only in their
+// True if the choice on a GPU is among others of a kernel, by its place in the list: of those that differ only in their
 // ring, it is of the first that the GPU has room for.
 bool offered(size_t place, const Gpu& gpu);
 

@@ -1,4 +1,4 @@
-// What a CTA of a kernel of sm_80 multiplies, and what it keeps in shared memory for that. Device code and the choice
+// The shape of a kernel of sm_80: a CTA's products, and its shared memory for them. Device code and the choice
 // of a kernel know it from here.
 #pragma once
 
@@ -7,7 +7,7 @@ namespace fused_mlp::sm80 {
 // Shared memory that the system takes of each CTA's part.
 constexpr int kSystemBytes = 1024;
 
-// What the GPUs with the least have, in all and for one CTA: 8.6, 8.9 and 12.x.
+// The shared memory of the GPUs with the least, in all and for one CTA: 8.6, 8.9 and 12.x.
 constexpr int kLeastSharedOfMultiprocessor = 100 * 1024;
 constexpr int kLeastSharedOfCta = kLeastSharedOfMultiprocessor - kSystemBytes;
 

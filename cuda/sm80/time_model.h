@@ -8,7 +8,7 @@
 
 namespace fused_mlp::sm80 {
 
-// What was measured on GPUs of the same compute capability, or else what is estimated for all.
+// Measured on GPUs of the same compute capability, or else estimated for all.
 const Tuning& tuning_of(const Gpu& gpu);
 
 // Operations of one multiprocessor's tensor cores per microsecond, at most.

@@ -38,7 +38,7 @@ constexpr Tuning kTunings[] = {
 };
 
 constexpr double kTiledShareOfBandwidth = 0.70;  // by tiled kernels: few of their bytes are on their way at a time
-// What training takes, as measured on an H200: the share of the main loop's speed where weights are read as they lie,
+// Training, as measured on an H200: the share of the main loop's speed where weights are read as they lie,
 // and the share of the bandwidth that the epilogue of gradients reaches, which the products hide little of.
 constexpr double kLyingShare = 0.95;
 constexpr double kGradientShareOfBandwidth = 0.90;

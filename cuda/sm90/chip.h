@@ -1,4 +1,4 @@
-// What the launches and the model of their times both know of the chip and of the main loops.
+// Facts of the chip and of the main loops, for the launches and for the model of their times.
 #pragma once
 
 #include <cstdint>
@@ -44,12 +44,12 @@ constexpr int64_t kSmallStreamedCta = 256 << 10;
 // Weights of more bytes than this pass through the L2 cache: it keeps none of them until they are read again.
 constexpr int64_t kPassingBytes = 50 << 20;
 
-// Whether all CTAs find room on multiprocessors that the kernel before leaves idle.
+// True if all CTAs find room on multiprocessors that the kernel before leaves idle.
 inline bool fits_beside_before(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors) {
   return ctas_of(p, kernel) + p.ctas_before <= multiprocessors;
 }
 
-// Whether a kernel starts while the one before it drains, to read weights meanwhile, and waits for its rows of a. A
+// True if a kernel starts while the one before it drains, to read weights meanwhile, and waits for its rows of a. A
 // tiled kernel that takes the place of CTAs as they end took up to half as long again at large widths, but for clusters
 // that share k (measured on an H100).
 inline bool starts_early(const GemmProblem& p, const GemmKernel& kernel, int multiprocessors) {

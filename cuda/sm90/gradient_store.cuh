@@ -52,7 +52,7 @@ __device__ __forceinline__ float2 unpack(uint32_t bits) {
   return to_float2(*reinterpret_cast<const typename ElementTraits<Element>::Pair*>(&bits));
 }
 
-// What is done to a thread's two rows of a warp's 16, beside differentiating: nothing.
+// A hook for a thread's two rows of a warp's 16, beside differentiating: it does nothing.
 template <typename Gemm, bool kGrouped = Gemm::kGrouped>
 struct GradientRows {
   template <typename Tile>

@@ -155,7 +155,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   const int shared =
       Gemm::shared_limit(parts_of_shared_memory<Gemm>(args, ctas, cluster, weight_bytes, multiprocessors));
   args.blocks_together = blocks_together(p);
-  // What one CTA takes at most.
+  // The most that one CTA takes.
   const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;
   args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);
 

@@ -131,7 +131,7 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
-// What the L2 cache is to do with what a load brings. A load that names no policy is faster than one that asks for the
+// A hint to the L2 cache about the data of a load. A load that names no policy is faster than one that asks for the
 // usual one.
 __device__ __forceinline__ uint64_t first_to_leave_l2() {
   uint64_t policy;

@@ -40,11 +40,11 @@ struct StreamedShape {
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = kProduct == Product::kGated;
   static constexpr int kTokens = kTokens_;
-  static constexpr bool kTransposed = false;  // whether weights are [k, n]: M-major operands
+  static constexpr bool kTransposed = false;  // true if weights are [k, n]: M-major operands
   static constexpr int kGroups = kGroups_;    // wgmmas of 64 rows of one weight, which are columns of the output
   static constexpr int kRows = kGroups * kStreamedColumns;
-  static constexpr bool kSaysReadsOnce = false;  // whether the L2 cache is told if weights are read once
-  static constexpr bool kStoresAlone = false;    // whether a CTA that is a cluster by itself stores from registers
+  static constexpr bool kSaysReadsOnce = false;  // true if the L2 cache is told if weights are read once
+  static constexpr bool kStoresAlone = false;    // true if a CTA that is a cluster by itself stores from registers
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
@@ -76,7 +76,7 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
 
   static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
   static constexpr int stage_bytes(int columns) { return Shape::kParts * part_bytes(columns) + Shape::kTokenBytes; }
-  // What a wgmma of the last stage may read behind the ring: the tokens of the stage lie behind its weights.
+  // A wgmma of the last stage may read behind the ring: the tokens of the stage lie behind its weights.
   static constexpr int overrun(int columns) {
     const int read = kColumns * Shape::kBlockK * static_cast<int>(sizeof(Element));
     const int behind = read - part_bytes(columns) - Shape::kTokenBytes;

@@ -28,7 +28,7 @@ struct TiledGemmArgs {
   bool starts_early;  // before the kernel that writes a is done
 };
 
-// What products of training have besides.
+// Operands of products of training.
 struct TrainingGemmArgs : TiledGemmArgs {
   CUtensorMap second_a;
   CUtensorMap second_weight;
@@ -36,7 +36,7 @@ struct TrainingGemmArgs : TiledGemmArgs {
   CUtensorMap up;
   CUtensorMap gate_gradient;
   CUtensorMap up_gradient;
-  bool stores_value;  // whether a gradient's product stores act(gate) * up
+  bool stores_value;  // true if a gradient's product stores act(gate) * up
 };
 
 __host__ __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
@@ -118,7 +118,7 @@ struct TiledGemm {
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
-  // What a gradient is made of comes through slots, and leaves through them as the gradient. One holds a step of gate,
+  // The operands of a gradient come through slots, and leave through them as the gradient. One holds a step of gate,
   // and of up, for a warpgroup's 64 rows.
   static constexpr int kSlotRows = 64;
   static constexpr int kSlots = kGradient ? 3 : 0;
@@ -140,7 +140,7 @@ struct TiledGemm {
   static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");
 };
 
-// Whether the launch may spread the tiles over the columns, rather than put them side by side.
+// True if the launch may spread the tiles over the columns, rather than put them side by side.
 template <typename Gemm>
 constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kGrouped && !Gemm::kOuter;
 

@@ -5,7 +5,7 @@
 
 namespace fused_mlp::sm90 {
 
-// What the time depends on besides: the chip at hand, next to the one that the constants were measured on.
+// The time depends on these besides: the chip at hand, next to the one that the constants were measured on.
 struct Chip {
   int multiprocessors;
   double bytes_per_microsecond;  // its memory's, as far as kernels reach it
@@ -59,7 +59,7 @@ double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kern
                               const Chip& chip);
 // How much of that a kernel hides behind the GEMM before it.
 double hidden_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const Chip& chip);
-// What torch's GEMM takes, or its two, with the pointwise kernel behind.
+// The time of torch's GEMM, or of its two, with the pointwise kernel behind.
 double torch_microseconds(const GemmProblem& problem, const TorchTime& constants, const Chip& chip);
 
 }  // namespace fused_mlp::sm90

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(con
   const int token = warp / sum_warps(sum.n);
   const int column = (warp % sum_warps(sum.n) * 32 + lane) * kSumColumns;
   const bool exists = token < sum.routes.tokens;
-  // What says where the rows are was there before the kernel started that writes them.
+  // The index of the rows was there before the kernel started that writes them.
   SumTerm mine;
   if (exists) mine = sum_term(sum, token, lane);
   wait_for_previous_kernel();

@@ -28,7 +28,7 @@ STANDARD_HEADERS = {
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Of CUDA 12: each of its packages has a folder of its own in `root`."""
+    """A toolkit of CUDA 12, each of whose packages has a folder of its own in `root`."""
 
     version: str
     root: Path
@@ -96,7 +96,7 @@ def device_headers(section: plan.Section) -> list[Path]:
 
 
 def losses(messages: str) -> tuple[int, int]:
-    """What ptxas says for information only, as such kernels are right, but slow: `spilled` and `serialized`."""
+    """Kernels that ptxas reports for information only, as they are right, but slow: `spilled` and `serialized`."""
     spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", messages))
     return spilled, len(re.findall(r"wgmma\.mma_async instructions are serialized", messages))
 

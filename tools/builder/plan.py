@@ -1,4 +1,4 @@
-"""What a variant is built from, read from build.toml."""
+"""The sources and options of a variant, read from build.toml."""
 
 import hashlib
 import re

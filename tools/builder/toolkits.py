@@ -36,7 +36,7 @@ def macos_compiler(folder: Path) -> list[str]:
 
 
 def _install(name: str, folder: Path) -> None:
-    """What requirements/<name>.txt asks for, unless it is there."""
+    """Install what requirements/<name>.txt asks for, unless it is there."""
     requirements = REQUIREMENTS / f"{name}.txt"
     installed = folder / requirements.name
     if not installed.is_file() or installed.read_text() != requirements.read_text():

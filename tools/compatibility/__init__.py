@@ -1,1 +1,1 @@
-"""What tools/compat.py runs under each version of torch."""
+"""The programs that tools/compat.py runs under each version of torch."""

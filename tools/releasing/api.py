@@ -22,7 +22,7 @@ def snapshot() -> Path:
 
 
 def faults(kernel: ModuleType) -> list[str]:
-    """How the API of a loaded kernel differs from the snapshot of its version, line by line."""
+    """List where the API of a loaded kernel differs from the snapshot of its version, line by line."""
     path = snapshot()
     if not path.is_file():
         return [f"there is no snapshot {path.name} of this version's API: write it with tools/release.py snapshot"]
@@ -69,7 +69,7 @@ def _layers(module: ModuleType) -> Iterator[str]:
 
 
 def _activations(package: str) -> list[str]:
-    """What every `activation` may be, and the number by which the ops know it."""
+    """List what every `activation` may be, and the number by which the ops know it."""
     table = sys.modules[f"{package}.activations"].ACTIVATIONS
     return sorted(f"activation {name!r}: {row.code}" for row in table for name in (row.name, *row.aliases))
 

@@ -46,7 +46,7 @@ def run(folder: Path, console: Console) -> str | None:
 
 
 def smoke() -> int:
-    """What a user does first, with the Hub that the environment names and a cache that may be warm."""
+    """Do what a user does first, with the Hub that the environment names and a cache that may be warm."""
     command = [sys.executable, "-I", str(SMOKE), project.repo_id(), str(project.version())]
     kept = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HOME") if name in os.environ}
     return subprocess.run(command, env=_environment(**kept)).returncode
@@ -71,7 +71,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _table(build: Path) -> Table:
-    """What was published, and how the checks found it."""
+    """A table of what was published, and how the checks found it."""
     whole = [Column(name, no_wrap=True) for name in ("variant", "size", "digests", "symbols")]
     table = Table(whole[0], "archs", *whole[1:], box=SIMPLE_HEAD, pad_edge=False)
     for folder in variants.variants(build):

@@ -19,7 +19,7 @@ STAGING = "staging"
 
 
 class PublishError(Exception):
-    """What one line says."""
+    """An error that one line describes."""
 
 
 def branch() -> str:

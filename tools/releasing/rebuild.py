@@ -1,4 +1,4 @@
-"""Whether a build can be repeated: built once more from the commit, in another folder, it is the same byte for byte."""
+"""Repeat a build: built once more from the commit, in another folder, it has to be the same byte for byte."""
 
 import subprocess
 import sys

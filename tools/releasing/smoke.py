@@ -1,4 +1,4 @@
-"""What a user does first: load the kernel from the Hub, fuse a model's MLPs, and see that it computes what it did.
+"""A user's first steps: load the kernel from the Hub, fuse a model's MLPs, and see that it computes what it did.
 
 Run by its path in a process of its own, that knows the address of the Hub and nothing of this tree.
 """

@@ -1,4 +1,4 @@
-"""What the Hub asks of the Python that ships: it runs on Python 3.9, and imports the package's own modules relatively
+"""The Hub's rules for the Python that ships: it runs on Python 3.9, and imports the package's own modules relatively
 and nothing else but the standard library, torch and, for the Triton kernels, triton."""
 
 import ast

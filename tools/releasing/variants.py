@@ -1,4 +1,4 @@
-"""What the Hub asks of a built variant, read back with the functions by which `kernels` reads it."""
+"""The Hub's rules for a built variant, read back with the functions by which `kernels` reads it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +23,13 @@ def files(variant: Path) -> Iterator[tuple[str, Path]]:
 
 
 def bytecode(variant: Path) -> list[str]:
-    """What importing a variant has left in it. No digest covers it, and Python may run it in place of the source."""
+    """List what an import has left in a variant. No digest covers it, and Python may run it in place of the source."""
     found = [place for place, _ in files(variant) if place.endswith(".pyc")]
     return [f"holds bytecode, which is not to be published: {place}" for place in found]
 
 
 def faults(folder: Path, released: bool = False) -> list[str]:
-    """What keeps a variant from being released; `released` if it is to be, and no rehearsal built here."""
+    """List what keeps a variant from being released; `released` if it is to be, and no rehearsal built here."""
     try:
         parse_variant(folder.name)
         metadata = Metadata.read_from_file(folder / "metadata.json")
@@ -69,7 +69,7 @@ def _digest(metadata: Metadata, folder: Path) -> Iterator[str]:
 
 
 def is_noarch(folder: Path) -> bool:
-    """Whether a variant is of Python alone, by its name: torch-rocm and the like."""
+    """True if a variant is of Python alone, by its name: torch-rocm and the like."""
     return isinstance(parse_variant(folder.name), NoarchVariant)
 
 

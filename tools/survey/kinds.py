@@ -9,7 +9,7 @@ ALL = ("decoder", "encoder", "vision", "audio", "multimodal")
 
 
 def of(model_type: str, model: PreTrainedModel) -> str:
-    """What goes into a model, and for text, whether it generates it (encoders with decoders count as encoders)."""
+    """A model's kind of input, and for text, whether it generates it (encoders with decoders count as encoders)."""
     parts = [name for name, value in vars(model.config).items() if isinstance(value, PreTrainedConfig)]
     if len(parts) > 1 and not {"encoder", "decoder"} >= set(parts):
         return "multimodal"

@@ -1,4 +1,4 @@
-"""What is an MLP in a model: a notion that knows nothing of fuse_mlps, and is wider than what that looks for.
+"""The MLPs of a model, by a notion that knows nothing of fuse_mlps, and is wider than what that looks for.
 
 A module is one if its class says so or if its own linear layers are those of an MLP, one widening and one narrowing
 back; and if an activation is somewhere in it. Of nested ones the innermost counts.
@@ -29,7 +29,7 @@ def find(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is a group of experts: their weights are stacked in its own parameters, or are a list."""
+    """True if a module is a group of experts: their weights are stacked in its own parameters, or are a list."""
     stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     return bool(_EXPERTS.search(type(module).__name__)) and stacked
 

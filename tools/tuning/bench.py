@@ -171,7 +171,7 @@ def measure(library: ctypes.CDLL, model: Model, kind: str, m: int, n: int, k: in
 
 
 def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
-    """What a GPU of this kind needs for one product, at its best: by flops, bytes or launches."""
+    """The least time that a GPU of this kind needs for one product: by flops, bytes or launches."""
     weights = (2 if kind == "gated" else 1) * n * k
     return max(2 * m * weights / 700e6, 2 * weights / 3e6, 4.0)
 

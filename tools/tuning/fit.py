@@ -186,7 +186,7 @@ def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray
 
 
 def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndarray:
-    """Where the loss is least near these values, each times a factor. The choice of kernels has no gradient."""
+    """Search for the least loss near these values, each times a factor. The choice of kernels has no gradient."""
     options = {"maxfev": EVALUATIONS, "ftol": 1e-5}
     found = scipy.optimize.minimize(
         lambda logs: loss(values * np.exp(logs)), np.zeros(len(values)), method="Powell", options=options
@@ -195,8 +195,8 @@ def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndar
 
 
 def evolved(values: tuple[float, ...], loss: Callable[[np.ndarray], float], name: str) -> list[float]:
-    """Where the loss is least near these values, each times a factor, by differential evolution. Powell's method, from
-    several starts, ends in worse optima here.
+    """Search for the least loss near these values, each times a factor, by differential evolution. Powell's method,
+    from several starts, ends in worse optima here.
     """
     first = np.array(values)
     bounds, start = [(-MOST_LOG, MOST_LOG)] * len(first), np.zeros(len(first))

@@ -53,7 +53,7 @@ class Point:
 
     @property
     def streamed(self) -> str:
-        """Which constants the streamed kernels have."""
+        """The names of the constants of the streamed kernels."""
         if self.m >= TALL_ROWS:
             return "tall"
         return self.kind if self.m >= TILED_ROWS else f"few_{self.kind}"

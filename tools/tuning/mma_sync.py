@@ -1,4 +1,4 @@
-"""What the model of the GEMMs of sm_80 goes by on the GPUs of a capability, measured on one of them: a row of
+"""Constants of the model of the GEMMs of sm_80 for the GPUs of a capability, measured on one of them: a row of
 cuda/sm80/tuned.def. Every kernel and torch's GEMM are timed on a few products. A constant of ours makes the model right
 about the product where ours reached the least; one of torch's, where torch's way reached the most.
 """
@@ -100,7 +100,7 @@ def fit(times: Times, predictor: Predictor, gpu: Gpu) -> list[float | list[float
     )
 
     def share(product: Product, number: int, assumed: float) -> float:
-        """What makes the estimate of a kernel that long, where `assumed` makes it as it is."""
+        """The constant that makes the estimate of a kernel that long, where `assumed` makes it as it is."""
         bound = predictor.estimated(gpu, product, number) - start
         return assumed * bound / (times[product][number] - started)
 

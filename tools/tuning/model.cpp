@@ -59,7 +59,7 @@ extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel*
   }
 }
 
-// What torch's way is estimated to take for `count` shapes, by constants in the order of TorchTime's members.
+// The estimate of torch's way for `count` shapes, by constants in the order of TorchTime's members.
 extern "C" void tune_torch(const tuning::Shape* shapes, const sm90::TorchTime* constants, int64_t count,
                            double bytes_per_microsecond, double* microseconds) {
   for (int64_t i = 0; i < count; ++i) {

@@ -14,7 +14,7 @@ extern "C" {
 
 struct Prediction {
   int kernel;  // in the list, the one of the least time that the GPU has the shared memory for
-  int ours;    // whether it is taken
+  int ours;    // true if it is taken
   double microseconds, torch_microseconds;
   char record[256];  // a gated layer's, as the ops write it
 };
@@ -64,7 +64,7 @@ int beside_sm90(const Gpu* gpu, const tuning::Shape* shape, double* microseconds
   return found == std::end(sm80::kKernels) ? -1 : static_cast<int>(found - std::begin(sm80::kKernels));
 }
 
-// What a listed kernel is estimated to take, whether or not the GPU has code of it.
+// The estimate of a listed kernel, whether or not the GPU has code of it.
 double estimated(const Gpu* gpu, const tuning::Shape* shape, int kernel) {
   return sm80::estimated_microseconds(tuning::problem_of(*shape), sm80::kListed[kernel], *gpu);
 }
@@ -88,7 +88,7 @@ int tile(int index, int* sizes) {
   return 0;
 }
 
-// Whether the choice on a GPU is among others of a listed kernel.
+// True if the choice on a GPU is among others of a listed kernel.
 int offered(const Gpu* gpu, int kernel) { return sm80::offered(kernel, *gpu) ? 1 : 0; }
 
 // A listed kernel, as Listed of prediction.py; -1 past the end.

@@ -1,4 +1,4 @@
-"""What the model of the GEMMs of sm_80 chooses on GPUs that are not here: the package's own C++, through ctypes."""
+"""Choices of the model of the GEMMs of sm_80 on GPUs that are not here: the package's own C++, through ctypes."""
 
 import ctypes
 import subprocess
@@ -108,7 +108,7 @@ class Predictor:
         return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
     def predict_training(self, gpu: Gpu, product: int, m: int, n: int, k: int) -> tuple[bool, float, float]:
-        """Whether ours is taken for a product of training, its microseconds and torch's; by its number in Product."""
+        """Return whether ours is taken for a product of training (a number of Product), its time and torch's."""
         found = (ctypes.c_double * 2)()
         ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
         return bool(ours), *found
@@ -125,7 +125,7 @@ class Predictor:
         return self._library.beside_sm90(ctypes.byref(gpu), shape, ctypes.byref(microseconds)), microseconds.value
 
     def offered(self, gpu: Gpu, kernel: int) -> bool:
-        """Whether the choice on a GPU is among others of a kernel of the list."""
+        """True if the choice on a GPU is among others of a kernel of the list."""
         return bool(self._library.offered(ctypes.byref(gpu), kernel))
 
     def flops_per_microsecond(self, gpu: Gpu) -> float:

@@ -1,4 +1,4 @@
-// What the tuner's C++ and its Python (model.py) exchange.
+// The structures that the tuner's C++ and its Python (model.py) exchange.
 #pragma once
 
 #include <cstdint>

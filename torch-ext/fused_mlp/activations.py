@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,11 @@ class Activation:
     tensor of any shape and floating dtype to one of the same shape and dtype, in operations that autograd can follow.
     ``aliases`` are the other names that ``transformers.activations.ACT2FN`` has for the same function.
     ``result_kept``: of PyTorch's operations, autograd keeps a result for the backward, or nothing, and not x.
+
+    For models: ``calls`` are the functions that modules of this activation call, each by its owner and name; where one
+    of them was replaced, nothing is fused. ``spellings`` are other functions of torch that compute it, ``classes`` the
+    qualified names of classes that do so by one function of torch, whatever their attributes are, and ``composites``
+    of those that do so by several.
     """
 
     name: str
@@ -46,6 +51,10 @@ class Activation:
     derivative: Callable[[Tensor], Tensor]
     aliases: Tuple[str, ...] = ()
     result_kept: bool = False
+    calls: Tuple[Tuple[Any, str], ...] = ()
+    spellings: Tuple[Callable[[Tensor], Tensor], ...] = ()
+    classes: Tuple[str, ...] = ()
+    composites: Tuple[str, ...] = ()
 
 
 def _gelu_derivative(x: Tensor) -> Tensor:
@@ -85,26 +94,88 @@ def _relu2(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
 
 
+_OF_TORCH = "torch.nn.modules.activation."
+_OF_TRANSFORMERS = "transformers.activations."
+
 ACTIVATIONS: Tuple[Activation, ...] = (
-    Activation("linear", 0, _identity, torch.ones_like, result_kept=True),
-    Activation("gelu", 1, F.gelu, _gelu_derivative, ("gelu_python",)),
+    Activation(
+        "linear",
+        0,
+        _identity,
+        torch.ones_like,
+        result_kept=True,
+        classes=("torch.nn.modules.linear.Identity", _OF_TRANSFORMERS + "LinearActivation"),
+    ),
+    Activation(
+        "gelu",
+        1,
+        F.gelu,
+        _gelu_derivative,
+        ("gelu_python",),
+        calls=((F, "gelu"),),
+        classes=(_OF_TRANSFORMERS + "GELUActivation",),
+    ),
     Activation(
         "gelu_pytorch_tanh",
         2,
         _gelu_tanh,
         _gelu_tanh_derivative,
         ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"),
+        calls=((F, "gelu"), (torch, "pow"), (torch, "tanh")),
+        classes=(_OF_TRANSFORMERS + "GELUTanh",),
+        composites=(
+            _OF_TRANSFORMERS + "NewGELUActivation",
+            _OF_TRANSFORMERS + "FastGELUActivation",
+            _OF_TRANSFORMERS + "AccurateGELUActivation",
+            "transformers.models.bloom.modeling_bloom.BloomGelu",
+        ),
     ),
     Activation(
         "quick_gelu",
         3,
         _quick_gelu,
         lambda x: _sigmoid_weighted_derivative(x, _QUICK_SLOPE),
+        calls=((torch, "sigmoid"),),
+        composites=(_OF_TRANSFORMERS + "QuickGELUActivation",),
     ),
-    Activation("silu", 4, F.silu, lambda x: _sigmoid_weighted_derivative(x, 1.0), ("swish",)),
-    Activation("relu", 5, F.relu, lambda x: 1.0 - (x <= 0).to(x.dtype), result_kept=True),
-    Activation("relu2", 6, _relu2, lambda x: 2.0 * F.relu(x), result_kept=True),
-    Activation("sigmoid", 7, torch.sigmoid, _sigmoid_derivative, result_kept=True),
+    Activation(
+        "silu",
+        4,
+        F.silu,
+        lambda x: _sigmoid_weighted_derivative(x, 1.0),
+        ("swish",),
+        calls=((F, "silu"),),
+        classes=(_OF_TORCH + "SiLU", _OF_TRANSFORMERS + "SiLUActivation"),
+    ),
+    Activation(
+        "relu",
+        5,
+        F.relu,
+        lambda x: 1.0 - (x <= 0).to(x.dtype),
+        result_kept=True,
+        calls=((F, "relu"),),
+        spellings=(torch.relu,),
+        classes=(_OF_TORCH + "ReLU",),
+    ),
+    Activation(
+        "relu2",
+        6,
+        _relu2,
+        lambda x: 2.0 * F.relu(x),
+        result_kept=True,
+        calls=((F, "relu"), (torch, "square")),
+        composites=(_OF_TRANSFORMERS + "ReLUSquaredActivation",),
+    ),
+    Activation(
+        "sigmoid",
+        7,
+        torch.sigmoid,
+        _sigmoid_derivative,
+        result_kept=True,
+        calls=((torch, "sigmoid"),),
+        spellings=(F.sigmoid,),
+        classes=(_OF_TORCH + "Sigmoid",),
+    ),
 )
 
 _BY_NAME: Dict[Optional[str], Activation] = {

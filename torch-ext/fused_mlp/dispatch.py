@@ -159,7 +159,7 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
 
 
 def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
-    """Why a backend that takes ``op`` on ``x`` is left to those who force it, or None if it is not."""
+    """The reason why a backend that takes ``op`` on ``x`` is left to those who force it, or None."""
     if op != "experts_mlp" or not x.is_cuda:
         return None
     if implementation is native:
@@ -168,7 +168,7 @@ def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
 
 
 def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
-    """Whether a call that autograd records takes less time by its parts: ``recorded`` is as for :func:`select`."""
+    """True if a call that autograd records takes less time by its parts: ``recorded`` is as for :func:`select`."""
     # A compiled graph runs no Python, and would be compiled anew for the other side of the bound.
     if recorded is None or not x.is_cpu or torch.compiler.is_compiling():
         return False
@@ -184,7 +184,7 @@ def least_trained_rows(op: str, gated: bool, weight: Tensor) -> int:
 
 
 def is_small_product(gate: Tensor) -> bool:
-    """Whether ``act(gate) * up`` takes less time as two operations of torch."""
+    """True if ``act(gate) * up`` takes less time as two operations of torch."""
     least = LEAST_PRODUCT.get(gate.dtype, 0)
     least = max(least, LEAST_RECORDED_PRODUCT) if least and gate.requires_grad else least
     return gate.numel() < least and _open_blocks[-1].name == "auto"

@@ -22,7 +22,7 @@ Pointwise = Callable[[Tensor, Tensor, int], Tensor]  # act(gate) * up
 
 
 class Form(NamedTuple):
-    """What the weights of experts are, and what is between them; the compiled ops take these in this order."""
+    """The layout of the weights of experts, and what is between them; the compiled ops take these in this order."""
 
     activation: int
     gated: bool
@@ -123,7 +123,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Optional[Tensor], order: Routin
 
 
 def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes the operands, and the gradient of its result, without waiting for the
+    """True if torch's grouped product takes the operands, and the gradient of its result, without waiting for the
     device.
 
     On a CPU it is a loop over all experts; ours goes over those with rows alone.

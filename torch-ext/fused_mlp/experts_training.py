@@ -18,7 +18,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def refusal(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[str]:
-    """Why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
+    """The reason why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
     x, index, _, gate_up, down, *biases = given
     if _is_compiling() or training.is_transformed() or training.is_followed():
         return "something follows the parts"

@@ -39,7 +39,7 @@ class Explanation:
 
 
 def explain(target: Union[Callable[..., Tensor], nn.Module], *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementation a call or a module would take, and why. Nothing is computed.
+    """Say which implementation a call or a module would take, and why. Nothing is computed.
 
     Args:
         target: a public function of this package, followed by the arguments of the call; or a module, alone.

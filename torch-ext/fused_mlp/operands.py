@@ -1,4 +1,4 @@
-"""What the functions ask of their operands.
+"""Checks of the functions' operands.
 
 A check raises :class:`OperandTypeError` for an operand that is no tensor, is not of a floating dtype or differs in
 dtype from the first, and :class:`OperandValueError` for a shape or a device that does not fit; the message names the
@@ -160,7 +160,7 @@ def _check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Non
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of ``x``."""
+    """True if autocast is on for the device of ``x``."""
     if x.is_cuda:  # several times as fast as x.device.type
         return torch.is_autocast_enabled("cuda")
     if x.is_cpu:

@@ -90,7 +90,7 @@ class _Rules:
         return self._dense(self._sorted(operands))
 
     def _lies_as(self, x: Strides, order: Sequence[int]) -> bool:
-        """Whether the elements follow each other without gaps, the first dimension of ``order`` fastest."""
+        """True if the elements follow each other without gaps, the first dimension of ``order`` fastest."""
         if any(size == 0 for size in self.sizes):
             return True
         expected = 1

@@ -40,7 +40,7 @@ plain_modules = getattr(_ops, ops.name)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """Why the compiled ops do not take a call on ``x``: its device, its dtype, or a GPU they were not built for."""
+    """The reason why no compiled op takes a call on ``x``: its device, its dtype, or a GPU without code."""
     if not (x.is_cuda if DEVICE_TYPE == "cuda" else x.is_cpu):  # several times as fast as comparing x.device.type
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
@@ -52,19 +52,19 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
 
 
 def reads(weight: Tensor) -> bool:
-    """Whether a kernel of this build reads a weight as it lies: those for GPUs want rows of adjacent elements."""
+    """True if a kernel of this build reads a weight as it lies: those for GPUs want rows of adjacent elements."""
     return DEVICE_TYPE == "cpu" or weight.stride(1) == 1 or weight.shape[1] == 1
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU that the kernels of experts are for."""
+    """True if ``x`` is on a GPU that the kernels of experts are for."""
     return (_is_hopper if torch.compiler.is_compiling() else _cached_is_hopper)(x.get_device())
 
 
 def experts_refusal(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
 ) -> Optional[str]:
-    """Why ``experts_mlp`` is not for operands of which :func:`refusal` says nothing, by the code in ``plans.REFUSALS``.
+    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
 
     It would raise an error, as cuda/experts.cpp says and has to be known of the tensors that are traced too, or take
     longer than its parts.
@@ -109,7 +109,7 @@ _MOST_TRANSPOSED_ROWS = 32
 
 
 def has_many_rows(top_k_index: Tensor, gate_up_weight: Tensor) -> bool:
-    """Whether transposed weights on a GPU are left to torch's products."""
+    """True if transposed weights on a GPU are left to torch's products."""
     most = _MOST_TRANSPOSED_ROWS * (gate_up_weight.shape[0] if gate_up_weight.dim() == 3 else 0)
     return DEVICE_TYPE == "cuda" and top_k_index.numel() > most
 
@@ -133,7 +133,7 @@ _cached_gpu_refusal = functools.cache(_gpu_refusal)
 
 
 def takes_every_gpu() -> bool:
-    """Whether the ops run on all GPUs of this process."""
+    """True if the ops run on all GPUs of this process."""
     return all(_cached_gpu_refusal(index) is None for index in range(torch.cuda.device_count()))
 
 
@@ -145,7 +145,7 @@ _cached_is_hopper = functools.cache(_is_hopper)
 
 
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
-    """How the compiled ops would compute a call, by its named layers; the arguments are those of the op ``plan``."""
+    """Plan how the compiled ops compute a call, by its named layers; the arguments are those of the op ``plan``."""
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 

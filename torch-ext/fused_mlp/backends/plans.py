@@ -37,7 +37,7 @@ _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in
 
 @dataclass(frozen=True)
 class Part:
-    """How one layer of a call is computed.
+    """The way in which one layer of a call is computed.
 
     ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2", where one kernel does the GEMM and
     all that follows it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of
@@ -94,7 +94,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a call that autograd follows keeps for its backward beside its operands: names of values, and their bytes.
+    """The values that a call keeps for its backward beside its operands: their names, and their bytes.
 
     ``gemms`` says of a CUDA call how those products are computed that a pointwise step goes with, and on a CPU which
     ones are ours. torch's GEMMs compute the others, on a CPU with pointwise kernels between them.

@@ -17,6 +17,7 @@ from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
 from .. import functional
+from ..activations import ACTIVATIONS
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -34,15 +35,17 @@ def unpatched(owner: Any, name: str, home: Any) -> Any:
     return function if inspect.isbuiltin(function) else None
 
 
-# What the parts of an MLP call. Profilers that count operations, quantisers and loggers put functions of their own in
-# these places.
+# What the parts of an MLP call, activations included. Profilers that count operations, quantisers and loggers put
+# functions of their own in these places.
 _PATCHABLE = (
     (nn.Linear, "__call__", _torch_module),  # and with it that of every module
     (nn.Linear, "forward", nn.modules.linear),
-    *((F, name, F) for name in ("linear", "dropout", "gelu", "relu", "silu")),
-    *((torch, name, torch) for name in ("addmm", "pow", "sigmoid", "square", "tanh")),
+    *((F, name, F) for name in ("linear", "dropout")),
+    (torch, "addmm", torch),
+    *((owner, name, owner) for owner, name in dict.fromkeys(call for row in ACTIVATIONS for call in row.calls)),
 )
 _ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
+_CALL = _ORIGINALS[0][2]
 
 
 def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -51,11 +54,6 @@ def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 linear_forward.__name__ = "forward"  # the name under which a bound method is pickled
-
-
-# One by one, since that is asked for in every call: a loop over them takes five times as long.
-_originals = [original for *_, original in _ORIGINALS]
-_CALL, _FORWARD, _LINEAR, _DROPOUT, _GELU, _RELU, _SILU, _ADDMM, _POW, _SIGMOID, _SQUARE, _TANH = _originals
 
 
 def of_surroundings() -> Optional[str]:
@@ -67,24 +65,9 @@ def of_surroundings() -> Optional[str]:
         or _torch_module._global_backward_pre_hooks
     ):
         return "global module hooks"
-    if (
-        nn.Linear.__call__ is not _CALL
-        or nn.Linear.forward is not _FORWARD
-        or F.linear is not _LINEAR
-        or F.dropout is not _DROPOUT
-        or F.gelu is not _GELU
-        or F.relu is not _RELU
-        or F.silu is not _SILU
-        or torch.addmm is not _ADDMM
-        or torch.pow is not _POW
-        or torch.sigmoid is not _SIGMOID
-        or torch.square is not _SQUARE
-        or torch.tanh is not _TANH
-    ):
-        owner, name = next(
-            (owner, name) for owner, name, original in _ORIGINALS if getattr(owner, name) is not original
-        )
-        return f"a patched {owner.__name__}.{name}"
+    for owner, name, original in _ORIGINALS:
+        if getattr(owner, name) is not original:
+            return f"a patched {owner.__name__}.{name}"
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
         if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product

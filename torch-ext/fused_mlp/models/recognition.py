@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Callable, Dict, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,40 +13,10 @@ from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
 from .formulas import Formula, formula_of
 
-# Classes whose instances compute a row of the table whatever their attributes are, by several operations of torch.
-_COMPOSITES: Dict[str, str] = {
-    "transformers.activations.NewGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.FastGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.AccurateGELUActivation": "gelu_pytorch_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.ReLUSquaredActivation": "relu2",
-    "transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_pytorch_tanh",
-}
-# These, and those that are one operation; torch.nn.GELU is read below.
-_BY_CLASS: Dict[str, str] = {
-    **_COMPOSITES,
-    "torch.nn.modules.activation.SiLU": "silu",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.linear.Identity": "linear",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_pytorch_tanh",
-    "transformers.activations.SiLUActivation": "silu",
-    "transformers.activations.LinearActivation": "linear",
-}
-COMPOSITES = {name.rpartition(".")[2]: True for name in _COMPOSITES}  # by which compiled code looks them up
-
-# The functions of torch that modules of these classes call, by row.
-FUNCTIONS_OF: Dict[str, Tuple[Tuple[Any, str], ...]] = {
-    "linear": (),
-    "gelu": ((F, "gelu"),),
-    "gelu_pytorch_tanh": ((F, "gelu"), (torch, "pow"), (torch, "tanh")),
-    "quick_gelu": ((torch, "sigmoid"),),
-    "silu": ((F, "silu"),),
-    "relu": ((F, "relu"),),
-    "relu2": ((F, "relu"), (torch, "square")),
-    "sigmoid": ((torch, "sigmoid"),),
-}
+# Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
+_BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
+# Those that do so by several operations of torch, by the name by which compiled code looks them up.
+COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
 
 # Functions and methods that compute a row of the table, of packages that may not be there.
 _BY_QUALIFIED_NAME: Dict[str, str] = {
@@ -54,9 +24,7 @@ _BY_QUALIFIED_NAME: Dict[str, str] = {
 }
 
 _FUNCTIONS: Dict[Callable, str] = {
-    **{activation.function: activation.name for activation in ACTIVATIONS},
-    torch.relu: "relu",
-    F.sigmoid: "sigmoid",
+    function: row.name for row in ACTIVATIONS for function in (row.function, *row.spellings)
 }
 
 

@@ -349,7 +349,7 @@ def learn(act: Act) -> None:
     if own not in (None, forward):
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading what is there
-        functions = ((owner, name, _originals[owner, name]) for owner, name in recognition.FUNCTIONS_OF[row.name])
+        functions = ((owner, name, _originals[owner, name]) for owner, name in row.calls)
         _known[key] = _Known(forward, row.code, tuple(functions))
 
 

@@ -37,7 +37,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """Why the Triton kernels do not take ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
+    """The reason why no Triton kernel takes ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
     if not INSTALLED:
         return "triton is not installed"
     if x.dtype not in _DTYPES:

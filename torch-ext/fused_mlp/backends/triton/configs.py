@@ -21,7 +21,7 @@ Config = Dict[str, int]
 
 
 class Gpu(NamedTuple):
-    """What the choice of launch parameters depends on."""
+    """The properties of a GPU that the choice of launch parameters depends on."""
 
     name: str
     capability: int  # 90 for 9.0, and 0 where the GPU is not NVIDIA's

@@ -125,7 +125,7 @@ def gated_linear(
 
 
 def _torch_multiplies(x: Tensor) -> bool:
-    """Whether the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
+    """True if the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
     return on_gpu(x) and x.dtype == torch.float32 and input_precision(x) == "ieee"
 
 
@@ -196,18 +196,18 @@ def launch(
 
 
 def input_precision(x: Tensor) -> str:
-    """How fp32 operands are multiplied: as PyTorch was told to, on NVIDIA's GPUs. Without effect on 16-bit ones."""
+    """The precision of products of fp32: as PyTorch was told to, on NVIDIA's GPUs. Without effect at 16 bits."""
     asked = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if asked and torch.version.hip is None and not x.is_xpu else "ieee"
 
 
 def _vectorizes(matrix: Tensor) -> bool:
-    """Whether Triton loads it 16 bytes at a time: it does where it sees that sizes and addresses divide by 16."""
+    """True if Triton loads it 16 bytes at a time: it does where it sees that sizes and addresses divide by 16."""
     inner = 1 if matrix.stride(1) == 1 else 0  # the dimension along which elements are adjacent
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(1 - inner) % 16 == 0
     return aligned and matrix.stride(inner) == 1 and matrix.shape[inner] % 16 == 0
 
 
 def _fits_descriptor(matrix: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address a matrix that vectorizes: its coordinates are 32-bit."""
+    """True if the tensor memory accelerator can address a matrix that vectorizes: its coordinates are 32-bit."""
     return matrix.stride(1) == 1 and matrix.stride(0) > 0 and 0 < matrix.shape[0] < 2**31 and matrix.shape[1] > 0
