@@ -12,7 +12,7 @@ import itertools
 from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch, strides
 from ._ops import add_op_namespace_prefix
-from .activations import ACTIVATIONS, BY_CODE
+from .activations import ACTIVATIONS, BY_CODE, get_activation
 from .backends import native, plans, reference
 from .operands import halves
 
@@ -66,10 +66,10 @@ def refusal(op: str, activation: int) -> Optional[str]:
     """Why a call that autograd follows is not one op, or None if it can be.
 
     Of one layer alone an op saves next to nothing but on a CPU, and it would keep more than eager does where that keeps
-    an activation's result.
+    an activation's result; of any, where there is no activation that would be fused.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
-    if op not in _NAMES or is_left:
+    if op not in _NAMES or is_left or activation == _NO_ACTIVATION:
         return "autograd follows the parts"
     return "torch.func follows the parts" if is_transformed() else None
 
@@ -88,12 +88,24 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
 
-def recorded_elements(op: str, given: Operands, memory: str) -> Optional[int]:
-    """How many hidden values a call has, by which it is known whether its op saves time; None where memory is saved."""
+def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
+    """How many hidden values a call has, by which it is known whether its op saves time; None where memory is saved.
+
+    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less.
+    """
     if memory == RECOMPUTED:
         return None
     x, weight = given[:2]
-    return x.shape[:-1].numel() * weight.shape[0]
+    elements = x.shape[:-1].numel() * weight.shape[0]
+    return elements if op != "mlp" or activation in _WITH_INPUT_KEPT else elements // 64
+
+
+def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:
+    """Whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
+    if refusal(op, activation) is not None:
+        return True
+    x = given[0]
+    return x.is_cpu and dispatch.is_too_small(op, x, recorded_elements(op, given, activation, memory))
 
 
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
@@ -132,6 +144,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
 _WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
+_NO_ACTIVATION = get_activation(None).code
 
 
 def _full(op: str, given: Operands) -> Operands:
@@ -230,7 +243,8 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     if grad is None:
         return (None,) * 10
     saved, own, (activation, up_first, keep, layout) = ctx.saved_tensors, ctx.own, ctx.how
-    operands, needs = saved[:7], _asked(ctx)
+    operands = saved[:7]
+    needs = _asked(ctx, grad, operands)
     bits, in_places = _placed(needs)
     plain = own is not None and not _dispatch_modes()
     alone = False
@@ -259,43 +273,45 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     return in_places((*found, None))
 
 
-def _asked(ctx: Any) -> Tuple[bool, ...]:
+def _asked(ctx: Any, grad: Tensor, operands: Operands) -> Tuple[bool, ...]:
     """Which of the gradients that operands require the running backward is for.
 
-    One of a bias is computed along with that of its weight, rather than asked after.
+    That of a bias is computed along with its weight's. Of a leaf that autograd.grad is given torch raises an error
+    rather than say yes, which takes as long as little work: then the others are computed as well.
     """
     needs = ctx.needs_input_grad[:7]
     if _is_compiling():
         return needs
     asked, nodes = list(needs), _next_nodes(ctx)
-    for place, need in enumerate(needs):
-        if need:
-            node = nodes.pop()
-            asked[place] = (place > 3 and asked[place - 3]) or _is_asked(node)
+    for place in _WEIGHTS_FIRST:
+        if place in nodes and not (place > 3 and asked[place - 3]):
+            try:
+                asked[place] = _will_run(nodes[place])
+            except RuntimeError:
+                x, weight = operands[:2]
+                source = weight if x is None else x
+                if source is None or grad.numel() * source.shape[-1] < _LITTLE_WORK:
+                    break
     return tuple(asked)
 
 
-def _next_nodes(ctx: Any) -> List[Any]:
-    """The nodes that gradients go to from one, the last first."""
-    return [node for node, _ in reversed(ctx.next_functions) if node is not None]
+_WEIGHTS_FIRST = (1, 2, 3, 0, 4, 5, 6)
+_LITTLE_WORK = 1 << 20  # multiplications
 
 
-def _is_asked(node: Any) -> bool:
-    try:
-        return _will_run(node)
-    except RuntimeError:  # of a leaf that autograd.grad is asked for torch does not say so
-        return True
+def _next_nodes(ctx: Any) -> Dict[int, Any]:
+    """The nodes that gradients go to from one, by the places of their operands."""
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return dict(zip(itertools.compress(range(7), ctx.needs_input_grad), nodes))
 
 
 def _variables(ctx: Any, operands: Operands) -> Operands:
     """The operands for a gradient that is differentiated: those that are not saved without their values."""
-    found, nodes = list(operands), _next_nodes(ctx)
-    for place, need in enumerate(ctx.needs_input_grad[:7]):
-        if need:
-            node = nodes.pop()
-            if found[place] is None:
-                edge = ctx.edges.get(place)
-                found[place] = node.variable if edge is None else edge
+    found = list(operands)
+    for place, node in _next_nodes(ctx).items():
+        if found[place] is None:
+            edge = ctx.edges.get(place)
+            found[place] = node.variable if edge is None else edge
     return tuple(found)
 
 
