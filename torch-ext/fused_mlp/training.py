@@ -246,11 +246,12 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     operands = saved[:7]
     needs = _asked(ctx, grad, operands)
     bits, in_places = _placed(needs)
-    plain = own is not None and not _dispatch_modes()
-    alone = False
-    if own is not None and not _keeps_graph():
-        ctx.own = ()  # what autograd saves it frees as well
-        alone = plain and _are_alone(own)
+    plain = alone = False
+    if own is not None and not _is_compiling():
+        plain = not _dispatch_modes()
+        if not _keeps_graph():
+            ctx.own = ()  # what autograd saves it frees as well
+            alone = plain and _are_alone(own)
     gate, up = saved[7:] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
