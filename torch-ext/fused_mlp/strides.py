@@ -55,7 +55,7 @@ def of_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tup
 
 
 def is_by_column(x: Tensor, is_always_matrix: bool) -> bool:
-    """Whether the gradient of an input of F.linear lies column by column, rather than row by row.
+    """Return whether the gradient of an input of F.linear lies column by column, rather than row by row.
 
     It does for an x that, as a matrix, lies so without gaps. F.linear makes a matrix of more dimensions if their
     strides say that it can, those of size 1 included, and always where the weight needs a gradient.

@@ -12,17 +12,18 @@ import itertools
 from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import dispatch, strides
+from . import dispatch, nodes
 from ._ops import add_op_namespace_prefix
 from .activations import ACTIVATIONS, BY_CODE, get_activation
 from .backends import native, plans, reference
+from .nodes import Operands
 from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
@@ -41,9 +42,6 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_will_run = torch._C._will_engine_execute_node
-
-Operands = Tuple[Optional[Tensor], ...]
 
 
 def is_recording() -> bool:
@@ -83,7 +81,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     names = {"linear": ("result",), "mlp": ("fc1",)}.get(op, ("gate", "up"))
     if is_first_frozen(*given):
         names = ("hidden",) if given[3].requires_grad else ()
-    elif not _saved(tuple(tensor is not None and tensor.requires_grad for tensor in given), True).up:
+    elif not nodes.saved(tuple(tensor is not None and tensor.requires_grad for tensor in given), True).up:
         names = names[:1]
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
@@ -101,7 +99,7 @@ def recorded_elements(op: str, given: Operands, activation: int, memory: str) ->
 
 
 def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:
-    """Whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
+    """Return whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
     if refusal(op, activation) is not None:
         return True
     x = given[0]
@@ -162,7 +160,7 @@ def _full(op: str, given: Operands) -> Operands:
 
 
 def keeps(given: Operands, memory: str) -> bool:
-    """Whether values of the first layer are kept: also to save memory, where the input alone would be more of it."""
+    """Return whether values of the first layer are kept: also to save memory, where the input would be more of it."""
     x, weight, up_weight, second_weight = given[:4]
     if memory == KEPT:
         return True
@@ -189,53 +187,16 @@ def is_first_frozen(
     return not any(tensor is not None and tensor.requires_grad for tensor in (up_weight, bias, up_bias))
 
 
-class _Saved(NamedTuple):
-    """What is saved for a backward that may be asked for certain gradients.
-
-    ``operands`` takes this from all operands with None behind them. ``gate`` and ``up`` say whether their values before
-    the activation are, and ``lost`` are the places of operands that have gradients, but are not saved.
-    """
-
-    operands: Callable[[Operands], Operands]
-    gate: bool
-    up: bool
-    lost: Tuple[int, ...]
-
-
-@functools.cache
-def _saved(needs: Tuple[bool, ...], keep: bool) -> _Saved:
-    x, weight, up_weight, second_weight, bias, *_ = needs = needs[:7]
-    if not keep:
-        return _Saved(itemgetter(0, 1, 2, 3, 4, 5, -1), False, False, (6,) * needs[6])
-    wanted = (weight or up_weight, x, x, True, False, False, False)
-    places = (index if want else -1 for index, want in enumerate(wanted))
-    lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
-    return _Saved(itemgetter(*places), True, x or weight or bias or second_weight, lost)
-
-
-def _layout(inputs: Tuple[Any, ...], needs: Tuple[bool, ...]) -> int:
-    """Which of the gradients of x and the first layer's weights lie column by column, as bits for the backward."""
-    x, weight, up_weight = inputs[:3]
-    bits = 0
-    if needs[0] and not x.is_contiguous() and strides.is_by_column(x, needs[1 if up_weight is None else 2]):
-        bits = 1 << 7
-    if needs[1] and not weight.is_contiguous():
-        bits |= 1 << 8
-    if needs[2] and not up_weight.is_contiguous():
-        bits |= 1 << 9
-    return bits
-
-
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     needs, keep = ctx.needs_input_grad, inputs[8]
     # Of the operands all, for a gradient that is differentiated: what traces this sees which the op is given.
-    ctx.save_for_backward(*inputs[:7], *_values(inputs, output, _saved(needs, keep)))
-    ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, _layout(inputs, needs)), None, {}
+    ctx.save_for_backward(*inputs[:7], *_values(inputs, output, nodes.saved(needs, keep)))
+    ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 
 
-def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: _Saved) -> Tuple[Optional[Tensor], ...]:
+def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
     return (output[1] if saved.gate else None, output[2] if saved.up and inputs[2] is not None else None)
 
 
@@ -244,7 +205,7 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         return (None,) * 10
     saved, own, (activation, up_first, keep, layout) = ctx.saved_tensors, ctx.own, ctx.how
     operands = saved[:7]
-    needs = _asked(ctx, grad, operands)
+    needs = nodes.asked(ctx, grad, operands)
     bits, in_places = _placed(needs)
     plain = alone = False
     if own is not None and not _is_compiling():
@@ -255,7 +216,7 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
     gate, up = saved[7:] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
-        return _composed_gradients(_variables(ctx, operands), gate, up, grad, needs, activation, up_first)
+        return _composed_gradients(nodes.variables(ctx, operands), gate, up, grad, needs, activation, up_first)
 
     def composed_after_the_op() -> Tuple[Tensor, ...]:
         found = composed()
@@ -268,52 +229,10 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         found = composed()
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
-        given = _saved(ctx.needs_input_grad, keep).operands((*operands, None))[:6]
+        given = nodes.saved(ctx.needs_input_grad, keep).operands((*operands, None))[:6]
         arguments = (grad, *given, gate, up, activation, bits | layout, up_first)
         found = dispatch.op_or_parts(backward, arguments, composed_after_the_op)
     return in_places((*found, None))
-
-
-def _asked(ctx: Any, grad: Tensor, operands: Operands) -> Tuple[bool, ...]:
-    """Which of the gradients that operands require the running backward is for.
-
-    That of a bias is computed along with its weight's. Of a leaf that autograd.grad is given torch raises an error
-    rather than say yes, which takes as long as little work: then the others are computed as well.
-    """
-    needs = ctx.needs_input_grad[:7]
-    if _is_compiling():
-        return needs
-    asked, nodes = list(needs), _next_nodes(ctx)
-    for place in _WEIGHTS_FIRST:
-        if place in nodes and not (place > 3 and asked[place - 3]):
-            try:
-                asked[place] = _will_run(nodes[place])
-            except RuntimeError:
-                x, weight = operands[:2]
-                source = weight if x is None else x
-                if source is None or grad.numel() * source.shape[-1] < _LITTLE_WORK:
-                    break
-    return tuple(asked)
-
-
-_WEIGHTS_FIRST = (1, 2, 3, 0, 4, 5, 6)
-_LITTLE_WORK = 1 << 20  # multiplications
-
-
-def _next_nodes(ctx: Any) -> Dict[int, Any]:
-    """The nodes that gradients go to from one, by the places of their operands."""
-    nodes = (node for node, _ in ctx.next_functions if node is not None)
-    return dict(zip(itertools.compress(range(7), ctx.needs_input_grad), nodes))
-
-
-def _variables(ctx: Any, operands: Operands) -> Operands:
-    """The operands for a gradient that is differentiated: those that are not saved without their values."""
-    found = list(operands)
-    for place, node in _next_nodes(ctx).items():
-        if found[place] is None:
-            edge = ctx.edges.get(place)
-            found[place] = node.variable if edge is None else edge
-    return tuple(found)
 
 
 @functools.cache
@@ -344,10 +263,10 @@ class _Recorded(torch.autograd.Function):
         with _below_autograd():
             output = _plain_forward(*inputs)
         needs, keep = ctx.needs_input_grad, inputs[8]
-        saved = _saved(needs, keep)
+        saved = nodes.saved(needs, keep)
         operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
-        ctx.how = (inputs[7], inputs[9], keep, _layout(inputs, needs))
-        ctx.edges = _edges(inputs, saved.lost)
+        ctx.how = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs))
+        ctx.edges = nodes.edges(inputs, saved.lost)
         # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
         ctx.materialize_grads = False
         if _saved_tensors_hooks(False) is None:
@@ -361,28 +280,6 @@ class _Recorded(torch.autograd.Function):
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.
 _record = super(torch.autograd.Function, _Recorded).apply
-
-
-class _Edge(torch.autograd.Function):
-    """A tensor of the shape of another, and with the gradients of that, but neither its values nor its memory."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(()).expand(tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def _edges(inputs: Tuple[Any, ...], lost: Tuple[int, ...]) -> Dict[int, Tensor]:
-    """What stands for those of the lost operands that no node of autograd knows."""
-    found = {}
-    for place in lost:
-        if not inputs[place].is_leaf:
-            with torch.enable_grad():
-                found[place] = _Edge.apply(inputs[place])
-    return found
 
 
 def _are_alone(own: Tuple[Optional[Tensor], Optional[Tensor]]) -> bool:
