@@ -28,7 +28,7 @@ struct Cpu {
   static void mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, false); }
   static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, true); }
 
-  static bool batches(const Tensor&) { return false; }
+  static bool batches(const Tensor&, int64_t) { return false; }
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
   static Tensor column_sums(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {
@@ -162,7 +162,7 @@ int64_t least_recorded(const Tensor& x) {
   return isa() == Isa::kAvx512 || isa() == Isa::kAvx512Bf16 ? 1 << 20 : 0;
 }
 
-std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> training_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
@@ -171,7 +171,7 @@ std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const
                         false);
 }
 
-std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
                                        const OptionalTensor& up, int64_t activation, int64_t needs,

@@ -173,9 +173,9 @@ struct Cuda {
   }
 
   // Alone, a product for a small weight has too few tiles for the chip. One more of a large weight gains nothing.
-  static bool batches(const Tensor& weight) {
+  static bool batches(const Tensor& like, int64_t elements) {
     constexpr int64_t kSmall = 1 << 24;
-    return dtype_of(weight, "weight") != DType::kFloat32 && weight.size(0) * weight.size(1) <= kSmall;
+    return dtype_of(like, "grad") != DType::kFloat32 && elements <= kSmall;
   }
 
   // The four matrices are tensors of their own. The stride of a batch is the distance between its two.
@@ -312,22 +312,22 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
   return plan.text();
 }
 
-std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> training_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
                                       int64_t needs, std::optional<bool> up_first) {
-  const DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(grad.get_device_index());
   return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs,
                          up_first, false);
 }
 
-std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
                                        const OptionalTensor& up, int64_t activation, int64_t needs,
                                        std::optional<bool> up_first) {
-  const DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(grad.get_device_index());
   return gradients<Cuda>(grad, x, weight, up_weight, second_weight, bias, up_bias, gate, up, activation, needs,
                          up_first, true);
 }

@@ -65,6 +65,10 @@ class Made:
         self.module.train(source.training)
         self.names["before"](self.module)
         self.root = self.names["hold"](self.module)
+        draw = random.Random(source.seed)
+        share = draw.choice((1.0, 1.0, 0.5, 0.0))
+        for parameter in itertools.filterfalse(nn.parameter.is_lazy, self.root.parameters()):
+            parameter.requires_grad_(draw.random() < share)
         self.dtype = dtype or getattr(torch, source.dtype)
         if dtype is not None:
             self.root.to(dtype)
@@ -86,7 +90,7 @@ class Made:
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
             try:
-                sum(output.square().sum() for output in outputs).backward()
+                seen["gradient"] = self.backward(sum(output.square().sum() for output in outputs), x)
             except RuntimeError as error:
                 return {**seen, "error": error}
         seen["gradients"] = {name: parameter.grad for name, parameter in self.root.named_parameters()}
@@ -96,6 +100,19 @@ class Made:
         seen["attributes"] = {name: vars(self.module)[name] for name in attributes if name in vars(self.module)}
         seen["calls"] = list(record)
         return seen
+
+    def backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """All gradients, a parameter changed in place before them or not, or one alone, which it returns."""
+        draw, parameters = random.Random(self.source.seed), list(self.root.parameters())
+        wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
+        way = draw.choice(("all", "all", "one", "changed"))
+        if way == "one" and wanted:
+            return torch.autograd.grad(loss, draw.choice(wanted), allow_unused=True)[0]
+        if way == "changed" and parameters:
+            with torch.no_grad():
+                draw.choice(parameters).mul_(0.5)
+        loss.backward()
+        return None
 
     def watch(self) -> None:
         """Has the calls of all parts recorded, with the strides of what they give."""

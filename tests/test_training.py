@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import machine
@@ -263,22 +264,40 @@ def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, dtype):
-    """Below a bound torch's functions train a plain MLP, and explain says so; from it on, or to save memory, an op."""
+@pytest.mark.parametrize("act, activation, count", [(nn.GELU, "gelu", 480), (nn.ReLU, "relu", 480 // 64)], ids=str)
+def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, act, activation, count, dtype):
+    """Below a bound torch's functions train a plain MLP, and explain says so; from it on, or to save memory, an op.
+
+    A ReLU costs torch so little that the bound is much higher.
+    """
     least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[dtype]
-    module, x = Plain(sizes=(32, 48, 24)).to(dtype), torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    module, x = Plain(act, sizes=(32, 48, 24)).to(dtype), torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
     fused, saving = copy.deepcopy(module), copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused).fused and fused_mlp.fuse_mlps(saving, memory="recompute").fused
     given = [x, module.fc1.weight, module.fc2.weight, module.fc1.bias, module.fc2.bias]
-    for bound, is_op in ((2 * 5 * 48, True), (2 * 5 * 48 + 1, False)):
+    for bound, is_op in ((count, True), (count + 1, False)):
         monkeypatch.setitem(least, "mlp", bound)
-        explained = fused_mlp.explain(fused_mlp.mlp, *given, activation="gelu")
+        explained = fused_mlp.explain(fused_mlp.mlp, *given, activation=activation)
         assert (explained.implementation == "cpu") == is_op and (f"fewer than {bound}" in explained.reason) != is_op
-        results = [fused(x), fused(x), fused_mlp.mlp(*given, activation="gelu")]
+        results = [fused(x), fused(x), fused_mlp.mlp(*given, activation=activation)]
         assert [hasattr(result.grad_fn, "own") for result in results] == 3 * [is_op]
         assert hasattr(saving(x).grad_fn, "own")
         if not is_op:
             assert all(torch.equal(result, module(x)) for result in results)
+
+
+@pytest.mark.parametrize("trained, written", [("fc1", True), ("", False)])
+def test_a_little_mlp_whose_input_needs_no_gradient(fused_mlp, device, monkeypatch, trained, written):
+    """It runs as written, wherever its parameters stand, if they are trained."""
+    plain = sys.modules[f"{fused_mlp.__name__}.models.shortcut"].plain
+    module, x = nn.Sequential(Plain()).to(device), torch.randn(2, 32, device=device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(bool(trained) and trained in name)
+    for bounds in sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED.values():
+        monkeypatch.setitem(bounds, "mlp", 1 << 20)
+    assert plain.runs_as_written(x, module, False) == written
+    with torch.no_grad():
+        assert not plain.runs_as_written(x, module, False)
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")

@@ -279,6 +279,23 @@ Answer has_composite(PyObject* state) {
   return kNo;
 }
 
+// Whether the first parameter needs a gradient of those that a module has, or else its children, of so many
+// generations; kError without an error where there are none.
+Answer is_trained(PyObject* state, int generations) {
+  PyObject *const parameters = item(state, names().parameters), *const modules = item(state, names().modules);
+  PyObject *name, *found;
+  if (parameters == nullptr || modules == nullptr || !PyDict_Check(parameters) || !PyDict_Check(modules)) return kError;
+  for (Py_ssize_t place = 0; PyDict_Next(parameters, &place, &name, &found);) {
+    if (is_tensor(found)) return attribute_is_true(found, names().requires_grad);
+  }
+  for (Py_ssize_t place = 0; generations > 0 && PyDict_Next(modules, &place, &name, &found);) {
+    PyObject* const of_child = found == Py_None ? nullptr : state_of(found);
+    const Answer trained = of_child == nullptr ? kError : is_trained(of_child, generations - 1);
+    if (trained != kError || PyErr_Occurred()) return trained;
+  }
+  return kError;
+}
+
 // Answers for py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
@@ -289,10 +306,11 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
-  const Answer followed = is_followed(x, recording);
+  PyObject* const state = state_of(module);
+  Answer followed = is_followed(x, recording);
+  if (followed == kNo && recording == kYes && state != nullptr) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
-  PyObject* const state = state_of(module);
   const Answer composite = state == nullptr ? kError : has_composite(state);
   if (composite != kNo) return composite == kYes ? kNo : kError;
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation

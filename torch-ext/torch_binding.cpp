@@ -56,11 +56,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? up_bias, int activation, bool keep) -> str");
   ops.def("least_recorded(Tensor x) -> int");
   ops.def(
-      "training_backward(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
+      "training_backward(Tensor grad, Tensor? x, Tensor? weight, Tensor? up_weight, Tensor? second_weight, "
       "Tensor? bias, Tensor? up_bias, Tensor? gate, Tensor? up, int activation, int needs, bool? up_first) -> "
       "Tensor[]");
   ops.def(
-      "training_backward_(Tensor grad, Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, "
+      "training_backward_(Tensor grad, Tensor? x, Tensor? weight, Tensor? up_weight, Tensor? second_weight, "
       "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs, bool? up_first) "
       "-> Tensor[]");
 }

@@ -131,15 +131,16 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
 int64_t least_recorded(const Tensor& x);
 
 // The gradients of its operands that `needs` asks for (backward.h), given that of its result. `gate` and `up` are what
-// it kept; without `gate` they are computed again.
-std::vector<Tensor> training_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+// it kept: of the other operands, those that none of these gradients needs may be left out. Without `gate` it is
+// computed again, of all operands.
+std::vector<Tensor> training_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                       const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                       const OptionalTensor& bias, const OptionalTensor& up_bias,
                                       const OptionalTensor& gate, const OptionalTensor& up, int64_t activation,
                                       int64_t needs, std::optional<bool> up_first);
 
 // The same in less memory: what was kept is overwritten, and its memory freed.
-std::vector<Tensor> training_backward_(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                                        const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                                        const OptionalTensor& bias, const OptionalTensor& up_bias, const Tensor& gate,
                                        const OptionalTensor& up, int64_t activation, int64_t needs,

@@ -259,7 +259,7 @@ def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: i
     x = given[0]
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
         return "operands of several dtypes"
-    recorded = training.recorded_elements(op, given, memory)
+    recorded = training.recorded_elements(op, given, activation, memory)
     if dispatch.select(op, x, recorded) is native:
         return None
     return f"autograd follows the parts: {dispatch.reasoned(op, x, recorded)[1]}"
@@ -310,7 +310,7 @@ def _computed(
 ) -> Tensor:
     """The result of one op of some backend, or of the composed parts where they take less time, or are to be seen."""
     recorded = _is_plainly_recorded(op, given)
-    is_left = bool(recorded) and _is_left_to_parts(op, given, activation, memory)
+    is_left = bool(recorded) and training.is_left_to_parts(op, given, activation, memory)
     if recorded is not None and not is_left:
         result = _by_op(op, given, activation, memory=memory if recorded else None)
         if result is not None:
@@ -336,14 +336,6 @@ def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional
     if op == "experts_mlp" and recorded is not None and dispatch.select(op, given[0]) is not native:
         return None  # experts are left to others on some GPUs
     return recorded
-
-
-def _is_left_to_parts(op: str, given: Sequence[Optional[Tensor]], activation: int, memory: str) -> bool:
-    """Whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
-    if training.refusal(op, activation) is not None:
-        return True
-    x = given[0]
-    return x.is_cpu and dispatch.is_too_small(op, x, training.recorded_elements(op, given, memory))
 
 
 def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optional[str] = None) -> Optional[Tensor]:
@@ -499,14 +491,17 @@ class _ActAndMul(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         gate, up, ctx.activation, ctx.implementation = inputs
-        ctx.save_for_backward(gate, up)
+        ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         gate, up = ctx.saved_tensors
         # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
         composed = torch.is_grad_enabled() or _ambient_reason() is not None
-        backward = (reference if composed else ctx.implementation).act_and_mul_backward
+        implementation = reference if composed else ctx.implementation
+        if up is None:
+            return None, _computed_act_and_mul(implementation, gate, grad, ctx.activation), None, None
         given = grad, gate, up, ctx.activation
+        backward = implementation.act_and_mul_backward
         gate_grad, up_grad = dispatch.op_or_parts(backward, given, lambda: reference.act_and_mul_backward(*given))
         return gate_grad, up_grad, None, None

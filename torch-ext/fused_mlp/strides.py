@@ -54,6 +54,28 @@ def of_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tup
     return rules.binary(of_value, value if name == "sigmoid" else gate.stride()), of_up
 
 
+def is_by_column(x: Tensor, is_always_matrix: bool) -> bool:
+    """Return whether the gradient of an input of F.linear lies column by column, rather than row by row.
+
+    It does for an x that, as a matrix, lies so without gaps. F.linear makes a matrix of more dimensions if their
+    strides say that it can, those of size 1 included, and always where the weight needs a gradient.
+    """
+    if x.dim() < 2 or (x.dim() > 2 and x.shape[:-1].numel() <= 1):
+        return False
+    is_free = [x.dim() > 2 and size == 1 and is_always_matrix for size in x.shape[:-1]] + [False]
+    wanted = by_column(x.shape)
+    return all(free or stride == want for free, stride, want in zip(is_free, x.stride(), wanted))
+
+
+def by_column(sizes: Sequence[int]) -> Strides:
+    """The strides of a tensor whose last dimension is its slowest, and which has no gaps."""
+    strides, rows = [], 1
+    for size in reversed(sizes[:-1]):
+        strides.append(rows)
+        rows = rows * size
+    return (*reversed(strides), rows)
+
+
 class _Rules:
     """The strides of results, from those of operands that all have the given sizes."""
 

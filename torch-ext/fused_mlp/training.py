@@ -1,7 +1,8 @@
 """Calls that autograd follows: one op forward and one backward, by the compiled ops.
 
-The forward keeps the values before the activation ("activations"), or nothing but its operands ("recompute"). The
-backward computes those gradients that are asked for. A gradient that is differentiated in its turn is composed.
+The forward keeps the values before the activation ("activations"), or nothing but its operands ("recompute"), and of
+both what a gradient needs that may be asked for. The backward computes those that are. A gradient that is
+differentiated in its turn is composed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import dispatch
+from . import dispatch, nodes
 from ._ops import add_op_namespace_prefix
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, BY_CODE, get_activation
 from .backends import native, plans, reference
+from .nodes import Operands
 from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
@@ -40,8 +42,6 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-Operands = Tuple[Optional[Tensor], ...]
 
 
 def is_recording() -> bool:
@@ -64,39 +64,53 @@ def refusal(op: str, activation: int) -> Optional[str]:
     """Why a call that autograd follows is not one op, or None if it can be.
 
     Of one layer alone an op saves next to nothing but on a CPU, and it would keep more than eager does where that keeps
-    an activation's result.
+    an activation's result; of any, where there is no activation that would be fused.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
-    if op not in _NAMES or is_left:
+    if op not in _NAMES or is_left or activation == _NO_ACTIVATION:
         return "autograd follows the parts"
     return "torch.func follows the parts" if is_transformed() else None
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
     """What the forward keeps beside its operands, and the bytes of it."""
-    if memory == RECOMPUTED:
+    given = _full(op, given)
+    if not keeps(given, memory):
         return (), 0
     x, weight = given[:2]
     names = {"linear": ("result",), "mlp": ("fc1",)}.get(op, ("gate", "up"))
-    if is_first_frozen(*_full(op, given)):
-        names = ("hidden",)
+    if is_first_frozen(*given):
+        names = ("hidden",) if given[3].requires_grad else ()
+    elif not nodes.saved(tuple(tensor is not None and tensor.requires_grad for tensor in given), True).up:
+        names = names[:1]
     return names, len(names) * x.shape[:-1].numel() * weight.shape[0] * x.element_size()
 
 
-def recorded_elements(op: str, given: Operands, memory: str) -> Optional[int]:
-    """How many hidden values a call has, by which it is known whether its op saves time; None where memory is saved."""
+def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
+    """How many hidden values a call has, by which it is known whether its op saves time; None where memory is saved.
+
+    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less.
+    """
     if memory == RECOMPUTED:
         return None
     x, weight = given[:2]
-    return x.shape[:-1].numel() * weight.shape[0]
+    elements = x.shape[:-1].numel() * weight.shape[0]
+    return elements if op != "mlp" or activation in _WITH_INPUT_KEPT else elements // 64
+
+
+def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:
+    """Return whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
+    if refusal(op, activation) is not None:
+        return True
+    x = given[0]
+    return x.is_cpu and dispatch.is_too_small(op, x, recorded_elements(op, given, activation, memory))
 
 
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
     """How the products with an epilogue of training would be computed."""
     given = _full(op, given)
-    if memory == KEPT and is_first_frozen(*given):
-        return ()
-    return native.plan_training(given, activation, memory == KEPT)
+    keep = keeps(given, memory)
+    return () if keep and is_first_frozen(*given) else native.plan_training(given, activation, keep)
 
 
 def run(
@@ -107,7 +121,8 @@ def run(
     ``up_first``, of ``gated_mlp``: the first weight and bias hold gate and up, in the order that it tells, and the
     second weight may be None. ``is_quiet``: nothing traces the call or watches its operations, as the caller knows.
     """
-    given, keep = given if op == "gated_mlp" else _full(op, given), memory == KEPT
+    given = given if op == "gated_mlp" else _full(op, given)
+    keep = memory == KEPT or keeps(given, memory)
     if keep and not given[1].requires_grad and is_first_frozen(*given):
         hidden = _first_layer(given, activation, up_first, native)
         return F.linear(hidden, given[3], given[6])
@@ -127,6 +142,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
 _WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
+_NO_ACTIVATION = get_activation(None).code
 
 
 def _full(op: str, given: Operands) -> Operands:
@@ -141,6 +157,19 @@ def _full(op: str, given: Operands) -> Operands:
         return (x, weight, None, second_weight, bias, None, second_bias)
     x, weight, up_weight, bias, up_bias = given
     return (x, weight, up_weight, None, bias, up_bias, None)
+
+
+def keeps(given: Operands, memory: str) -> bool:
+    """Return whether values of the first layer are kept: also to save memory, where the input would be more of it."""
+    x, weight, up_weight, second_weight = given[:4]
+    if memory == KEPT:
+        return True
+    if weight.requires_grad or (up_weight is not None and up_weight.requires_grad):
+        return False  # the input is kept anyway
+    values = weight.shape[0] * (1 if up_weight is None else 2)
+    if is_first_frozen(*given):
+        values = second_weight.shape[1] if second_weight.requires_grad else 0
+    return values <= x.shape[-1]
 
 
 def is_first_frozen(
@@ -161,44 +190,56 @@ def is_first_frozen(
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7], *_kept(inputs, output))
-    ctx.how, ctx.own = (inputs[7], inputs[9]), None
+    needs, keep = ctx.needs_input_grad, inputs[8]
+    # Of the operands all, for a gradient that is differentiated: what traces this sees which the op is given.
+    ctx.save_for_backward(*inputs[:7], *_values(inputs, output, nodes.saved(needs, keep)))
+    ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 
 
-def _kept(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    if not inputs[8]:
-        return (None, None)
-    return (output[1], None if inputs[2] is None else output[2])
+def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
+    return (output[1] if saved.gate else None, output[2] if saved.up and inputs[2] is not None else None)
 
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
     if grad is None:
         return (None,) * 10
-    saved, own, (activation, up_first) = ctx.saved_tensors, ctx.own, ctx.how
-    bits, in_places = _asked(ctx.needs_input_grad)
-    plain = own is not None and not _dispatch_modes()
-    alone = False
-    if own is not None and not _keeps_graph():
-        ctx.own = ()  # what autograd saves it frees as well
-        alone = plain and _are_alone(own)
+    saved, own, (activation, up_first, keep, layout) = ctx.saved_tensors, ctx.own, ctx.how
+    operands = saved[:7]
+    needs = nodes.asked(ctx, grad, operands)
+    bits, in_places = _placed(needs)
+    plain = alone = False
+    if own is not None and not _is_compiling():
+        plain = not _dispatch_modes()
+        if not _keeps_graph():
+            ctx.own = ()  # what autograd saves it frees as well
+            alone = plain and _are_alone(own)
     gate, up = saved[7:] if own is None else own
+
+    def composed() -> Tuple[Tensor, ...]:
+        return _composed_gradients(nodes.variables(ctx, operands), gate, up, grad, needs, activation, up_first)
+
+    def composed_after_the_op() -> Tuple[Tensor, ...]:
+        found = composed()
+        if alone:
+            raise RuntimeError("a function of torch failed when the values that its gradients need were overwritten")
+        return found
+
     # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
     if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
-        found = _composed_gradients(saved[:7], grad, ctx.needs_input_grad, activation, up_first)
+        found = composed()
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
-        composed = (saved[:7], grad, ctx.needs_input_grad, activation, up_first)
-        arguments = (grad, *saved[:6], gate, up, activation, bits, up_first)
-        found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
+        given = nodes.saved(ctx.needs_input_grad, keep).operands((*operands, None))[:6]
+        arguments = (grad, *given, gate, up, activation, bits | layout, up_first)
+        found = dispatch.op_or_parts(backward, arguments, composed_after_the_op)
     return in_places((*found, None))
 
 
 @functools.cache
-def _asked(
+def _placed(
     needs: Tuple[bool, ...],
 ) -> Tuple[int, Callable[[Tuple[Optional[Tensor], ...]], Tuple[Optional[Tensor], ...]]]:
     """The gradients that are asked for: as bits, and what puts them, with None behind them, where the operands are."""
-    needs = needs[:7]
     places = itertools.accumulate(needs)
     bits = sum(need << index for index, need in enumerate(needs))
     return bits, itemgetter(*(place - 1 if need else -1 for need, place in zip(needs, places)), -1, -1, -1)
@@ -221,14 +262,17 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         with _below_autograd():
             output = _plain_forward(*inputs)
-        own = _kept(inputs, output)
-        ctx.how = (inputs[7], inputs[9])
+        needs, keep = ctx.needs_input_grad, inputs[8]
+        saved = nodes.saved(needs, keep)
+        operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
+        ctx.how = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs))
+        ctx.edges = nodes.edges(inputs, saved.lost)
         # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
         ctx.materialize_grads = False
         if _saved_tensors_hooks(False) is None:
-            ctx.to_save, ctx.own = inputs[:7], own
+            ctx.to_save, ctx.own = operands, own
         else:
-            ctx.to_save, ctx.own = (*inputs[:7], *own), None
+            ctx.to_save, ctx.own = (*operands, *own), None
         return output[0]
 
     backward = staticmethod(_gradients)
@@ -252,15 +296,56 @@ def _references(own: Tuple[object]) -> int:
 _REFERENCES = _references((object(),))  # versions of Python differ
 
 
+class _KnownLayer(torch.autograd.Function):
+    """The values of a linear layer, which are known, as autograd would have them of its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, x: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        (x, weight), (_, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = grad @ weight if needs[0] else None
+        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs[1] else None
+        return None, of_x, of_weight, rows.sum(0) if needs[2] else None
+
+
+# Without what torch's own ``apply`` does before this in Python: under a transform, of gradients, no operand is of it.
+_known_layer = super(torch.autograd.Function, _KnownLayer).apply
+
+
 def _composed_gradients(
-    given: Operands, grad: Tensor, needs: Tuple[bool, ...], activation: int, up_first: Optional[bool]
+    given: Operands,
+    gate: Optional[Tensor],
+    up: Optional[Tensor],
+    grad: Tensor,
+    needs: Tuple[bool, ...],
+    activation: int,
+    up_first: Optional[bool],
 ) -> Tuple[Tensor, ...]:
     """The gradients by PyTorch's operations, which can be differentiated again."""
     create_graph = _is_grad_enabled()
     with torch.enable_grad():
         given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)  # tied ones apart
-        result = _first_layer(given, activation, up_first, reference)
-        if given[3] is not None:
-            result = F.linear(result, given[3], given[6])
+        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
+        if gate is None:
+            result = _first_layer(given, activation, up_first, reference)
+        else:
+            is_up_alone = up is None and (needs[2] or needs[5])  # then any values do
+            gate, up = _known_layer(gate, x, weight, bias), gate if is_up_alone else up
+            if up_first is not None:
+                first, second = gate.chunk(2, dim=-1)
+                gate, up = (second, first) if up_first else (first, second)
+            elif up is not None:
+                up = _known_layer(up, x, up_weight, up_bias)
+            function = BY_CODE[activation].function
+            result = function(gate) if up is None else function(gate) * up
+        if second_weight is not None:
+            result = F.linear(result, second_weight, second_bias)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)

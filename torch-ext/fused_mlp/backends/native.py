@@ -342,8 +342,8 @@ def _(
 
 def _fake_gradients(
     grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    x: Optional[Tensor],
+    weight: Optional[Tensor],
     up_weight: Optional[Tensor],
     second_weight: Optional[Tensor],
     bias: Optional[Tensor],
@@ -354,37 +354,31 @@ def _fake_gradients(
     needs: int,
     up_first: Optional[bool],
 ) -> List[Tensor]:
-    hidden, out = weight.shape[0], grad.shape[-1]
+    hidden = weight.shape[0] if gate is None else gate.shape[-1]
+    source = weight if x is None else x
+    width = 0 if source is None else source.shape[-1]
+
+    def matrix(features: int, columns: int, by_column: int) -> Tensor:
+        return grad.new_empty((columns, features)).t() if by_column else grad.new_empty((features, columns))
+
+    def of_input() -> Tensor:
+        sizes = (*grad.shape[:-1], width)
+        return grad.new_empty_strided(sizes, strides.by_column(sizes)) if needs >> 7 & 1 else grad.new_empty(sizes)
+
     made = (
-        lambda: _like_input(x, bool(needs >> (1 if up_weight is None else 2) & 1)),
-        lambda: _like_weight(weight),
-        lambda: _like_weight(up_weight),
-        lambda: _like_weight(second_weight),
-        lambda: x.new_empty(hidden),
-        lambda: x.new_empty(hidden),
-        lambda: x.new_empty(out),
+        of_input,
+        lambda: matrix(hidden, width, needs >> 8 & 1),
+        lambda: matrix(hidden, width, needs >> 9 & 1),
+        lambda: matrix(*second_weight.shape, not _has_no_gaps(second_weight)),
+        lambda: grad.new_empty(hidden),
+        lambda: grad.new_empty(hidden),
+        lambda: grad.new_empty(grad.shape[-1]),
     )
     return [make() for index, make in enumerate(made) if needs >> index & 1]
 
 
-def _like_input(x: Tensor, is_always_matrix: bool) -> Tensor:
-    """The gradient of x, laid as ``backward.h`` lays it."""
-    if x.dim() != 2 and x.is_contiguous():  # which can be told of sizes that depend on data, too
-        return x.new_empty(x.shape)
-    rows = x.shape[:-1].numel()
-    by_column = (*torch.empty(x.shape[:-1], device="meta").stride(), rows)
-    is_free = [x.dim() > 2 and size == 1 and is_always_matrix for size in x.shape[:-1]] + [False]
-    is_by_column = x.dim() == 2 or (x.dim() > 2 and rows > 1)
-    for stride, wanted, free in zip(x.stride(), by_column, is_free):
-        is_by_column = is_by_column and (free or stride == wanted)
-    return x.new_empty_strided(x.shape, by_column) if is_by_column else x.new_empty(x.shape)
-
-
-def _like_weight(weight: Tensor) -> Tensor:
-    rows, columns = weight.shape
-    if weight.stride(1) != 1 or weight.stride(0) != columns:
-        return weight.new_empty((columns, rows)).t()
-    return weight.new_empty((rows, columns))
+def _has_no_gaps(weight: Tensor) -> bool:
+    return weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]
 
 
 torch.library.register_fake(add_op_namespace_prefix("training_backward"), _fake_gradients)

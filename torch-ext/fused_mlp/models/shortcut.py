@@ -304,8 +304,10 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
     try:
         if not recorded:
             return _ops[name](x, *weights, *biases, code)
+        if name in ("linear", "mlp") and training.is_left_to_parts(name, (x, *weights, *biases), code, pattern.memory):
+            return getattr(reference, name)(x, *weights, *biases, code)
         if training.refusal(name, code) is not None:
-            return reference.linear(x, *weights, *biases, code) if name == "linear" else None
+            return None
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None

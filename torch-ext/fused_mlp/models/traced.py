@@ -376,7 +376,7 @@ def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection],
     if dispatch.select(name, _value(given[0])) is not native:
         return None
     if _value(made.root).requires_grad:
-        keep = memory == training.KEPT
+        keep = training.keeps(values, memory)
         if name == "linear":  # the compiler's, unless a second half follows in another module
             return None
         if training.refusal(name, hidden.row.code) is not None or (keep and training.is_first_frozen(*values)):

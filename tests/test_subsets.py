@@ -1,0 +1,251 @@
+"""Every subset of the operands wants gradients: these, what is saved for them, what may change before the backward.
+
+Eager PyTorch is the measure of all that.
+"""
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import machine
+import measure
+import reference
+from safety import assert_close
+
+# The places of the operands of the op.
+PLACES = {
+    "linear": {"x": 0, "weight": 1, "bias": 4},
+    "mlp": {"x": 0, "fc1_weight": 1, "fc2_weight": 3, "fc1_bias": 4, "fc2_bias": 6},
+    "gated_linear": {"x": 0, "gate_weight": 1, "up_weight": 2, "gate_bias": 4, "up_bias": 5},
+    "packed_gated": {"x": 0, "weight": 1, "second_weight": 3, "bias": 4, "second_bias": 6},
+}
+PLACES["gated_mlp"] = {**PLACES["gated_linear"], "down_weight": 3, "down_bias": 6}
+KINDS = [kind for kind in PLACES if kind != "linear" or machine.device_type() == "cpu"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+biases = pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
+memories = pytest.mark.parametrize("memory", ["activations", "recompute"])
+SIZES = (24, 88, 16)
+
+
+def operands(kind, device, biases, rows=64, sizes=SIZES):
+    if kind != "packed_gated":
+        return reference.operands(kind, (rows,), sizes, device=device, biases=biases)
+    made = reference.operands("mlp", (rows,), (sizes[0], 2 * sizes[1], sizes[2]), device=device, biases=biases)
+    made["fc2_weight"] = made["fc2_weight"][:, ::2].contiguous()
+    return dict(zip(PLACES[kind], made.values(), strict=False))
+
+
+def call(fused_mlp, kind, made, memory="activations", activation="silu"):
+    with fused_mlp.backend(machine.device_type()):
+        if kind == "linear":
+            return fused_mlp.linear(**made, activation=activation)
+        if kind != "packed_gated":
+            return getattr(fused_mlp, kind)(**made, activation=activation, memory=memory)
+        calls, activations = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("calls", "activations"))
+        given = {"bias": None, "second_bias": None, **made, "activation": activations.get_activation(activation)}
+        return calls.packed_gated(**given, up_first=True, memory=memory)
+
+
+def eager(kind, made, activation="silu"):
+    if kind != "packed_gated":
+        return reference.eager(kind, made, activation)
+    up, gate = F.linear(made["x"], made["weight"], made.get("bias")).chunk(2, dim=-1)
+    hidden = reference.FORMULAS[activation].eager(gate) * up
+    return F.linear(hidden, made["second_weight"], made.get("second_bias"))
+
+
+def subsets(made):
+    return itertools.chain.from_iterable(itertools.combinations(made, count) for count in range(1, len(made) + 1))
+
+
+def wanting(made, of):
+    """The operands as a layer in a model has them: fresh, its input and every other one computed, the rest leaves."""
+    leaves = {name: tensor.clone().requires_grad_(name in of) for name, tensor in made.items()}
+    computed = {name: leaf * 1 if place % 2 == 0 else leaf for place, (name, leaf) in enumerate(leaves.items())}
+    return computed, [computed[name] for name in of]
+
+
+class Saved:
+    """The storages that autograd saves: which operands, and the bytes of all but weights and biases."""
+
+    def __init__(self, made, compute):
+        storages = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.result = compute(made)
+        at = {name: tensor.untyped_storage().data_ptr() for name, tensor in made.items()}
+        self.operands = {name for name in made if at[name] in storages}
+        self.bytes = sum(storages.values()) - sum(storages[at[name]] for name in self.operands - {"x"})
+
+
+@memories
+@biases
+@kinds
+def test_what_is_saved(fused_mlp, device, kind, biases, memory):
+    made = operands(kind, device, biases)
+    for of in subsets(made):
+        given, _ = wanting(made, of)
+        expected = Saved(given, lambda given: eager(kind, given))
+        found = Saved(given, lambda given: call(fused_mlp, kind, given, memory))
+        assert found.bytes <= expected.bytes + 64, (of, found.operands, expected.operands)
+        if memory == "activations":
+            assert found.operands <= expected.operands, of
+
+
+@biases
+@kinds
+def test_what_is_not_saved_may_change(fused_mlp, device, kind, biases):
+    """Whatever eager does not look at in the backward, which an optimizer or a residual sum may change in place."""
+    made = operands(kind, device, biases)
+    for of in subsets(made):
+        given, wanted = wanting(made, of)
+        unsaved = made.keys() - Saved(given, lambda given: eager(kind, given)).operands
+        expected = torch.autograd.grad(eager(kind, given).square().sum(), wanted)
+        result = call(fused_mlp, kind, given)
+        with torch.no_grad():
+            for name in unsaved:
+                given[name].add_(1.0)
+        assert_close(torch.autograd.grad(result.square().sum(), wanted), expected)
+
+
+class Asked(TorchDispatchMode):
+    """Notes of which gradients a backward computes: their places, by the bits that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "training_backward" in function.name():
+            self.places.append([place for place in range(7) if args[10] >> place & 1])
+        return function(*args, **(kwargs or {}))
+
+
+@memories
+@biases
+@kinds
+def test_one_gradient_of_many(fused_mlp, device, kind, biases, memory):
+    """``autograd.grad`` of one operand, a leaf or not, computes no other gradient, though all want one.
+
+    Of so many rows that this takes less time than to find it out.
+    """
+    made = operands(kind, device, biases, rows=1024, sizes=(32, 88, 48))
+    for computed in (False, True):
+        given = {name: tensor.clone().requires_grad_() for name, tensor in made.items()}
+        given = {name: leaf * 1 if computed else leaf for name, leaf in given.items()}
+        for of in subsets(made):
+            if 2 < len(of) < len(made):
+                continue
+            wanted, result = [given[name] for name in of], call(fused_mlp, kind, given, memory)
+            expected = torch.autograd.grad(eager(kind, given).square().sum(), wanted)
+            with Asked() as asked:
+                found = torch.autograd.grad(result.square().sum(), wanted, retain_graph=True)
+            places, (found_places,) = {PLACES[kind][name] for name in of}, asked.places
+            assert places == {place for place in found_places if place in places or place - 3 not in places}
+            assert_close(found, expected)
+            assert_close(torch.autograd.grad(result.square().sum(), wanted), expected)
+
+
+def test_backward_of_some_inputs(fused_mlp, device):
+    """Tensor.backward of some leaves, of a model of two, the one behind the other."""
+    made = operands("mlp", device, True, sizes=(24, 88, 24))
+    given = {name: tensor.clone().requires_grad_() for name, tensor in made.items()}
+
+    def twice(compute):
+        return compute({**given, "x": compute(given)})
+
+    for of in subsets(made):
+        wanted = [given[name] for name in of]
+        found = []
+        for compute in (lambda given: call(fused_mlp, "mlp", given), lambda given: eager("mlp", given)):
+            twice(compute).square().sum().backward(inputs=wanted)
+            found.append([given[name].grad for name in made])
+            for tensor in given.values():
+                tensor.grad = None
+        for got, expected in zip(*found, strict=True):
+            assert (got is None) == (expected is None)
+            assert_close(got, expected)
+
+
+@memories
+@biases
+@kinds
+def test_gradients_of_gradients(fused_mlp, device, kind, biases, memory):
+    """Of the operands that want one, where others of them are not saved."""
+    made = operands(kind, device, biases, rows=8)
+    for of in subsets(made):
+        found = []
+        for compute in (lambda given: call(fused_mlp, kind, given, memory), lambda given: eager(kind, given)):
+            given, wanted = wanting(made, of)
+            first = torch.autograd.grad(compute(given).square().sum(), wanted, create_graph=True)
+            second = torch.autograd.grad(sum(each.square().sum() for each in first), wanted, allow_unused=True)
+            found.append((first, second))
+        for got, expected in zip(found[0][1], found[1][1], strict=True):
+            assert expected is None or got is not None
+            assert_close(got, expected, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [(24, 88, 16), (96, 40, 64)], ids=str)
+@memories
+@biases
+@kinds
+def test_memory_of_subsets(fused_mlp, device, kind, biases, memory, sizes):
+    """Neither what is held between forward and backward nor the most in both is more than eager's."""
+    made = operands(kind, device, biases, rows=512, sizes=sizes)
+    grad = torch.randn_like(eager(kind, made))
+    for of in subsets(made):
+        if 2 < len(of) < len(made) - 1:
+            continue
+        given = {name: tensor.clone().requires_grad_(name in of) for name, tensor in made.items()}
+        wanted = [given[name] for name in of]
+        found = []
+        for compute in (lambda given: call(fused_mlp, kind, given, memory), lambda given: eager(kind, given)):
+            for _ in range(2):  # the first may load something
+                bytes_of = measure.saved_and_peak(
+                    lambda compute=compute, given=given: compute(given),
+                    lambda result, wanted=wanted: torch.autograd.grad(result, wanted, grad),
+                )
+            found.append(bytes_of)
+        (kept, most), (saved, peak) = found
+        slack = 512 * 8 if device.type == "cuda" else 128  # blocks of the allocator
+        assert kept <= saved + slack, of
+        assert most <= peak + slack, of
+
+
+def test_an_optimizer_between_backwards(fused_mlp, device):
+    """With biases alone trained: forward, forward, backward, step, backward; gradients as eager's."""
+    made = operands("mlp", device, True)
+    found = []
+    for compute in (lambda given: call(fused_mlp, "mlp", given), lambda given: eager("mlp", given)):
+        leaves = {name: tensor.clone() for name, tensor in made.items()}
+        biases = [leaves[name].requires_grad_() for name in ("fc1_bias", "fc2_bias")]
+        optimizer = torch.optim.SGD(biases, lr=0.1)
+        losses = [compute({**leaves, "x": leaves["x"] + biases[1][0]}).square().mean() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+        found.append(biases)
+    assert_close(*found)
+
+
+def test_a_residual_sum_in_place(fused_mlp, device):
+    """Around frozen weights: x is changed behind the MLP that it went into; gradients of gradients, too."""
+    made = operands("mlp", device, True, sizes=(24, 88, 24))
+    found = []
+    for compute in (lambda given: call(fused_mlp, "mlp", given), lambda given: eager("mlp", given)):
+        leaf = made["x"].clone().requires_grad_()
+        x = leaf * 2
+        for _ in range(2):
+            x += compute({**made, "x": x})
+        (first,) = torch.autograd.grad(x.square().mean(), leaf, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), leaf)))
+    assert_close(*found)

@@ -1,0 +1,124 @@
+"""The operands that a node of autograd of an op of ``training`` saves, and the gradients that a backward asks it for.
+
+It saves nothing that eager PyTorch would not: an optimizer, or a sum in place, may change the rest before the backward.
+``needs`` says which of the operands want a gradient, in their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from operator import itemgetter
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import strides
+
+Operands = Tuple[Optional[Tensor], ...]
+Needs = Tuple[bool, ...]
+
+# Bound once: to look these up is a measurable part of a small call.
+_is_compiling = torch.compiler.is_compiling
+_will_run = torch._C._will_engine_execute_node
+
+_WEIGHTS_FIRST = (1, 2, 3, 0, 4, 5, 6)
+_LITTLE_WORK = 1 << 20  # multiplications
+
+
+class Saved(NamedTuple):
+    """The choice of what is saved for a backward that may be asked for certain gradients.
+
+    ``operands`` takes this from all operands with None behind them. ``gate`` and ``up`` say whether their values before
+    the activation are, and ``lost`` are the places of operands that have gradients, but are not saved.
+    """
+
+    operands: Callable[[Operands], Operands]
+    gate: bool
+    up: bool
+    lost: Tuple[int, ...]
+
+
+@functools.cache
+def saved(needs: Needs, keep: bool) -> Saved:
+    x, weight, up_weight, second_weight, bias, *_ = needs = needs[:7]
+    if not keep:
+        return Saved(itemgetter(0, 1, 2, 3, 4, 5, -1), False, False, (6,) * needs[6])
+    wanted = (weight or up_weight, x, x, True, False, False, False)
+    places = (index if want else -1 for index, want in enumerate(wanted))
+    lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
+    return Saved(itemgetter(*places), True, x or weight or bias or second_weight, lost)
+
+
+def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:
+    """Return the bits of ``needs`` in backward.h that say which gradients lie column by column."""
+    x, weight, up_weight = inputs[:3]
+    bits = 0
+    if needs[0] and not x.is_contiguous() and strides.is_by_column(x, needs[1 if up_weight is None else 2]):
+        bits = 1 << 7
+    if needs[1] and not weight.is_contiguous():
+        bits |= 1 << 8
+    if needs[2] and not up_weight.is_contiguous():
+        bits |= 1 << 9
+    return bits
+
+
+def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
+    """Return which of the gradients that operands require the running backward is for.
+
+    That of a bias is computed along with its weight's. Of a leaf that autograd.grad is given torch raises an error
+    rather than say yes, which takes as long as little work: then the others are computed as well.
+    """
+    needs = ctx.needs_input_grad[:7]
+    if _is_compiling():
+        return needs
+    found, nodes = list(needs), _next_nodes(ctx)
+    for place in _WEIGHTS_FIRST:
+        if place in nodes and not (place > 3 and found[place - 3]):
+            try:
+                found[place] = _will_run(nodes[place])
+            except RuntimeError:
+                x, weight = operands[:2]
+                source = weight if x is None else x
+                if source is None or grad.numel() * source.shape[-1] < _LITTLE_WORK:
+                    break
+    return tuple(found)
+
+
+def _next_nodes(ctx: Any) -> Dict[int, Any]:
+    """The nodes that gradients go to, by the places of their operands."""
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return dict(zip(itertools.compress(range(7), ctx.needs_input_grad), nodes))
+
+
+def variables(ctx: Any, operands: Operands) -> Operands:
+    """The operands for a gradient that is differentiated: those that are not saved without their values."""
+    found = list(operands)
+    for place, node in _next_nodes(ctx).items():
+        if found[place] is None:
+            edge = ctx.edges.get(place)
+            found[place] = node.variable if edge is None else edge
+    return tuple(found)
+
+
+class _Edge(torch.autograd.Function):
+    """A tensor of the shape of another, and with the gradients of that, but neither its values nor its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def edges(inputs: Tuple[Any, ...], lost: Tuple[int, ...]) -> Dict[int, Tensor]:
+    """Stand-ins for those of the lost operands that no node of autograd knows."""
+    found = {}
+    for place in lost:
+        if not inputs[place].is_leaf:
+            with torch.enable_grad():
+                found[place] = _Edge.apply(inputs[place])
+    return found
