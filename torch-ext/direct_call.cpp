@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "activation.h"
+#include "answers.h"
 #include "direct.h"
 #include "dlpack.h"
-#include "owned.h"
 #include "rows.h"
 
 namespace fused_mlp {
@@ -262,10 +262,10 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   PlainMlp mlp{};
   Reader reader(form, operands);
   std::function<void(void*)> compute;
-  const bool fits = reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp) &&
+  const bool fits = reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp) && !PyErr_Occurred() &&
                     succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
-    PyErr_Clear();  // the op says what is wrong
+    is_answer();  // the op says what is wrong
     return nullptr;
   }
   Owned out(reader.new_result(mlp));

@@ -32,7 +32,9 @@ struct Sizes {
   explicit Sizes(PyObject* tensor) {
     const Owned shape(PyObject_GetAttr(tensor, names().shape));
     if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > std::ssize(of)) return;
-    for (; dims < PyTuple_Size(shape.get()); ++dims) of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+    for (; dims < PyTuple_Size(shape.get()) && !PyErr_Occurred(); ++dims) {
+      of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+    }
   }
 };
 
@@ -86,13 +88,13 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   Answer read = kYes;
   if (block.first != Py_None) {
     PyObject* const x = PyTuple_GetItem(operands, 0);
-    const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
-    read =
-        width ? read_norm(block.first, PyLong_AsSsize_t(width.get()), dtype, recording, operands, place + 2) : kError;
+    const int64_t width = size_of_last(x);
+    read = width < 0 ? kError : read_norm(block.first, width, dtype, recording, operands, place + 2);
     if (read == kYes && block.modulation != Py_None) read = modulate(block.modulation, x, dtype, operands, place + 2);
   }
   if (read != kYes || last == Py_None) return read;
   const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  if (features < 0) return kError;
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
@@ -122,7 +124,7 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
   if (least != nullptr) {
     PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
     const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
-    const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+    const int64_t features = elements >= 0 && of_weight > 0 ? PyObject_Size(weight) : 0;
     if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
   }
   if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
@@ -194,6 +196,11 @@ Answer needs_gradient(PyObject* operands) {
 int64_t number_of_elements(PyObject* tensor) {
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+int64_t size_of_last(PyObject* tensor) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
 }
 
 Answer is_little_work(bool gated, bool in_eval, int64_t work) {

@@ -24,6 +24,7 @@ PastModes::~PastModes() {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   const Owned left(PyObject_CallMethodObjArgs(context_, names().exit, Py_None, Py_None, Py_None, nullptr));
+  if (!left) PyErr_WriteUnraisable(context_);
   PyErr_Restore(type, value, trace);
   Py_DECREF(context_);
 }
