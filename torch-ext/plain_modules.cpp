@@ -265,16 +265,19 @@ Answer has_composite(PyObject* state) {
 // What py_runs_as_written() does. It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
-  const Answer recording = is_recording(), casting = is_autocasting();
-  if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
+  const Answer recording = is_recording(), casting = recording == kError ? kError : is_autocasting();
+  if (casting == kError) return kError;
+  if (recording != kYes && casting != kYes) return kNo;
   const PastModes modes;
   PyObject* const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
-  const Answer followed = is_followed(x, recording);
-  if (PyErr_Occurred()) return kError;
+  const Answer followed = PyErr_Occurred() ? kError : is_followed(x, recording);
+  if (followed == kError) return kError;
   if (!cast && followed != kYes) return kNo;
+  const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
+  if (quiet != kYes) return quiet;
   PyObject* const state = state_of(module);
   const Answer composite = state == nullptr ? kError : has_composite(state);
   if (composite != kNo) return composite == kYes ? kNo : kError;
