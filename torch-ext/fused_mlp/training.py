@@ -40,6 +40,7 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 Operands = Tuple[Optional[Tensor], ...]
 
@@ -52,6 +53,18 @@ def is_recording() -> bool:
 def is_followed() -> bool:
     """Whether somebody sees the operations of this thread, or what autograd keeps of them."""
     return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
+
+
+def is_gradient_seen(grad: Tensor) -> bool:
+    """Whether somebody has to see how a gradient is computed from the one that comes in, so that no kernel does it.
+
+    It is differentiated in its turn, by create_graph or a tangent on what comes in, or computed for many at once.
+    """
+    if _is_grad_enabled():
+        return True
+    if _is_compiling():  # which can ask none of the others
+        return False
+    return is_transformed() or _is_batched(grad) or forward_ad._current_level >= 0
 
 
 def check_memory(memory: str) -> None:
@@ -67,9 +80,7 @@ def refusal(op: str, activation: int) -> Optional[str]:
     an activation's result.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
-    if op not in _NAMES or is_left:
-        return "autograd follows the parts"
-    return "torch.func follows the parts" if is_transformed() else None
+    return "autograd follows the parts" if op not in _NAMES or is_left else None
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
@@ -176,14 +187,14 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         return (None,) * 10
     saved, own, (activation, up_first) = ctx.saved_tensors, ctx.own, ctx.how
     bits, in_places = _asked(ctx.needs_input_grad)
-    plain = own is not None and not _dispatch_modes()
-    alone = False
-    if own is not None and not _keeps_graph():
-        ctx.own = ()  # what autograd saves it frees as well
-        alone = plain and _are_alone(own)
+    plain = alone = False
+    if own is not None and not _is_compiling():
+        plain = not _dispatch_modes()
+        if not _keeps_graph():
+            ctx.own = ()  # what autograd saves it frees as well
+            alone = plain and _are_alone(own)
     gate, up = saved[7:] if own is None else own
-    # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
-    if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
+    if is_gradient_seen(grad):
         found = _composed_gradients(saved[:7], grad, ctx.needs_input_grad, activation, up_first)
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
