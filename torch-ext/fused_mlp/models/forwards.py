@@ -153,7 +153,7 @@ def _parameters(projections: Sequence[nn.Module]) -> Optional[Parameters]:
     found = []
     for projection in projections:
         parameters = obstacles.parameters_of(projection)
-        if type(parameters) is str:
+        if type(parameters) is str or parameters[0].dim() != 2:
             return None
         found.append(parameters)
     return found
