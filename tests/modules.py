@@ -55,6 +55,19 @@ class Plain(nn.Module):
         return self.fc2(self.activation_fn(self.fc1(hidden_states)))
 
 
+class OwnBlock(Plain):
+    """An MLP and its block in one method."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.fc2(self.activation_fn(self.fc1(self.norm(hidden_states))))
+        return residual + hidden_states
+
+
 class TransposedPlain(nn.Module):
     """GPT-2's MLP."""
 

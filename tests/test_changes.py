@@ -57,6 +57,21 @@ def new_data(part):
     part.weight.data = 2 * part.weight.data.flip(0)
 
 
+def with_bias_of(*shape):
+    """What torch broadcasts; None stands for the features."""
+
+    def change(part):
+        sizes = [part.weight.shape[0] if size is None else size for size in shape]
+        # A norm behind it takes out what is one for all features: of a gradient nothing is left but roundings.
+        part.bias = nn.Parameter(torch.randn(sizes), requires_grad=None in shape)
+
+    return change
+
+
+def of_one_row(part):
+    part.weight, part.bias = nn.Parameter(part.weight.data[0].clone()), None
+
+
 def other_strides(part):
     part.weight.data = (2 * part.weight.data).t().contiguous().t()
 
@@ -116,6 +131,11 @@ OF_PROJECTIONS = {
     "plain tensor": as_plain_tensor,
     "tensor subclass": of_a_subclass,
     "no bias": without_bias,
+    "bias of one element": with_bias_of(1),
+    "bias of no dimension": with_bias_of(),
+    "bias of a row each token": with_bias_of(7, None),
+    "bias of a row each token of a batch": with_bias_of(3, 7, None),
+    "weight of one dimension": of_one_row,
     "hook of the weight": with_hooked_weight,
     "frozen": lambda part: part.requires_grad_(False),
     "parametrized": lambda part: parametrize.register_parametrization(part, "weight", Halved()),

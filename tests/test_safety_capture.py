@@ -1,11 +1,14 @@
 """Fused models are compiled, exported and traced as unfused ones are."""
 
+import copy
 import io
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import tiny_models
 from modules import Gated
 from safety import Blocks, alike, assert_close, assert_same, kinds, llama, outcome, pair, ways, x_of
 
@@ -73,6 +76,19 @@ def test_changed_after_it_was_compiled(fused_mlp, device, way):
         assert_same(model, fused, x)
 
 
+@pytest.mark.parametrize("shape", [(1,), (), (3, 1)], ids=str)
+@pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
+@kinds
+def test_compiled_with_a_bias_that_is_broadcast(fused_mlp, device, kind, index, shape):
+    """No op takes it: the operations of torch stay."""
+    model = kind(bias=True).to(device)
+    layers = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    layers[index].bias = torch.nn.Parameter(torch.randn(shape, device=device))
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    assert_same(model, compiled(fused), x_of(device, 3))
+
+
 @ways
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @modes
@@ -117,6 +133,52 @@ def test_traced(fused_mlp, device, way, kind, with_grad):
     saved.seek(0)
     assert_same(model, traced, x_of(device, 7))
     assert_same(model, torch.jit.load(saved), x_of(device, 7))
+
+
+class Alone(torch.nn.Module):
+    """A model of transformers that returns a tensor."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)[0]
+
+
+@modes
+@pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2"])
+def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
+    """Inside of a model sizes are traced too, and inputs want gradients. What is traced are the operations of torch, as
+    often as torch looks, which export to ONNX does as well."""
+    model, inputs = tiny_models.build(name, device)
+    model.config.use_cache = False
+    fused, ids = copy.deepcopy(model), inputs["input_ids"]
+    assert fused_mlp.fuse_mlps(fused).fused
+    with torch.set_grad_enabled(with_grad):
+        traced = torch.jit.trace(Alone(fused), ids)
+        assert_close(traced(ids), model(ids)[0])
+    assert "fused_mlp" not in str(traced.inlined_graph)
+    assert not [warning for warning in recwarn if "fused-mlp" in warning.filename or "build/" in warning.filename]
+
+
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@kinds
+def test_compiled_autograd(fused_mlp, device, kind, memory, is_compiled):
+    """As one graph, of a forward that ran eagerly or was compiled."""
+    model = kind(bias=True).to(device)
+    fused = copy.deepcopy(model)
+    assert fused_mlp.fuse_mlps(fused, memory=memory).fused
+    x = x_of(device)
+    for each in (model, fused):
+        each.zero_grad()
+        call = torch.compile(each, fullgraph=True, backend="aot_eager") if is_compiled else each
+        loss = call(x).square().mean()
+        with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+            loss.backward()
+    gradients = ({name: p.grad for name, p in each.named_parameters()} for each in (fused, model))
+    assert_close(*gradients)
 
 
 @ways

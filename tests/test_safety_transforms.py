@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
 from modules import Gated, Intermediate, PackedGated, Plain, TanhGelu
-from safety import Blocks, assert_close, assert_same, fuse, kinds, llama, outcome, pair, ways, x_of
+from safety import KINDS, Blocks, assert_close, assert_same, fuse, kinds, llama, outcome, pair, ways, x_of
 
 modes = pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 
@@ -62,6 +63,74 @@ def test_vmap(fused_mlp, device, way, kind, with_grad):
             for module in (fused, model)
         )
         assert_close(got, expected)
+
+
+@kinds
+def test_vmap_is_of_torch(fused_mlp, device, kind, tell_ops, recwarn):
+    """No op is run once for each, and torch warns of none."""
+    names = []
+    model, fused = pair(fused_mlp, "fuse_mlps", kind(bias=True).to(device))
+    stacked, _ = stack_module_state([model, model])
+    tell_ops(lambda name, _: names.append(name))
+    with torch.no_grad():
+        x = x_of(device, 2, 3)
+        assert torch.equal(vmap(fused)(x), vmap(model)(x))
+        assert_close(*(vmap(lambda w, each=each: functional_call(each, w, (x,)))(stacked) for each in (fused, model)))
+    assert names == [] and len(recwarn) == 0
+
+
+@pytest.mark.parametrize("batched", ["weights", "routing", "gradients"])
+def test_vmap_of_experts(fused_mlp, device, batched, recwarn):
+    x, index = torch.randn(6, 16, device=device), torch.randint(-1, 5, (6, 2), device=device)
+    shares, up = torch.rand(6, 2, device=device), torch.randn(4, 24, 16, device=device)
+    down = torch.randn(4, 8, 12, device=device)
+    if batched == "weights":
+        ups = torch.stack([up, 2 * up, -up])
+        got = vmap(lambda up: fused_mlp.experts_mlp(x, index, shares, up, down))(ups)
+        expected = [fused_mlp.experts_mlp(x, index, shares, up, down) for up in ups]
+    elif batched == "routing":
+        given = [torch.stack([each, each.flip(0), each.roll(1, 0)]) for each in (x, index, shares)]
+        got = vmap(lambda *given: fused_mlp.experts_mlp(*given, up, down))(*given)
+        expected = [fused_mlp.experts_mlp(*each, up, down) for each in zip(*given, strict=True)]
+    else:
+        got = jacrev(lambda x: fused_mlp.experts_mlp(x, index, shares, up, down))(x)
+        expected = jacobian(lambda x: fused_mlp.experts_mlp(x, index, shares, up, down), x)
+    assert_close(got, expected if batched == "gradients" else torch.stack(expected))
+    assert len(recwarn) == 0
+
+
+def experts_of(fused_mlp, device):
+    index, shares = torch.randint(-1, 5, (3, 2), device=device), torch.rand(3, 2, device=device)
+    up, down = torch.randn(4, 24, 32, device=device), torch.randn(4, 8, 12, device=device)
+    biases = torch.randn(4, 24, device=device), torch.randn(4, 8, device=device)
+    return (lambda x, *given: fused_mlp.experts_mlp(x, index, *given)), (shares, up, down, *biases)
+
+
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("kind", [*KINDS, "experts"])
+def test_batched_gradients(fused_mlp, device, kind, memory):
+    """Many gradients at once, by the older vmap of torch.autograd."""
+    x = x_of(device, 3)
+    if kind == "experts":
+        function, weights = experts_of(fused_mlp, device)
+        calls = [function, function]
+    else:
+        model = kind(TanhGelu, bias=True).to(device)
+        fused = copy.deepcopy(model)
+        assert fused_mlp.fuse_mlps(fused, memory=memory).fused
+        weights = tuple(parameter.detach() for parameter in model.parameters())
+        names = [name for name, _ in model.named_parameters()]
+        calls = [
+            lambda x, *given, each=each: functional_call(each, dict(zip(names, given, strict=True)), (x,))
+            for each in (fused, model)
+        ]
+    assert_close(jacobian(calls[0], (x, *weights), vectorize=True), jacobian(calls[1], (x, *weights)))
+    inputs = [each.clone().requires_grad_() for each in (x, *weights)]
+    results = [call(*inputs) for call in calls]
+    seeds = torch.randn(5, *results[0].shape, device=device)
+    got = torch.autograd.grad(results[0], inputs, seeds, is_grads_batched=True)
+    expected = [torch.autograd.grad(results[1], inputs, seed, retain_graph=True) for seed in seeds]
+    assert_close(got, [torch.stack(each) for each in zip(*expected, strict=True)])
 
 
 @ways

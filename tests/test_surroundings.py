@@ -1,5 +1,6 @@
 """What watches or changes the functions of torch, and every module, also watches and changes fused modules."""
 
+import contextlib
 import copy
 import functools
 
@@ -11,7 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from modules import Decoder, Gated, Intermediate, PackedGated, Plain, TanhGelu
+import machine
+import mixtures
+import reference
+from modules import Decoder, Gated, Halves, Intermediate, OwnBlock, PackedGated, Plain, TanhGelu
 from safety import assert_close, pair, x_of
 
 
@@ -109,6 +113,111 @@ def test_counting_of_operations(fused_mlp, device):
             candidate(x_of(device))
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("function", [name for name in reference.FUNCTIONS if name != "act_and_mul"])
+def test_counting_of_operations_of_functions(fused_mlp, device, function, memory):
+    """For every choice of gradients, what is counted of torch's operations; what is made again comes on top."""
+    given = reference.operands(function, (2, 3), (8, 12, 6), device=device)
+    options = {} if function == "linear" else {"memory": memory}
+    again = 0 if function == "linear" or memory == "activations" else flops(lambda: first_layer(given, device))
+    calls = (
+        lambda: getattr(fused_mlp, function)(**given, **options, activation="silu"),
+        lambda: reference.eager(function, given, "silu"),
+    )
+    for wanted in reference.subsets(tuple(given)):
+        for name, operand in given.items():
+            operand.requires_grad_(name in wanted)
+        leaves = [given[name] for name in wanted]
+        got, expected = (flops(lambda call=call, of=leaves: differentiated(call(), of)) for call in calls)
+        alone = {*wanted} <= {"fc2_bias", "down_bias"}  # nothing is needed from before
+        assert expected > 0 and got == expected + (0 if alone else again), wanted
+
+
+def flops(call):
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def first_layer(given, device):
+    """The products that are made again."""
+    weights = [each for name, each in given.items() if name.endswith("weight") and each.shape[1] == 8]
+    return [F.linear(given["x"].detach(), weight.detach()) for weight in weights]
+
+
+def differentiated(result, wanted):
+    return torch.autograd.grad(result.sum(), wanted) if wanted else None
+
+
+@pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+def test_counting_of_operations_of_experts(fused_mlp, device, with_grad):
+    index, shares = torch.randint(4, (6, 2), device=device), torch.rand(6, 2, device=device)
+    x, up, down = (
+        torch.randn(*shape, device=device, requires_grad=with_grad) for shape in ((6, 16), (4, 24, 16), (4, 8, 12))
+    )
+    call = functools.partial(fused_mlp.experts_mlp, x, index, shares, up, down)
+    assert flops(lambda: differentiated(call(), [x, up, down] if with_grad else [])) == (
+        (3 if with_grad else 1) * 2 * 12 * (24 * 16 + 8 * 12)
+    )
+
+
+@contextlib.contextmanager
+def products_in_bfloat16():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU all products of float32 are torch's")
+@pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [*KINDS, Halves, OwnBlock])
+def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
+    """What torch may do to float32 on a CPU is done to fused models too, and to no other dtype."""
+    module = kind().eval()
+    fused = copy.deepcopy(module)
+    with products_in_bfloat16() if when == "before" else contextlib.nullcontext():
+        assert fused_mlp.fuse_mlps(fused).fused
+    x = x_of(torch.device("cpu"))
+    with torch.set_grad_enabled(with_grad):
+        assert_close(fused(x), module(x))
+        with products_in_bfloat16():
+            assert torch.equal(fused(x), module(x))
+            assert "bfloat16" in str(fused_mlp.explain(fused))
+        assert "bfloat16" not in str(fused_mlp.explain(fused))
+    with products_in_bfloat16():
+        assert "bfloat16" not in str(fused_mlp.explain(fused.bfloat16()))
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU all products of float32 are torch's")
+def test_mixtures_with_products_of_float32_in_bfloat16(fused_mlp):
+    """Experts that are settled, and their router."""
+    model = mixtures.build("mixtral")
+    fused, ids = copy.deepcopy(model), torch.randint(3, 30, (2, 9))
+    assert fused_mlp.fuse_mlps(fused).fused
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(fused(ids).logits, model(ids).logits)
+        with products_in_bfloat16():
+            assert torch.equal(fused(ids).logits, model(ids).logits)
+        assert_close(fused(ids).logits, model(ids).logits)
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU all products of float32 are torch's")
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("function", [name for name in reference.FUNCTIONS if name != "act_and_mul"])
+def test_functions_with_products_of_float32_in_bfloat16(fused_mlp, function, compiles):
+    given = reference.operands(function, (3,), (8, 12, 6), device=torch.device("cpu"))
+    call = getattr(fused_mlp, function)
+    call = torch.compile(call, backend="eager", fullgraph=True) if compiles else call
+    with torch.no_grad():
+        torch.testing.assert_close(call(**given, activation="silu"), reference.eager(function, given, "silu"))
+        with products_in_bfloat16():
+            assert torch.equal(call(**given, activation="silu"), reference.eager(function, given, "silu"))
 
 
 def test_a_default_device_is_no_obstacle(fused_mlp, device):

@@ -29,7 +29,10 @@ inline Answer are_unchanged(PyObject* triples) {
   if (count < 0) return kError;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* triple = PyTuple_GetItem(triples, i);
-    if (PyTuple_Size(triple) != 3) return kError;
+    if (PyTuple_Size(triple) != 3) {
+      PyErr_SetString(PyExc_TypeError, "attributes must be triples of an owner, a name and a value");
+      return kError;
+    }
     const Answer same =
         has_attribute(PyTuple_GetItem(triple, 0), PyTuple_GetItem(triple, 1), PyTuple_GetItem(triple, 2));
     if (same != kYes) return same;
@@ -47,5 +50,34 @@ inline Answer attribute_is_true(PyObject* owner, PyObject* name) {
 }
 
 inline Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
+
+// Whether no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
+// usual way says what is wrong, or computes it.
+inline bool is_answer() {
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError};
+  for (PyObject* error : meant) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
+// What Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an error that is
+// set wins over what it would return.
+
+// None stands for what is not known, or cannot be asked.
+template <PyObject* (*kFind)(PyObject*)>
+PyObject* answered(PyObject*, PyObject* given) {
+  Owned found(kFind(given));
+  const bool failed = PyErr_Occurred() != nullptr;
+  if (failed && !is_answer()) return nullptr;
+  if (!failed && found) return found.release();
+  Py_RETURN_NONE;
+}
+
+template <Answer (*kAsk)(PyObject*)>
+PyObject* boolean(PyObject*, PyObject* given) {
+  const Answer said = kAsk(given);
+  return said == kError || PyErr_Occurred() ? nullptr : PyBool_FromLong(said);
+}
 
 }  // namespace fused_mlp

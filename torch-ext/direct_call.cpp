@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "activation.h"
+#include "answers.h"
 #include "direct.h"
 #include "dlpack.h"
-#include "owned.h"
 #include "rows.h"
 
 namespace fused_mlp {
@@ -17,19 +17,12 @@ namespace {
 const dlpack::ExchangeApi* exchange = nullptr;
 PyObject* is_negated = nullptr;
 PyObject* empty_like = nullptr;
-PyObject* dispatched = nullptr;  // a tuple
+PyObject* is_profiled = nullptr;
 
 // Whether a function, called with one argument or none, returns something true, or raises.
 bool true_or_raises(PyObject* function, PyObject* argument = nullptr) {
   const Owned said(PyObject_CallFunctionObjArgs(function, argument, nullptr));
   return !said || PyObject_IsTrue(said.get()) != 0;
-}
-
-bool has_to_be_dispatched() {
-  for (Py_ssize_t i = 0, count = PyTuple_Size(dispatched); i < count; ++i) {
-    if (true_or_raises(PyTuple_GetItem(dispatched, i))) return true;
-  }
-  return false;
 }
 
 std::optional<DType> dtype_of(const dlpack::DataType& type) {
@@ -240,7 +233,7 @@ class Unlocked {
 
 }  // namespace
 
-bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* like, PyObject* functions) {
+bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* like, PyObject* profiled) {
   exchange = nullptr;
   if (exchange_api == Py_None) return true;
   const void* const found = PyCapsule_GetPointer(exchange_api, dlpack::kCapsuleName);
@@ -249,10 +242,10 @@ bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* 
   if (api->major_version != dlpack::kMajorVersion || api->read == nullptr) return true;
   Py_INCREF(is_neg);
   Py_INCREF(like);
-  Py_INCREF(functions);
+  Py_INCREF(profiled);
   is_negated = is_neg;
   empty_like = like;
-  dispatched = functions;
+  is_profiled = profiled;
   exchange = api;
   return true;
 }
@@ -262,10 +255,10 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   PlainMlp mlp{};
   Reader reader(form, operands);
   std::function<void(void*)> compute;
-  const bool fits = reader.read_x(&mlp) && !has_to_be_dispatched() && reader.read_others(&mlp) &&
-                    succeeds([&] { compute = plan_direct(mlp); });
+  const bool fits = reader.read_x(&mlp) && !true_or_raises(is_profiled) && reader.read_others(&mlp) &&
+                    !PyErr_Occurred() && succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
-    PyErr_Clear();  // the op says what is wrong
+    is_answer();  // the op says what is wrong
     return nullptr;
   }
   Owned out(reader.new_result(mlp));

@@ -17,8 +17,8 @@ struct DirectForm {
 // leaves such a call, or one whose operands do not fit, to the op. It reads tensors by DLPack's exchange API for C.
 
 // Takes torch.Tensor.__dlpack_c_exchange_api__, or None for no direct calls; torch.Tensor.is_neg; torch.empty_like; and
-// functions that return something true where a call has to go by the dispatcher. Keeps references to all but the first.
-bool configure_direct_calls(PyObject* exchange, PyObject* is_negated, PyObject* empty_like, PyObject* dispatched);
+// torch.autograd._profiler_enabled: what is profiled goes by the dispatcher. Keeps references to all but the first.
+bool configure_direct_calls(PyObject* exchange, PyObject* is_negated, PyObject* empty_like, PyObject* is_profiled);
 
 // Returns the result; nullptr without an error where the op has to be called. The operands' classes are torch's own,
 // and autograd does not follow them.

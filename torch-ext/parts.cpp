@@ -253,7 +253,7 @@ PyObject* norm_behind(Objects parts, bool recording) {
   for (PyObject* part : parts) {
     if (norm == Py_None && item(settings.norms, class_of(part)) != nullptr) {
       norm = part;
-    } else if (passes(part, recording) != kYes) {
+    } else if (PyErr_Occurred() || passes(part, recording) != kYes) {
       return nullptr;
     }
   }
@@ -269,9 +269,9 @@ Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {
 
 PyObject* Owner::part(PyObject* given) const {
   if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
-  PyObject* const own = item(state_, given);  // a function, say, which Python finds before any child
-  PyObject* const found = own != nullptr ? own : item(modules_, given);
-  return found != Py_None && PyErr_Occurred() == nullptr ? found : nullptr;
+  PyObject* found = item(state_, given);  // a function, say, which Python finds before any child
+  if (found == nullptr && !PyErr_Occurred()) found = item(modules_, given);
+  return found != Py_None ? found : nullptr;
 }
 
 bool Owner::is_in_eval() const { return state_ != nullptr && item(state_, fused_mlp::names().training) == Py_False; }

@@ -32,7 +32,9 @@ struct Sizes {
   explicit Sizes(PyObject* tensor) {
     const Owned shape(PyObject_GetAttr(tensor, names().shape));
     if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > std::ssize(of)) return;
-    for (; dims < PyTuple_Size(shape.get()); ++dims) of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+    for (; dims < PyTuple_Size(shape.get()) && !PyErr_Occurred(); ++dims) {
+      of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+    }
   }
 };
 
@@ -86,13 +88,13 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   Answer read = kYes;
   if (block.first != Py_None) {
     PyObject* const x = PyTuple_GetItem(operands, 0);
-    const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
-    read =
-        width ? read_norm(block.first, PyLong_AsSsize_t(width.get()), dtype, recording, operands, place + 2) : kError;
+    const int64_t width = size_of_last(x);
+    read = width < 0 ? kError : read_norm(block.first, width, dtype, recording, operands, place + 2);
     if (read == kYes && block.modulation != Py_None) read = modulate(block.modulation, x, dtype, operands, place + 2);
   }
   if (read != kYes || last == Py_None) return read;
   const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  if (features < 0) return kError;
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
@@ -102,26 +104,28 @@ Answer is_little(const Mlp& mlp, PyObject* operands) {
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Answer gated = attribute_is_true(mlp.pattern, names().gated);
-  const int64_t elements = number_of_elements(PyTuple_GetItem(operands, 0));
-  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, 1));
-  if (gated == kError || elements < 0 || features < 0) return kError;
+  const int64_t elements = gated == kError ? -1 : number_of_elements(PyTuple_GetItem(operands, 0));
+  const Py_ssize_t features = elements < 0 ? -1 : PyObject_Size(PyTuple_GetItem(operands, 1));
+  if (features < 0) return kError;
   return is_little_work(gated == kYes, mlp.in_eval, elements * features);
 }
 
 // Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
 // without an error where they do not.
 PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
-  const Owned memory(PyObject_GetAttr(pattern, names().memory)), named(PyObject_GetAttr(pattern, names().op));
-  if (!memory || !named) return nullptr;
+  const Owned memory(PyObject_GetAttr(pattern, names().memory));
+  const Owned named(memory ? PyObject_GetAttr(pattern, names().op) : nullptr);
+  if (!named) return nullptr;
   PyObject* const op = packed ? names().gated_mlp : named.get();  // which records both
   PyObject* const of_memory = item(settings.parts, memory.get());
   PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op);
   if (parts == nullptr) return nullptr;
   PyObject* const of_dtype = item(settings.least_recorded, dtype);
   PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op);
+  if (PyErr_Occurred()) return nullptr;
   if (least != nullptr) {
     PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
-    const int64_t elements = number_of_elements(x), of_weight = number_of_elements(weight);
+    const int64_t elements = number_of_elements(x), of_weight = elements < 0 ? -1 : number_of_elements(weight);
     const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
     if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
   }
@@ -132,8 +136,9 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
 // The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
 PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands) {
   const Answer gated = attribute_is_true(pattern, names().gated);
+  if (gated == kError) return nullptr;
   const Answer up_first = packed ? attribute_is_true(pattern, names().up_first) : kNo;
-  if (gated == kError || up_first == kError) return nullptr;
+  if (up_first == kError) return nullptr;
   return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
 }
 
@@ -164,7 +169,9 @@ PyObject* dtype_taken(PyObject* x) {
   const Owned dtype(PyObject_GetAttr(x, names().dtype));
   for (Py_ssize_t i = 0, count = dtype ? PyTuple_Size(settings.dtypes) : 0; i < count; ++i) {
     PyObject* known = PyTuple_GetItem(settings.dtypes, i);
-    if (known == dtype.get()) return known;
+    if (known != dtype.get()) continue;
+    const bool may_be_narrowed = known == settings.float32 && settings.is_narrowed != Py_None;
+    return may_be_narrowed && said_by(settings.is_narrowed) != kNo ? nullptr : known;
   }
   return nullptr;
 }
@@ -194,6 +201,11 @@ Answer needs_gradient(PyObject* operands) {
 int64_t number_of_elements(PyObject* tensor) {
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+int64_t size_of_last(PyObject* tensor) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
 }
 
 Answer is_little_work(bool gated, bool in_eval, int64_t work) {
@@ -227,8 +239,8 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
-  const Answer followed = recording ? needs_gradient(operands) : kNo;
-  if (packed == kError || followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
+  if (followed == kError || (followed == kYes && block != nullptr)) return nullptr;
   if (followed == kYes) {
     const Answer little = is_little(mlp, operands);
     if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);

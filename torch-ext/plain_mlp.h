@@ -46,7 +46,10 @@ Answer are_of(PyObject* operands, PyObject* dtype);
 // Whether one of these operands needs a gradient.
 Answer needs_gradient(PyObject* operands);
 
+// Of a tensor, how many elements it has, and how many along its last dimension; negative where an error of Python's is
+// set: where a tensor is traced, these are no numbers.
 int64_t number_of_elements(PyObject* tensor);
+int64_t size_of_last(PyObject* tensor);
 
 // Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);

@@ -31,15 +31,6 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
 }
 
-// Whether nothing was found because it is not known, or cannot be asked; the error is forgotten then.
-bool is_answer() {
-  PyObject* const meant[] = {PyExc_AttributeError, PyExc_RuntimeError, PyExc_TypeError};
-  for (PyObject* error : meant) {
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
-  }
-  return PyErr_Occurred() == nullptr;
-}
-
 // Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
 // records: asked first, it saves all other questions.
 Answer is_followed(PyObject* x, Answer recording) {
@@ -193,16 +184,8 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   return fused(mlp, recording, &block);
 }
 
-PyObject* boolean(Answer said) { return said == kError ? nullptr : PyBool_FromLong(said); }
-
-// None for what is not known, or cannot be asked: the caller then asks in other ways, and says what is wrong.
-PyObject* answered(PyObject* found) {
-  if (found != nullptr || !is_answer()) return found;
-  Py_RETURN_NONE;
-}
-
 // The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
-// PyArg_ParseTuple runs.
+// PyArg_ParseTuple runs. The error is a ValueError: a TypeError is an answer.
 template <size_t kEnd>
 bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[kEnd - 1]) {
   bool fits = PyTuple_Size(given) == kEnd - 1;
@@ -210,7 +193,7 @@ bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[k
     PyObject* const argument = arguments[i] = PyTuple_GetItem(given, i);
     fits = kinds[i] == 'o' || (kinds[i] == 'd' ? PyDict_Check(argument) : PyTuple_Check(argument));
   }
-  if (!fits) PyErr_Format(PyExc_TypeError, "arguments must be of the kinds %s, got %R", kinds, given);
+  if (!fits) PyErr_Format(PyExc_ValueError, "arguments must be of the kinds %s, got %R", kinds, given);
   return fits;
 }
 
@@ -219,28 +202,28 @@ PyObject* py_configure(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_is_bare(PyObject*, PyObject* module) {
+Answer py_is_bare(PyObject* module) {
   PyObject* state = state_of(module);
-  return state == nullptr ? nullptr : boolean(is_bare(module, state, true));
+  return state == nullptr ? kError : is_bare(module, state, true);
 }
 
-PyObject* py_is_undisturbed(PyObject*, PyObject*) {
+Answer py_is_undisturbed(PyObject*) {
   const PastModes modes;
-  if (modes.said() != kYes) return boolean(modes.said());
+  if (modes.said() != kYes) return modes.said();
   const Answer casts = is_autocasting();
-  return boolean(casts == kNo ? is_undisturbed() : casts == kYes ? kNo : kError);
+  return casts == kNo ? is_undisturbed() : casts == kYes ? kNo : kError;
 }
 
-PyObject* py_are_items(PyObject*, PyObject* given) {
+Answer py_are_items(PyObject* given) {
   PyObject* of[2];
-  return unpack(given, "dt", of) ? boolean(are_items(of[0], of[1])) : nullptr;
+  return unpack(given, "dt", of) ? are_items(of[0], of[1]) : kError;
 }
 
-PyObject* py_is_recorded(PyObject*, PyObject* operands) {
+PyObject* py_is_recorded(PyObject* operands) {
   const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
-  if (count < 1) return PyErr_Format(PyExc_TypeError, "operands must be a tuple with an input, got %R", operands);
+  if (count < 1) return PyErr_Format(PyExc_ValueError, "operands must be a tuple with an input, got %R", operands);
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
+  if (modes.said() != kYes) return nullptr;
   bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
   for (Py_ssize_t i = 1; plain && i < count; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
@@ -248,23 +231,23 @@ PyObject* py_is_recorded(PyObject*, PyObject* operands) {
   }
   const Owned cast_to(plain ? autocast_dtype() : nullptr);
   plain = plain && !PyErr_Occurred() && (!cast_to || are_of(operands, cast_to.get()) == kYes);
-  const Answer recording = plain ? is_recording() : kNo;
-  return answered(plain ? boolean(recording == kYes ? needs_gradient(operands) : recording) : nullptr);
+  if (!plain) return nullptr;
+  const Answer recording = is_recording(), recorded = recording == kYes ? needs_gradient(operands) : recording;
+  return recorded == kError ? nullptr : PyBool_FromLong(recorded);
 }
 
-PyObject* py_directly(PyObject*, PyObject* given) {
+PyObject* py_directly(PyObject* given) {
   PyObject* of[2];
   if (!unpack(given, "ot", of)) return nullptr;
   const Py_ssize_t size = PyTuple_Size(of[1]);
   const bool block = size % 2 != 0;
   const Py_ssize_t weights = (size - (block ? kBlockOperands : 0)) / 2 - 1;
   if (weights < 1 || weights > 3) {
-    return PyErr_Format(PyExc_TypeError, "operands must be those of an op, got %R", of[1]);
+    return PyErr_Format(PyExc_ValueError, "operands must be those of an op, got %R", of[1]);
   }
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
-  const DirectForm form{weights, of[0] == Py_True, false, false, block};
-  return answered(call_directly(form, of[1]));
+  if (modes.said() != kYes) return nullptr;
+  return call_directly({weights, of[0] == Py_True, false, false, block}, of[1]);
 }
 
 // Whether a module has an activation that is several operations of torch, so that its parts take long.
@@ -296,42 +279,46 @@ Answer is_trained(PyObject* state, int generations) {
   return kError;
 }
 
-// Answers for py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
+// What py_runs_as_written() does. It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
-  const Answer recording = is_recording(), casting = is_autocasting();
-  if (recording != kYes && casting != kYes) return recording == kError || casting == kError ? kError : kNo;
+  const Answer recording = is_recording(), casting = recording == kError ? kError : is_autocasting();
+  if (casting == kError) return kError;
+  if (recording != kYes && casting != kYes) return kNo;
   const PastModes modes;
   PyObject* const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
   PyObject* const state = state_of(module);
-  Answer followed = is_followed(x, recording);
-  if (followed == kNo && recording == kYes && state != nullptr) followed = is_trained(state, 2);
+  if (state == nullptr) return kError;
+  Answer followed = PyErr_Occurred() ? kError : is_followed(x, recording);
+  if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
+  const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
+  if (quiet != kYes) return quiet;
   const Answer composite = state == nullptr ? kError : has_composite(state);
   if (composite != kNo) return composite == kYes ? kNo : kError;
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
-  const int64_t hidden = kWider * number_of_elements(x);
+  const int64_t elements = number_of_elements(x);
+  if (elements < 0) return kError;
+  const int64_t hidden = kWider * elements;
   PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype);
   PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
   if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
-  const Owned width(PyObject_CallMethodObjArgs(x, names().size, names().last, nullptr));
-  if (!width) return kError;
+  const int64_t width = size_of_last(x);
+  if (width < 0) return kError;
   const bool in_eval = followed != kYes || item(state, names().training) == Py_False;
-  return is_little_work(gated, in_eval, hidden * PyLong_AsSsize_t(width.get()));
+  return is_little_work(gated, in_eval, hidden * width);
 }
 
-PyObject* py_runs_as_written(PyObject*, PyObject* given) {
+Answer py_runs_as_written(PyObject* given) {
   PyObject* of[3];
-  if (!unpack(given, "ooo", of)) return nullptr;
+  if (!unpack(given, "ooo", of)) return kError;
   const Answer left = runs_as_written(of[0], of[1], of[2] == Py_True);
-  return boolean(left == kError && is_answer() ? kNo : left);
+  return left == kError && is_answer() ? kNo : left;
 }
-
-PyObject* py_are_unchanged(PyObject*, PyObject* triples) { return boolean(are_unchanged(triples)); }
 
 // Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
 Answer open(Owner* owner, PyObject* module, PyObject* names) {
@@ -340,62 +327,62 @@ Answer open(Owner* owner, PyObject* module, PyObject* names) {
   return state == nullptr ? kError : owner->open(module, state, names);
 }
 
-PyObject* py_fused(PyObject*, PyObject* given) {
+PyObject* py_fused(PyObject* given) {
   PyObject* of[7];
   if (!unpack(given, "oototot", of)) return nullptr;
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
+  if (modes.said() != kYes) return nullptr;
   Owner owner;
   Few projections, between;
   const Answer recording = is_recording();
-  if (recording == kError || open(&owner, of[5], of[6]) != kYes) return answered(nullptr);
+  if (recording == kError || open(&owner, of[5], of[6]) != kYes) return nullptr;
   PyObject* const act = owner.part(of[3]);
   const bool known = act != nullptr && owner.add_all(of[2], &projections) && owner.add_all(of[4], &between);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all(), owner.is_in_eval()};
-  return answered(known ? fused(mlp, recording == kYes) : nullptr);
+  return known ? fused(mlp, recording == kYes) : nullptr;
 }
 
-PyObject* py_block(PyObject*, PyObject* given) {
+PyObject* py_block(PyObject* given) {
   PyObject* of[14];
   if (!unpack(given, "ootottooooooot", of)) return nullptr;
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
+  if (modes.said() != kYes) return nullptr;
   Owner owner;
   Few projections, between, behind;
   const Answer recording = is_recording();
   if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[12], of[13]) != kYes)
-    return answered(nullptr);
+    return nullptr;
   PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
   const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
                      owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
   const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
   const Block block{first, of[10], behind.all(), of[6], of[7], last, of[11] == Py_True};
-  return answered(known ? fused(mlp, recording == kYes, &block) : nullptr);
+  return known ? fused(mlp, recording == kYes, &block) : nullptr;
 }
 
-PyObject* py_block_of(PyObject*, PyObject* given) {
+PyObject* py_block_of(PyObject* given) {
   PyObject* of[12];
   if (!unpack(given, "dootooooooot", of)) return nullptr;
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
+  if (modes.said() != kYes) return nullptr;
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
   if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[10], of[11]) != kYes)
-    return answered(nullptr);
+    return nullptr;
   PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
   const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
   const Block block{first, of[8], behind.all(), of[4], of[5], last, of[9] == Py_True};
-  return answered(known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr);
+  return known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr;
 }
 
-PyObject* py_in_turn(PyObject*, PyObject* given) {
+PyObject* py_in_turn(PyObject* given) {
   PyObject* of[5];
   if (!unpack(given, "ooddo", of)) return nullptr;
   const PastModes modes;
-  if (modes.said() != kYes) return answered(nullptr);
+  if (modes.said() != kYes) return nullptr;
   const Answer asked = is_recording();
-  if (is_followed(of[1], asked) != kNo) return answered(nullptr);
+  if (is_followed(of[1], asked) != kNo) return nullptr;
   const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
     if (all_pass(rest, asked == kYes) != kYes) return nullptr;
     PyObject* const found = fused(mlp, asked == kYes);
@@ -403,32 +390,32 @@ PyObject* py_in_turn(PyObject*, PyObject* given) {
     const Owned operands(found);
     return PyTuple_Pack(2, mlp.pattern, operands.get());
   };
-  return answered(in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use));
+  return in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use);
 }
 
-PyObject* py_joined(PyObject*, PyObject* given) {
+PyObject* py_joined(PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
   const PastModes modes;
-  return answered(modes.said() == kYes ? joined(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr);
+  return modes.said() == kYes ? joined(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
 }
 
 }  // namespace
 
 PyMethodDef plain_module_methods[] = {
     {"configure", py_configure, METH_O, nullptr},
-    {"is_bare", py_is_bare, METH_O, nullptr},
-    {"is_undisturbed", py_is_undisturbed, METH_NOARGS, nullptr},
-    {"are_items", py_are_items, METH_VARARGS, nullptr},
-    {"are_unchanged", py_are_unchanged, METH_O, nullptr},
-    {"is_recorded", py_is_recorded, METH_O, nullptr},
-    {"runs_as_written", py_runs_as_written, METH_VARARGS, nullptr},
-    {"directly", py_directly, METH_VARARGS, nullptr},
-    {"fused", py_fused, METH_VARARGS, nullptr},
-    {"block", py_block, METH_VARARGS, nullptr},
-    {"block_of", py_block_of, METH_VARARGS, nullptr},
-    {"in_turn", py_in_turn, METH_VARARGS, nullptr},
-    {"joined", py_joined, METH_VARARGS, nullptr},
+    {"is_bare", boolean<py_is_bare>, METH_O, nullptr},
+    {"is_undisturbed", boolean<py_is_undisturbed>, METH_NOARGS, nullptr},
+    {"are_items", boolean<py_are_items>, METH_VARARGS, nullptr},
+    {"are_unchanged", boolean<are_unchanged>, METH_O, nullptr},
+    {"is_recorded", answered<py_is_recorded>, METH_O, nullptr},
+    {"runs_as_written", boolean<py_runs_as_written>, METH_VARARGS, nullptr},
+    {"directly", answered<py_directly>, METH_VARARGS, nullptr},
+    {"fused", answered<py_fused>, METH_VARARGS, nullptr},
+    {"block", answered<py_block>, METH_VARARGS, nullptr},
+    {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
+    {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},
+    {"joined", answered<py_joined>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -8,11 +8,12 @@ namespace {
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",     "parameter", "linear",         "dropout",    "identity", "gelu",         "function",   "builtin",
-    "method",     "module",    "module_list",    "call",       "original", "known",        "known_by",   "kernels",
-    "composites", "linears",   "norms",          "ops",        "dtypes",   "float32",      "on_device",  "refusal",
-    "every_gpu",  "parts",     "least_recorded", "least_work", "blocks",   "is_inference", "quiet",      "autocast",
-    "composed",   "modes",     "empty",          "unchanged",  "exchange", "is_negated",   "empty_like", "dispatched"};
+    "tensor",     "parameter",   "linear",       "dropout",     "identity",   "gelu",       "function",
+    "builtin",    "method",      "module",       "module_list", "call",       "original",   "known",
+    "known_by",   "kernels",     "composites",   "linears",     "norms",      "ops",        "dtypes",
+    "float32",    "is_narrowed", "on_device",    "refusal",     "every_gpu",  "parts",      "least_recorded",
+    "least_work", "blocks",      "is_inference", "quiet",       "autocast",   "composed",   "modes",
+    "empty",      "unchanged",   "exchange",     "is_negated",  "empty_like", "is_profiled"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;
@@ -38,7 +39,7 @@ bool configure(PyObject* given) {
     }
     Py_INCREF(*place++);
   }
-  if (!configure_direct_calls(read.exchange, read.is_negated, read.empty_like, read.dispatched)) return false;
+  if (!configure_direct_calls(read.exchange, read.is_negated, read.empty_like, read.is_profiled)) return false;
   settings = read;
   static const Names made;
   made_names = &made;

@@ -32,6 +32,7 @@ struct Settings {
   PyObject* ops;             // by name
   PyObject* dtypes;          // those that the ops take
   PyObject* float32;         // one of them
+  PyObject* is_narrowed;     // a function: whether torch multiplies float32 in another dtype; None for a GPU
   PyObject* on_device;       // the attribute of a tensor that is true on their device
   PyObject* refusal;         // the one for a GPU by its index: None where the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs
@@ -50,7 +51,7 @@ struct Settings {
   PyObject* exchange;      // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* empty_like;
-  PyObject* dispatched;
+  PyObject* is_profiled;
 };
 extern Settings settings;
 

@@ -6,17 +6,21 @@
 
 namespace fused_mlp {
 
+Answer is_quiet() {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
+    const Answer loud = said_by(PyTuple_GetItem(settings.quiet, i));
+    if (loud != kNo) return loud == kYes ? kNo : kError;
+  }
+  return kYes;
+}
+
 Answer is_undisturbed() {
   for (Py_ssize_t i = 0, count = PyTuple_Size(settings.empty); i < count; ++i) {
     const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(settings.empty, i));
     if (size != 0) return size < 0 ? kError : kNo;
   }
-  for (Py_ssize_t i = 0, count = PyTuple_Size(settings.quiet); i < count; ++i) {
-    const Owned said(PyObject_CallObject(PyTuple_GetItem(settings.quiet, i), nullptr));
-    const int loud = said ? PyObject_IsTrue(said.get()) : -1;
-    if (loud != 0) return loud < 0 ? kError : kNo;
-  }
-  return are_unchanged(settings.unchanged);
+  const Answer quiet = is_quiet();
+  return quiet == kYes ? are_unchanged(settings.unchanged) : quiet;
 }
 
 PastModes::~PastModes() {
@@ -24,6 +28,7 @@ PastModes::~PastModes() {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   const Owned left(PyObject_CallMethodObjArgs(context_, names().exit, Py_None, Py_None, Py_None, nullptr));
+  if (!left) PyErr_WriteUnraisable(context_);
   PyErr_Restore(type, value, trace);
   Py_DECREF(context_);
 }

@@ -8,6 +8,9 @@ namespace fused_mlp {
 // True if nothing that the settings name watches or changes every call.
 Answer is_undisturbed();
 
+// The part of that which is no attribute and no hook: whether nothing traces or transforms what is called.
+Answer is_quiet();
+
 // torch.set_default_device, and a `with torch.device(...)`, add a mode that sees every call of a function of torch and
 // every attribute of a tensor that is asked for, in Python, and changes nothing that is done here. As long as this
 // lives, such modes see nothing.

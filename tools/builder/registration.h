@@ -23,12 +23,15 @@
 #pragma weak PyErr_Occurred
 #pragma weak PyErr_Restore
 #pragma weak PyErr_SetString
+#pragma weak PyErr_WriteUnraisable
 #pragma weak PyEval_RestoreThread
 #pragma weak PyEval_SaveThread
 #pragma weak PyExc_AttributeError
+#pragma weak PyExc_BufferError
 #pragma weak PyExc_KeyError
 #pragma weak PyExc_RuntimeError
 #pragma weak PyExc_TypeError
+#pragma weak PyExc_ValueError
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_FromDouble
 #pragma weak PyFloat_Type

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from . import dispatch, experts, experts_training, operands, training
+from . import dispatch, experts, experts_training, flops, operands, training
 from .activations import Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
+
+flops.register()
 
 Operands = Tuple[Optional[Tensor], ...]
 
@@ -272,16 +274,24 @@ def autograd_follows(*given: Optional[Tensor]) -> bool:
 
 def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
     """Why not even the pointwise part of a call on these operands can be one op, or None if it can."""
+    return _operand_reason(*given) or _ambient_reason()
+
+
+def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
     for tensor in given:
         if tensor is not None and type(tensor) not in PLAIN_TENSORS:
             return f"an operand is a {type(tensor).__name__}"
         if tensor is not None and tensor.layout != torch.strided:
             return f"an operand has the layout {tensor.layout}"
-    return _ambient_reason()
+    return None
 
 
 def _ambient_reason() -> Optional[str]:
     """What around a call, whatever its operands, has to see the parts."""
+    return _recorder() or ("torch.func follows the parts" if training.is_transformed() else None)
+
+
+def _recorder() -> Optional[str]:
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
     # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
@@ -386,7 +396,7 @@ def _may_be_cached() -> bool:
     """Whether autocast's cache can be asked: for operands that autograd plainly records, and nobody else follows."""
     if _is_compiling() or not training.is_recording() or not torch.is_autocast_cache_enabled():
         return False
-    return not training.is_followed() and _ambient_reason() is None and not training.is_transformed()
+    return not training.is_followed() and _ambient_reason() is None
 
 
 def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -461,10 +471,20 @@ def _composed_experts(
     *form: Any,
 ) -> Tensor:
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    plain = pointwise_reason(top_k_index, top_k_weights, *given) is None
+    plain = _operand_reason(top_k_index, top_k_weights, *given) is None and _recorder() is None and not _is_mapped()
     x, *others = autocast(given)  # which knows nothing of products of groups
     compute = experts.composed if plain else experts.traceable
     return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul)
+
+
+def _is_mapped() -> bool:
+    """Whether a vmap of torch.func is around a call: no shape may depend on values then."""
+    if _is_compiling() or not training.is_transformed():
+        return False
+    return any(each.key() == _VMAP for each in torch._C._functorch.get_interpreter_stack())
+
+
+_VMAP = torch._C._functorch.TransformType.Vmap
 
 
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
@@ -496,9 +516,7 @@ class _ActAndMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         gate, up = ctx.saved_tensors
-        # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
-        composed = torch.is_grad_enabled() or _ambient_reason() is not None
-        implementation = reference if composed else ctx.implementation
+        implementation = reference if training.is_gradient_seen(grad) else ctx.implementation
         if up is None:
             return None, _computed_act_and_mul(implementation, gate, grad, ctx.activation), None, None
         given = grad, gate, up, ctx.activation

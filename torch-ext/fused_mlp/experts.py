@@ -242,7 +242,7 @@ class _PlusBias(torch.autograd.Function):
 
 def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor, masked: bool) -> Tensor:
     """[T * K, D] in the order of rows as [T, K, D] in the order of slots, zero where skipped."""
-    of_slots = of_rows.index_select(0, rows).unflatten(0, skipped.shape)
+    of_slots = of_rows.index_select(0, rows).reshape(*skipped.shape, of_rows.shape[1])
     return torch.where(skipped.unsqueeze(-1), 0, of_slots) if masked else of_slots
 
 
@@ -276,6 +276,22 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def _mm_of_each(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``_grouped_mm`` in operations that a transform of ``torch.func`` maps over any of the factors."""
+    ends = offsets.tolist()
+    products = [rows[begin:end] @ weight[expert] for expert, (begin, end) in enumerate(zip([0, *ends], ends))]
+    return F.pad(torch.cat(products), (0, 0, 0, rows.shape[0] - ends[-1]))
+
+
+def _outer_of_each(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    return torch.stack([a[begin:end].t() @ b[begin:end] for begin, end in zip([0, *ends], ends)])
+
+
+def _is_mapped() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 torch.library.define(
     add_op_namespace_prefix("grouped_mm"),
     "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
@@ -305,7 +321,7 @@ class _GroupedMm(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return ops.grouped_mm(rows, weight, offsets)
+        return (_mm_of_each if _is_mapped() else ops.grouped_mm)(rows, weight, offsets)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -329,7 +345,7 @@ class _GroupedOuter(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-        return ops.grouped_outer(a, b, offsets)
+        return (_outer_of_each if _is_mapped() else ops.grouped_outer)(a, b, offsets)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -9,7 +9,6 @@ from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import dispatch, experts, training
 from .backends import native, reference
@@ -62,8 +61,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         x, weights, gate_up, down, index, sorted_x, kept = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
-        # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
-        if torch.is_grad_enabled() or training.is_transformed() or forward_ad._current_level >= 0:
+        if training.is_gradient_seen(grad):
             found = _composed_gradients((x, weights, gate_up, down), index, grad, needs, ctx.form)
         else:
             bits = sum(need << place for place, need in enumerate(needs))

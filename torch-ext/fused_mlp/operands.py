@@ -168,6 +168,25 @@ def autocasts(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which raises for meta
 
 
+def is_narrowed(x: Tensor) -> bool:
+    """Whether torch multiplies what is of the kind of ``x`` in bfloat16, as it may do with float32 on a CPU.
+
+    On a GPU all products of float32 are torch's own.
+    """
+    return x.is_cpu and x.dtype == torch.float32 and narrows_float32()
+
+
+def narrows_float32() -> bool:
+    """Whether that is so by ``torch.set_float32_matmul_precision`` or ``torch.backends``."""
+    return _precision("mkldnn", "matmul") == "bf16"
+
+
+NARROWED = "products of float32 that torch computes in bfloat16, as it is set to"
+
+_precision = torch._C._get_fp32_precision_getter
+narrows_float32._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result has it, at Dynamo's import
+
+
 def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """The gate's and the up's half of a weight or bias that holds both; ``both`` has an even number of rows."""
     first, second = (None, None) if both is None else both.chunk(2)

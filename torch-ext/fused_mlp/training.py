@@ -42,6 +42,7 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_recording() -> bool:
@@ -52,6 +53,18 @@ def is_recording() -> bool:
 def is_followed() -> bool:
     """Whether somebody sees the operations of this thread, or what autograd keeps of them."""
     return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
+
+
+def is_gradient_seen(grad: Tensor) -> bool:
+    """Whether somebody has to see how a gradient is computed from the one that comes in, so that no kernel does it.
+
+    It is differentiated in its turn, by create_graph or a tangent on what comes in, or computed for many at once.
+    """
+    if _is_grad_enabled():
+        return True
+    if _is_compiling():  # which can ask none of the others
+        return False
+    return is_transformed() or _is_batched(grad) or forward_ad._current_level >= 0
 
 
 def check_memory(memory: str) -> None:
@@ -67,9 +80,8 @@ def refusal(op: str, activation: int) -> Optional[str]:
     an activation's result; of any, where there is no activation that would be fused.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
-    if op not in _NAMES or is_left or activation == _NO_ACTIVATION:
-        return "autograd follows the parts"
-    return "torch.func follows the parts" if is_transformed() else None
+    is_left = is_left or activation == _NO_ACTIVATION
+    return "autograd follows the parts" if op not in _NAMES or is_left else None
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
@@ -224,8 +236,7 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
             raise RuntimeError("a function of torch failed when the values that its gradients need were overwritten")
         return found
 
-    # With create_graph, or a tangent on what comes in, the gradient itself is differentiated, which no kernel is.
-    if _is_grad_enabled() or is_transformed() or forward_ad._current_level >= 0:
+    if is_gradient_seen(grad):
         found = composed()
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward

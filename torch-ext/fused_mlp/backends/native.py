@@ -46,7 +46,7 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
-        return None
+        return operands.NARROWED if op != "act_and_mul" and operands.is_narrowed(x) else None
     # Dynamo looks through a cache, and warns of it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
@@ -335,7 +335,10 @@ def _(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     operands.check_gated_linear(x, weight, weight if up_weight is None else up_weight, bias, up_bias)
     lead, features, nothing = x.shape[:-1], weight.shape[0], (0,)
-    out = (features if up_first is None else features // 2) if second_weight is None else second_weight.shape[0]
+    out = features if up_first is None else features // 2
+    if second_weight is not None:
+        operands.check_linear(x.new_empty((*lead, out)), second_weight, second_bias)
+        out = second_weight.shape[0]
     kept = x.new_empty((*lead, features) if keep else nothing)
     return x.new_empty((*lead, out)), kept, x.new_empty(nothing if up_weight is None or not keep else kept.shape)
 

@@ -46,7 +46,7 @@ def fused(
     biases: List[Optional[Tensor]] = []
     for projection in projections:
         parameters = obstacles.parameters_of(projection)
-        if type(parameters) is str:
+        if type(parameters) is str or parameters[0].dim() != 2:
             return None
         weights.append(parameters[0])
         biases.append(parameters[1])

@@ -222,6 +222,4 @@ def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
             return "operands of another kind"
     if x.dtype != up.dtype or not (x.is_cpu or x.is_cuda):
         return "operands of another kind"
-    if calls.autocasts(x) or torch._C._are_functorch_transforms_active():
-        return "autocast or a transform"
-    return calls._ambient_reason()
+    return "autocast" if calls.autocasts(x) else calls._ambient_reason()

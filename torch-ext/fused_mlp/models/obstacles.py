@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 
 from .. import functional
 from ..activations import ACTIVATIONS
+from ..operands import NARROWED, is_narrowed
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -72,6 +73,10 @@ def of_surroundings() -> Optional[str]:
         mode = torch._C._get_function_stack_at(index)
         if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
             return f"the mode {type(mode).__name__}"
+    if torch._C._get_tracing_state() is not None:
+        return "a trace of torch.jit"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
     # What torch.compile records is run under modes of its own.
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"
@@ -132,8 +137,13 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
         return f"a weight of {weight.dtype}"
     if weight.layout is not torch.strided:
         return f"a weight of {weight.layout}"
+    if is_narrowed(weight):
+        return NARROWED
+    weight = weight.t() if kind is not nn.Linear and is_transposed(kind) else weight
     bias = projection.bias
-    return (weight.t() if kind is not nn.Linear and is_transposed(kind) else weight), bias
+    if bias is not None and weight.dim() == 2 and bias.shape != weight.shape[:1]:  # torch broadcasts it
+        return f"a bias of shape {list(bias.shape)}"
+    return weight, bias
 
 
 def is_foreign(projection: nn.Module) -> bool:

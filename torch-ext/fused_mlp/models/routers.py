@@ -20,7 +20,7 @@ from . import obstacles, shortcut, switching
 from .names import body_of
 from .source import tree_of
 
-_is_compiling, _is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
 
 _QWEN = """
 hidden_states = hidden_states.reshape(-1, self.hidden_dim)
@@ -155,7 +155,7 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
         or native.refusal("top_k_router", x) is not None
     ):
         return None
-    if _is_transformed() or F.softmax is not _SOFTMAX or torch.topk is not _TOPK:
+    if F.softmax is not _SOFTMAX or torch.topk is not _TOPK:
         return None
     if _is_compiling():
         disturbed = obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None

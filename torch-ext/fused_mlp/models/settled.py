@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from .. import dispatch, training
 from ..backends import native
+from ..operands import is_narrowed
 from . import experts, interface, obstacles, shortcut, switching
 from .recognition import activation_of
 
 # Bound once: a name of another module costs two look-ups more.
-_is_transformed, _is_recording = torch._C._are_functorch_transforms_active, training.is_recording
+_is_recording = training.is_recording
 _plain = shortcut.plain  # None where nothing is compiled, and nothing settled
 _backends, _compute, _on_gpu = dispatch._open_blocks, native.experts_mlp, native.DEVICE_TYPE == "cuda"
 _Parameter, _state_of = nn.Parameter, object.__getattribute__
@@ -56,7 +57,6 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
     if (
         not (x.is_cuda if _on_gpu else x.is_cpu)
         or _backends[-1].name != "auto"
-        or _is_transformed()
         or not _plain.is_undisturbed()
         or not _holds(settled, module, state)
     ):
@@ -71,7 +71,7 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
             return None
         tensors.append(tensor)
     up, form = tensors[0], settled.form
-    if up.dtype is not settled.dtype or up.size(0) != settled.experts:
+    if up.dtype is not settled.dtype or up.size(0) != settled.experts or is_narrowed(x):
         return None
     if form.transposed and native.has_many_rows(index, up):
         return None

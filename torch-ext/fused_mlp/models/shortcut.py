@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from .. import dispatch, training
 from ..activations import ACTIVATIONS, get_activation
 from ..backends import native, reference
-from ..operands import halves
+from ..operands import halves, narrows_float32
 from . import forms, forwards, norms, obstacles, recognition
 from .pattern import Pattern
 from .switching import FUSED
@@ -95,85 +95,84 @@ def known_by(act: Union[Act, str]) -> Union[Act, str]:
     return act if row is None else row.function
 
 
-# Functions that return something true where torch's dispatcher has more to do than to call an op. A future torch may
-# lack one of them: all ops are called then.
-try:
-    _DISPATCHED = torch.autograd._profiler_enabled, torch._C._functorch.maybe_current_level
-except AttributeError:
-    _DISPATCHED = ()
+# A function that returns something true where torch's dispatcher has more to do than to call an op. A future torch may
+# lack it: all ops are called then.
+_is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
+# What compiled code is told of torch and of this package: settings.h says what each is.
+_settings = {
+    "tensor": Tensor,
+    "parameter": nn.Parameter,
+    "linear": nn.Linear,
+    "dropout": nn.Dropout,
+    "identity": nn.Identity,
+    "gelu": nn.GELU,
+    "function": FunctionType,
+    "builtin": BuiltinFunctionType,
+    "method": MethodType,
+    "module": nn.Module,
+    "module_list": nn.ModuleList,
+    "call": _CALL,
+    "original": FUSED,
+    "known": _known,
+    "known_by": known_by,
+    "kernels": _kernels,
+    "composites": recognition.COMPOSITES,
+    "linears": _linears,
+    "norms": norms.known,
+    "ops": _ops,
+    "dtypes": native._DTYPES,
+    "float32": torch.float32,
+    "is_narrowed": narrows_float32 if native.DEVICE_TYPE == "cpu" else None,
+    "on_device": f"is_{native.DEVICE_TYPE}",
+    "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
+    "every_gpu": native.takes_every_gpu,
+    "parts": {training.KEPT: _parts},
+    "least_recorded": dispatch.LEAST_RECORDED,
+    "least_work": dispatch.LEAST_WORK,
+    "blocks": dispatch._open_blocks,
+    "is_inference": torch.is_inference_mode_enabled,
+    "autocast": (
+        torch._C._is_any_autocast_enabled,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+        native.DEVICE_TYPE,
+    ),
+    "composed": _composed,
+    "quiet": (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._get_tracing_state,
+        torch._C._are_functorch_transforms_active,
+    ),
+    "modes": (
+        torch._C._len_torch_function_stack,
+        torch._C._get_function_stack_at,
+        DeviceContext,
+        torch._C.DisableTorchFunction,
+    ),
+    "empty": (
+        _torch_module._global_forward_hooks,
+        _torch_module._global_forward_pre_hooks,
+        _torch_module._global_backward_hooks,
+        _torch_module._global_backward_pre_hooks,
+    ),
+    "unchanged": (
+        (forward_ad, "_current_level", -1),
+        (nn.Linear, "__call__", _CALL),
+        (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
+        (F, "linear", _originals[F, "linear"]),
+        (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
+        (F, "dropout", _DROPOUT),
+        (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
+    ),
+    "exchange": None if _is_profiled is None else getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    "is_negated": Tensor.is_neg,
+    "empty_like": torch.empty_like,
+    "is_profiled": _is_profiled,
+}
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
-    plain.configure(
-        {
-            "tensor": Tensor,
-            "parameter": nn.Parameter,
-            "linear": nn.Linear,
-            "dropout": nn.Dropout,
-            "identity": nn.Identity,
-            "gelu": nn.GELU,
-            "function": FunctionType,
-            "builtin": BuiltinFunctionType,
-            "method": MethodType,
-            "module": nn.Module,
-            "module_list": nn.ModuleList,
-            "call": _CALL,
-            "original": FUSED,
-            "known": _known,
-            "known_by": known_by,
-            "kernels": _kernels,
-            "composites": recognition.COMPOSITES,
-            "linears": _linears,
-            "norms": norms.known,
-            "ops": _ops,
-            "dtypes": native._DTYPES,
-            "float32": torch.float32,
-            "on_device": f"is_{native.DEVICE_TYPE}",
-            "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
-            "every_gpu": native.takes_every_gpu,
-            "parts": {training.KEPT: _parts},
-            "least_recorded": dispatch.LEAST_RECORDED,
-            "least_work": dispatch.LEAST_WORK,
-            "blocks": dispatch._open_blocks,
-            "is_inference": torch.is_inference_mode_enabled,
-            "autocast": (
-                torch._C._is_any_autocast_enabled,
-                torch.is_autocast_enabled,
-                torch.get_autocast_dtype,
-                native.DEVICE_TYPE,
-            ),
-            "composed": _composed,
-            "quiet": (
-                torch._C._len_torch_dispatch_stack,
-                torch._C._get_tracing_state,
-            ),
-            "modes": (
-                torch._C._len_torch_function_stack,
-                torch._C._get_function_stack_at,
-                DeviceContext,
-                torch._C.DisableTorchFunction,
-            ),
-            "empty": (
-                _torch_module._global_forward_hooks,
-                _torch_module._global_forward_pre_hooks,
-                _torch_module._global_backward_hooks,
-                _torch_module._global_backward_pre_hooks,
-            ),
-            "unchanged": (
-                (forward_ad, "_current_level", -1),
-                (nn.Linear, "__call__", _CALL),
-                (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
-                (F, "linear", _originals[F, "linear"]),
-                (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
-                (F, "dropout", _DROPOUT),
-                (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
-            ),
-            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None) if _DISPATCHED else None,
-            "is_negated": Tensor.is_neg,
-            "empty_like": torch.empty_like,
-            "dispatched": _DISPATCHED,
-        }
-    )
+    plain.configure(_settings)
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
 # Scale, shift, whether the source has the scale on the left of its product, and whether it computes in float32.
@@ -276,7 +275,7 @@ def ending(
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     """The block of a gated MLP whose gate and up are halves of one projection; None if no op computes it."""
     x, gate_up, down, gate_up_bias, down_bias, *others = operands
-    if gate_up.size(0) % 2 != 0:  # there are no halves
+    if not _are_halves(gate_up, gate_up_bias):
         return None
     weights, biases = halves(gate_up, pattern.up_first), halves(gate_up_bias, pattern.up_first)
     try:
@@ -292,7 +291,7 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
     # The operands of a pattern that is not packed come back only where autograd follows.
     recorded = not pattern.packed or (training.is_recording() and _needs_gradient(x, *given[:-1]))
     if pattern.packed:
-        if weights[0].size(0) % 2 != 0:  # there are no halves
+        if not _are_halves(weights[0], biases[0]):
             return None
         if recorded:
             up_first, nothing = pattern.up_first, (None,) * (3 - count)
@@ -311,6 +310,10 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
     except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
         return None
+
+
+def _are_halves(weight: Tensor, bias: Optional[Tensor]) -> bool:
+    return weight.size(0) % 2 == 0 and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _needs_gradient(*given: Optional[Tensor]) -> bool:

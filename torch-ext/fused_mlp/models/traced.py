@@ -10,6 +10,7 @@ Nodes that nothing uses any more stay in the graph, which compilers drop: somebo
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
@@ -106,7 +107,7 @@ def _end(context: Any) -> None:
             if node is last:
                 break
             nodes.append(node)
-        if calls.pointwise_reason() is None and not training.is_transformed():
+        if calls.pointwise_reason() is None:
             _fuse(nodes[::-1], memory)
     except Exception as error:  # another torch may record in another way: what it has recorded is right as it is
         if _open_blocks[-1].name != "auto":  # what is forced may refuse
@@ -297,9 +298,10 @@ class _Made:
         return self
 
     def node(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        value = _computed(target, *args, **kwargs)
         with self.root.graph.inserting_before(self.root):
             made = self.root.graph.create_node(_kind(target), target, args, kwargs)
-        made.meta["example_value"] = _computed(target, *args, **kwargs)
+        made.meta["example_value"] = value
         self._nodes.append(made)
         return made
 
@@ -326,7 +328,7 @@ def _is_replaced(
     if not _is_apart(root, hidden.nodes.union(views)):
         return False
     for x in _behind_views(hidden.gate.x):
-        with _Made(root) as made:
+        with _Made(root) as made, contextlib.suppress(RuntimeError):  # no op takes these operands
             call = _call(made, x, hidden, last, memory)
             if call is not None and _are_alike(_value(root), *call):
                 root.target, root.args, root.kwargs = call
@@ -424,10 +426,7 @@ def _are_alike(value: Tensor, target: Any, args: Tuple[Any, ...], kwargs: Dict[s
     """Whether a call makes of its arguments what Dynamo knows a value to be."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    try:
-        other = _computed(target, *args, **kwargs)
-    except RuntimeError:
-        return False
+    other = _computed(target, *args, **kwargs)
     if (value.dtype, value.device, value.dim()) != (other.dtype, other.device, other.dim()):
         return False
     pairs = zip((*value.shape, *value.stride()), (*other.shape, *other.stride()))

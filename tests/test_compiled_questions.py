@@ -1,0 +1,189 @@
+"""What compiled code asks of Python's objects may raise anywhere: an error that is set is raised or answered, not
+dropped, and no result comes with one."""
+
+import contextlib
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from modules import Gated, Halves, Intermediate, OwnBlock, PackedGated, Plain, TransposedPlain
+from safety import assert_close, x_of
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(32), Gated(bias=True)
+
+    def forward(self, hidden_states):
+        return hidden_states + self.mlp(self.norm(hidden_states))
+
+
+class InTurn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.1), nn.Linear(88, 32)])
+
+    def forward(self, x):
+        for part in self.net:
+            x = part(x)
+        return x
+
+
+KINDS = (Block, Gated, Halves, InTurn, Intermediate, OwnBlock, PackedGated, Plain, TransposedPlain)
+ENTRIES = ("is_bare", "is_recorded", "directly", "fused", "block", "block_of", "in_turn", "joined")
+# What asks or computes among the settings, alone or in a tuple or a dictionary.
+SETTINGS = (
+    *("known_by", "ops", "is_narrowed", "parts", "is_inference", "quiet", "autocast", "composed", "modes"),
+    *("is_negated", "empty_like", "is_profiled"),
+)
+ANSWER = TypeError  # the usual way is taken then
+ERRORS = (ANSWER, KeyError, KeyboardInterrupt)
+MODES = {
+    "no_grad": torch.no_grad,
+    "grad": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
+    "a default device": lambda: torch.device(DEVICE),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def shortcut(fused_mlp):
+    module = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    yield module
+    module.plain.configure(module._settings)
+
+
+def fused_pairs(fused_mlp, device):
+    for kind in KINDS:
+        module = kind().to(device).eval()
+        fused = copy.deepcopy(module)
+        assert fused_mlp.fuse_mlps(fused).fused
+        with torch.no_grad():
+            fused(x_of(device))  # what is learnt at the first call
+        yield module, fused
+
+
+class Raising:
+    """The callables in a setting, which raise from some call on."""
+
+    def __init__(self, error, calls):
+        self.error, self.calls = error, calls
+        self.raised = False
+
+    def inside(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self.inside, value))
+        if type(value) is dict:
+            return {key: self.inside(each) for key, each in value.items()}
+        return self._around(value) if callable(value) and not isinstance(value, type) else value
+
+    def _around(self, function):
+        def call(*args):
+            self.calls -= 1
+            if self.calls < 0:
+                self.raised = True
+                raise self.error("of a test")
+            return function(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("mode", MODES)
+def test_settings_that_raise(fused_mlp, device, shortcut, mode, error):
+    """Errors that are answers lead to the usual way, all others to who has called."""
+    raised = set()
+    for module, fused in fused_pairs(fused_mlp, device):
+        x = x_of(device).requires_grad_(mode == "grad")
+        with MODES[mode]():
+            expected = module(x)
+        for name in SETTINGS:
+            for calls in range(3):
+                raising = Raising(error, calls)
+                shortcut.plain.configure(shortcut._settings | {name: raising.inside(shortcut._settings[name])})
+                with MODES[mode](), contextlib.nullcontext() if error is ANSWER else contextlib.suppress(error):
+                    assert_close(fused(x), expected, tolerance=3e-2 if mode == "autocast" else 1e-4)
+                    assert error is ANSWER or not raising.raised, f"{error.__name__} of {name} was dropped"
+                raised |= {name} if raising.raised else set()
+    assert raised >= {"quiet", "modes", "autocast"}
+
+
+class Hostile:
+    """Raises, whatever it is asked."""
+
+    def __getattribute__(self, name):
+        raise KeyError(name)
+
+    __bool__ = __len__ = __index__ = __iter__ = __call__ = __hash__ = __eq__ = __float__ = __getattribute__
+
+
+class HostileTensor(torch.Tensor):
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+
+class HostileClass(type):
+    def __getattribute__(cls, name):
+        raise RuntimeError(name)
+
+
+def of_hostile_class():
+    return HostileClass("OfHostileClass", (), {})()
+
+
+def hostile_tensor():
+    return torch.zeros(3).as_subclass(HostileTensor)
+
+
+HOSTILE = (Hostile, of_hostile_class, hostile_tensor)  # made in a test: who collects tests looks at what a module holds
+
+
+def replaced(arguments):
+    """The arguments with one tensor or module after the other replaced by something hostile."""
+    for place, given in enumerate(arguments):
+        if isinstance(given, (torch.Tensor, nn.Module)):
+            for hostile in HOSTILE:
+                yield (*arguments[:place], hostile(), *arguments[place + 1 :])
+        elif isinstance(given, tuple):
+            for inner in replaced(given):
+                yield (*arguments[:place], inner, *arguments[place + 1 :])
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+def test_hostile_arguments(fused_mlp, device, shortcut, monkeypatch, name, with_grad):
+    """A SystemError is how Python says that an error was dropped, or a result came with one."""
+    taken, entry = [], getattr(shortcut.plain, name)
+    monkeypatch.setattr(shortcut.plain, name, lambda *given: (taken.append(given), entry(*given))[1])
+    for _, fused in fused_pairs(fused_mlp, device):
+        with torch.no_grad():
+            fused(x_of(device))
+    taken += [(fused.eval(),)] if name == "is_bare" else []
+    operands = x_of(device), torch.randn(88, 32, device=device), None, 0
+    taken += [(operands[:2],)] if name == "is_recorded" else [(False, operands)] if name == "directly" else []
+    assert taken
+    for given in taken:
+        for hostile in replaced(given):
+            with torch.set_grad_enabled(with_grad):
+                try:
+                    entry(*hostile)
+                except Exception as error:
+                    assert type(error) is not SystemError, error
+
+
+@pytest.mark.parametrize("make", [object, str, int, *HOSTILE], ids=lambda make: make.__name__)
+def test_what_is_no_input(fused_mlp, device, make):
+    """The error is what the original raises."""
+    given = make()
+    for module, fused in fused_pairs(fused_mlp, device):
+        outcomes = []
+        for each in (module, fused):
+            with torch.no_grad(), pytest.raises(Exception) as raised:
+                each(given)
+            outcomes.append(raised.type)
+        assert outcomes[0] is outcomes[1] or make in HOSTILE  # which raises, by whomever it is asked

@@ -1,0 +1,113 @@
+"""The floating-point operations of the ops, for ``torch.utils.flop_counter``: those of their products, as it counts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Optional, Sequence
+
+from torch.utils.flop_counter import register_flop_formula
+
+from ._ops import ops
+
+_Shape = Optional[Sequence[int]]
+
+
+def _of_layers(x: Sequence[int], *weights: _Shape) -> int:
+    """``x`` [..., in], and every row of it times weights [out, in], the second of which takes what the first gives."""
+    return 2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if weight is not None)
+
+
+def _of_one(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return _of_layers(x, weight)
+
+
+def _of_two(x: Sequence[int], first: _Shape, second: Sequence[int], *_: Any, **__: Any) -> int:
+    return _of_layers(x, first, second)
+
+
+def _of_three(x: Sequence[int], first: _Shape, up: _Shape, second: _Shape, *_: Any, **__: Any) -> int:
+    return _of_layers(x, first, up, second)
+
+
+def _of_training_backward(
+    grad: Sequence[int],
+    x: Sequence[int],
+    weight: Sequence[int],
+    up_weight: _Shape,
+    second_weight: _Shape,
+    bias: _Shape,
+    up_bias: _Shape,
+    gate: _Shape,
+    up: _Shape,
+    activation: int,
+    needs: int,
+    up_first: Optional[bool],
+    **_: Any,
+) -> int:
+    of_x, of_weight, of_up, of_second, *of_biases = (bool(needs >> place & 1) for place in range(6))
+    is_before = of_x or of_weight or of_up or any(of_biases)  # a gradient from before the activation
+    computed = (
+        (gate is None and (is_before or of_second), (weight, up_weight)),  # the first layer, once more
+        (is_before, (second_weight,)),
+        (of_x, (weight, up_weight)),
+        (of_weight, (weight,)),
+        (of_up, (up_weight,)),
+        (of_second, (second_weight,)),
+    )
+    return sum(_of_layers(x, *weights) for is_computed, weights in computed if is_computed)
+
+
+def _of_experts(
+    x: Sequence[int], index: Sequence[int], shares: Any, first: Sequence[int], second: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Every choice of a token, those too that are skipped: which ones, no shape tells."""
+    return _of_layers((*index, 1), first[1:], second[1:])
+
+
+def _of_experts_backward(
+    grad: Any,
+    sorted_x: Any,
+    gate_up: Any,
+    index: Sequence[int],
+    shares: Any,
+    first: Sequence[int],
+    second: Sequence[int],
+    activation: int,
+    needs: int,
+    **_: Any,
+) -> int:
+    computed = second, first if needs & 1 else None, first if needs & 4 else None, second if needs & 8 else None
+    return _of_layers((*index, 1), *(weight and weight[1:] for weight in computed))
+
+
+def _of_groups(rows: Sequence[int], factor: Sequence[int], *_: Any, **__: Any) -> int:
+    return _of_layers(rows, (rows[1], factor[-1]))
+
+
+_FORMULAS = {
+    "linear": _of_one,
+    "gated_linear": _of_two,
+    "mlp": _of_two,
+    "gated_mlp": _of_three,
+    "residual_mlp": _of_two,
+    "residual_gated_mlp": _of_three,
+    "training_forward": _of_three,
+    "training_backward": _of_training_backward,
+    "training_backward_": _of_training_backward,
+    "experts_mlp": _of_experts,
+    "experts_training_forward": _of_experts,
+    "experts_training_backward": _of_experts_backward,
+    "top_k_router": _of_one,
+    "grouped_mm": _of_groups,
+    "grouped_outer": _of_groups,
+    "triton_linear": _of_one,
+    "triton_gated_linear": _of_two,
+    "triton_experts_mlp": _of_experts,
+}
+
+
+def register() -> None:
+    """Tells the counter of those that this build has, which are there by now."""
+    for name, formula in _FORMULAS.items():
+        if hasattr(ops, name):
+            register_flop_formula(getattr(ops, name))(formula)
