@@ -11,13 +11,11 @@ namespace {
 // Whether the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
 // in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
 Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
-  if (class_of(own) != settings.method) return kNo;
-  const Answer to_module = has_attribute(own, names().bound_to, module);
-  if (to_module != kYes) return to_module;
+  const Owned held(bound_function(own, module));
+  if (!held) return PyErr_Occurred() ? kError : kNo;
   PyObject* const kind = class_of(module);
   const Owned forward(PyObject_GetAttr(kind, names().forward));
-  const Owned held(forward ? PyObject_GetAttr(own, names().bound_function) : nullptr);
-  if (!held) return kError;
+  if (!forward) return kError;
   if (held.get() == forward.get() || !kernels) return answer(held.get() == forward.get());
   const Owned key(PyTuple_Pack(2, kind, held.get()));
   if (!key) return kError;
@@ -33,6 +31,10 @@ Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObje
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
+  for (PyObject* name : {weight_name, names().bias}) {  // Python finds what the module itself holds before parameters
+    const bool hidden = (biased || name == weight_name) && item(state, name) != nullptr;
+    if (hidden || PyErr_Occurred()) return PyErr_Occurred() ? kError : kNo;
+  }
   PyObject* weight = item(parameters, weight_name);
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
@@ -154,13 +156,24 @@ Answer are_items(PyObject* dictionary, PyObject* pairs) {
   return kYes;
 }
 
-Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
+Answer has_hooks(PyObject* state, bool recording) {
   for (PyObject* name : Objects(names().hooks).first(recording ? 4 : 2)) {
     PyObject* hooks = item(state, name);
-    if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
+    if (hooks == nullptr) return PyErr_Occurred() ? kError : kYes;
     const Py_ssize_t count = PyObject_Size(hooks);
-    if (count != 0) return count < 0 ? kError : kNo;
+    if (count != 0) return count < 0 ? kError : kYes;
   }
+  return kNo;
+}
+
+PyObject* bound_function(PyObject* method, PyObject* module) {
+  const bool bound = class_of(method) == settings.method && has_attribute(method, names().bound_to, module) == kYes;
+  return bound ? PyObject_GetAttr(method, names().bound_function) : nullptr;
+}
+
+Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
+  const Answer hooks = has_hooks(state, recording);
+  if (hooks != kNo) return hooks == kYes ? kNo : kError;
   PyObject* const own = item(state, names().forward);
   if (own != nullptr) return is_own_forward(own, module, kernels);
   return PyErr_Occurred() ? kError : kYes;

@@ -14,6 +14,7 @@ from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import obstacles, outcome, patching, report
+from .models.attributes import modules_of
 from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -188,15 +189,15 @@ _IMPLEMENTATIONS.update(dict.fromkeys(outcome.FUSED_EXTENTS, "fused"))
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
-    taken_in = set()  # experts that a layer around them computes
-    for path, module in model.named_modules():
-        if module in taken_in:
+    taken_in = set()  # by id: experts that a layer around them computes
+    for path, module in modules_of(model):
+        if id(module) in taken_in:
             continue
         own = obstacles.own_method(module, "forward")
         kernel = inspect.getattr_static(type(module), "forward") if own is None else own
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
-            taken_in.add(module.experts)
+            taken_in.add(id(module.experts))
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
         if found is not None:
             yield report.of_module(path, module, found)

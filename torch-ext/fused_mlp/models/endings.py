@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 from types import FunctionType
 from typing import Any, Dict, Optional, Tuple
 
@@ -17,7 +16,7 @@ from torch import nn
 from . import effects, halves, obstacles, rewriting, shortcut, switching
 from .fused_calls import NAMES, made_call
 from .roles import Role
-from .source import Instead
+from .source import Instead, remembered
 
 
 def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
@@ -50,7 +49,7 @@ _FOUND = "@found"  # a name that no source spells
 _names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their parts
 
 
-@functools.cache
+@remembered
 def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str) -> Optional[FunctionType]:
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
     if rewriting.half_of(forward, roles) != Role.TAIL:
@@ -71,8 +70,7 @@ def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
             [],
         ),
     ]
-    other = switching.instead_of("forward", forward, forward)
-    instead = Instead(switching.FUSED, "forward", forward, other, rewriting.TRACED, None, None, False)
+    instead = Instead(switching.as_written("forward", forward), rewriting.TRACED, None, None, False)
     made = rewriting.method_of(tree, forward, NAMES, instead, (), memory)
     _names[made] = half.names
     halves.tails[made] = half

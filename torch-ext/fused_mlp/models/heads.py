@@ -45,7 +45,8 @@ def head_of(
     asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
     is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
-    return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=before_a_norm)
+    function, code = function_of(tree, forward, known), forward.__code__
+    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, code=code)
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
@@ -109,7 +110,7 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
     names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
-    return halves.Half(forward, names, None, site)
+    return halves.Half(forward, names, None, site, code=forward.__code__)
 
 
 def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
@@ -125,7 +126,7 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
     if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
         return None
     turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
-    return halves.Half(forward, turns, None, site)
+    return halves.Half(forward, turns, None, site, code=forward.__code__)
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:

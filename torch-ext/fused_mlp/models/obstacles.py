@@ -101,7 +101,7 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return "hooks"
     function = own_method(module, "forward")
     if function is not None:
@@ -109,6 +109,13 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 _NO_METHOD = object()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Dict, Iterable, List, Optional, Tuple
+from types import FunctionType, MethodType
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
@@ -50,7 +51,7 @@ _REASON_WORDS = {
     UNKNOWN_ACTIVATION: "activation {part} is not known",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
-    OWN_METHOD: "has a {part} of its own",
+    OWN_METHOD: "has a {part} of its own ({detail})",
     SCRIPTED: "compiled by TorchScript",
     GRAPH: "a graph of torch.fx, which writes its methods itself",
     NO_FUNCTION: "its forward is a {detail}, not a function",
@@ -163,6 +164,13 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
 
 
 _SUM = f"{forwards.LINEAR} with residual and norm"
+
+
+def origin_of(method: Any) -> str:
+    """Where something comes from that stands in the place of a method."""
+    while type(method) in (MethodType, functools.partial):
+        method = method.__func__ if type(method) is MethodType else method.func
+    return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
 
 
 def of_error(error: Exception) -> Reason:

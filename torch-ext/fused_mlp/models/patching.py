@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from types import FunctionType
-from typing import Dict, Optional, Tuple
+from types import FunctionType, MethodType
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import nn
 
 from .. import training
-from . import endings, mixtures, obstacles, outcome, rewriting, routers, switching, verification
+from . import endings, mixtures, outcome, rewriting, routers, switching, verification
+from .attributes import method_in, modules_of, state_of
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -27,8 +28,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 
     A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
 
-    Each module that is fused becomes an instance of a subclass of its class, of the same name, that has the fused
-    methods. A module that cannot be read, or fused, is left as it is and the report says why; modules that an earlier
+    Each module that is fused holds the fused methods itself, as attributes; its class stays what it is. A module that cannot be read, or fused, is left as it is and the report says why; modules that an earlier
     call has fused are in the report as fused. If the call raises, or is interrupted, the model is as it was.
 
     Args:
@@ -50,32 +50,30 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
-    before = []  # the modules with the fused methods that they had
-    scripted, tails = set(), set()  # those inside of a compiled one, and second halves of MLPs that are fused
-    try:
-        for path, module in model.named_modules():
-            if module in scripted:
-                continue
-            if isinstance(module, torch.jit.ScriptModule):
-                scripted.update(module.modules())
-            before.append((module, switching.methods_in(module)))
-            found = _fuse(module, check, memory, module in tails)
-            for method in switching.methods_in(module).values():
-                tails.update(rewriting.tails_in(method, module))
-            if found is not None:
-                report.modules.append(of_module(path, module, found))
-        for module, _ in before:
-            if _is_idle(module):
-                switching.switch_back(module)
-            if is_fused(module):
-                report._restoring.append(partial(_restore, weakref.ref(module)))
-    except BaseException:
-        for module, methods in before:
-            if methods != switching.methods_in(module):
-                switching.switch_back(module)
-                if methods:
-                    switching.switch(module, methods)
-        raise
+    scripted, tails = set(), set()  # by id: those inside of a compiled one, and second halves of MLPs that are fused
+    with switching.lock:
+        modules = list(modules_of(model))
+        before = [(module, switching.saved(module)) for _, module in modules]
+        try:
+            for path, module in modules:
+                if id(module) in scripted:
+                    continue
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripted.update(id(inner) for _, inner in modules_of(module))
+                found = _fuse(module, check, memory, id(module) in tails)
+                for method in switching.methods_in(module).values():
+                    tails.update(map(id, rewriting.tails_in(method, module)))
+                if found is not None:
+                    report.modules.append(of_module(path, module, found))
+            for _, module in modules:
+                if _is_idle(module):
+                    switching.switch_back(module)
+                if is_fused(module):
+                    report._restoring.append(partial(_restore, weakref.ref(module)))
+        except BaseException:
+            for module, state in before:
+                switching.put_back(module, state)
+            raise
     return report
 
 
@@ -96,6 +94,11 @@ def _is_idle(module: nn.Module) -> bool:
 
 def outcome_of(module: nn.Module) -> Optional[Outcome]:
     """How far a module is fused at present, and why not further; None if it is no MLP."""
+    with switching.lock:
+        return _outcome_of(module)
+
+
+def _outcome_of(module: nn.Module) -> Optional[Outcome]:
     methods = switching.methods_in(module)
     if methods:
         return outcome.of_methods(module, methods.values())
@@ -115,10 +118,7 @@ def _fuse(
     switching.switch_back(module)  # it may hold fused methods that do not run any more
     methods, found = _plan(module, check, memory, is_tail)
     if methods:
-        try:
-            switching.switch(module, methods)
-        except TypeError as error:
-            return outcome.left(module, methods.values(), outcome.of_error(error))
+        switching.switch(module, methods)
     return found
 
 
@@ -140,9 +140,7 @@ def _plan_of(
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     if isinstance(module, torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
-    methods, unknown = switching.restored_in(module), ()
-    if not methods:
-        methods = mixtures.fused_methods(module) or routers.fused_methods(module)
+    methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
     if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
@@ -157,9 +155,9 @@ def _plan_of(
     if isinstance(module, torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
-        own = obstacles.own_method(module, name)
-        if own not in (None, getattr(type(module), name)) and not _is_made(own):
-            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
+        own = state_of(module).get(switching.place_of(module, name))
+        if own is not None and not _is_of_class(module, name, own):
+            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
         if check is None or routers.is_fused(method):
             words = None
         elif mixtures.is_fused(method):
@@ -171,11 +169,15 @@ def _plan_of(
     return methods, outcome.of_methods(module, methods.values())
 
 
-def _is_made(function: FunctionType) -> bool:
-    return rewriting.is_fused(function) or mixtures.is_fused(function) or routers.is_fused(function)
+def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
+    """Whether what a module holds in the place of a method is that of its class, or a fused one, also of the module
+    that it is a shallow copy of."""
+    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in switching.written
+    return is_fused or method_in(module, name) is getattr(type(module), name)
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:
     module = reference()
     if module is not None:
-        switching.switch_back(module)
+        with switching.lock:
+            switching.switch_back(module)

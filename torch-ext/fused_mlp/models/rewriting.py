@@ -45,7 +45,7 @@ from .names import body_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
-from .source import ORIGINAL, Instead, function_of, tree_of, values_of
+from .source import Instead, function_of, remembered, tree_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
@@ -97,7 +97,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(module._modules)
-    original, found = getattr(function, ORIGINAL), []
+    original, found = switching.written[function].function, []
     for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
         aside = None if None in unmet else unmet[0]
@@ -115,14 +115,14 @@ def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[F
 def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
     """The modules that are second halves of the MLPs in a fused method of a module."""
     tails = [site.tail for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
-    return [part for node in tails for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+    return [part for node in tails for part in values_of(node, switching.written[function].function, module).values()]
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Any]:
     """The modules that are MLPs, around which a fused method of a module has blocks."""
     blocks = [site.site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
     nodes = [site.module for site in blocks if isinstance(site, Whole)]
-    return [part for node in nodes for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+    return [part for node in nodes for part in values_of(node, switching.written[function].function, module).values()]
 
 
 def role_of(part: Any) -> Optional[str]:
@@ -193,14 +193,12 @@ def _role_of_layer(part: nn.Module) -> str:
     in_turn = any(type(child) is nn.ModuleList and _is_whole(child._modules) for child in children)
     if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
-    if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
+    if forward is nn.Sequential.forward:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
-    forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:
         return half_of(forward, roles_in(forward, part))
     method = getattr(type(part), run[0], None)
-    method = getattr(method, ORIGINAL) if method in _made else method
     if not isinstance(method, FunctionType):
         return Role.LAYER
     made, _ = _rewritten(method, run[0], roles_in(method, part), "activations")
@@ -227,7 +225,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
     return {name: value for name, value in inherited.items() if isinstance(value, FunctionType) and name[:2] != "__"}
 
 
-@functools.cache
+@remembered
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     """What a function calls, or runs in a loop, by name or attribute, by its source."""
     tree = effects.readable(function)
@@ -247,7 +245,7 @@ def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
     return branches.answers_of(_many_conditions(function, roles_in(function, module)), function, module)
 
 
-@functools.cache
+@remembered
 def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
     tree = effects.readable(function)
     return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
@@ -259,13 +257,13 @@ def _roles(callees: Dict[str, Dict[str, Any]]) -> Tuple[Tuple[str, str], ...]:
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
 
-@functools.cache
+@remembered
 def _has_loop(function: FunctionType) -> bool:
     tree = effects.readable(function)
     return tree is not None and any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
 
 
-@functools.cache
+@remembered
 def _rewritten(
     function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
@@ -309,11 +307,10 @@ def _rewritten(
         names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = head_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
-        other = switching.instead_of(name, function, function)
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
-        instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
+        instead = Instead(switching.as_written(name, function), TRACED, memory, runs_as_written, gated)
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
@@ -339,12 +336,11 @@ def method_of(
     setattr(made, _SITES, sites)
     setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)
-    made.__name__ = instead.name  # by which a bound method is pickled
     _made.add(made)
     return made
 
 
-@functools.cache
+@remembered
 def _unchunked(
     function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
 ) -> Optional[FunctionType]:
@@ -352,8 +348,7 @@ def _unchunked(
     tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
     if tree is None:
         return None
-    other = switching.instead_of(name, function, function)
-    instead = Instead(switching.FUSED, name, function, other, TRACED, None, None, False)
+    instead = Instead(switching.as_written(name, function), TRACED, None, None, False)
     made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
@@ -362,8 +357,8 @@ def _unchunked(
         method, size, apply = run
         *of_method, unchanged, _, _ = whole.names
         unchanged = (*unchanged, (home, apply.__name__, apply))
-        names = (*of_method, unchanged, ((method,), (size, 0)), (method, whole.forward))
-        halves.wholes[made] = whole._replace(forward=function, names=names)
+        names = (*of_method, unchanged, ((size, 0),), (method, whole.forward, dict(methods)[method]))
+        halves.wholes[made] = whole._replace(forward=function, names=names, code=function.__code__)
     return made
 
 
@@ -403,7 +398,7 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 # Halves of MLPs.
 
 
-@functools.cache
+@remembered
 def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
@@ -426,7 +421,8 @@ def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     norm = () if ending is None or ending.norm is None else (ending.norm,)
     names = children_of((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
-    halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
+    behind = function_of(rest, forward, {})
+    halves.tails[forward] = halves.Half(forward, names, ends, start, function, behind, code=forward.__code__)
     return Role.TAIL
 
 

@@ -174,4 +174,5 @@ SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # 
 for _forward in SEQUENTIAL.values():
     _forward.__name__ = "forward"  # the name under which a bound method is pickled
     _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
-_instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
+    switching.written[_forward] = switching.as_written("forward", nn.Sequential.forward)
+_instead_of_sequential = switching.instead_of(switching.as_written("forward", nn.Sequential.forward))

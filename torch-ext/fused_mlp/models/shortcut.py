@@ -118,7 +118,7 @@ if plain is not None:
             "module": nn.Module,
             "module_list": nn.ModuleList,
             "call": _CALL,
-            "original": FUSED,
+            "mark": FUSED,
             "known": _known,
             "known_by": known_by,
             "kernels": _kernels,

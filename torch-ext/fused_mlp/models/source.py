@@ -13,16 +13,10 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 from torch import nn
 
-ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
+from .switching import FUSED, Written, instead_of, written
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _GETATTR, _TRACED, _RUNS_AS_WRITTEN = (
-    "@instead",
-    "@method as it was",
-    "@getattr",
-    "@traced",
-    "@runs as written",
-)
+_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@method", "@type", "@traced", "@runs as written"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -32,18 +26,15 @@ _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 
 
 class Instead(NamedTuple):
-    """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
+    """What else may run in place of a changed method: the one that it is made from, or that a class is patched with.
 
-    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
-    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in the
-    method itself is fused. ``method`` runs too where
-    ``runs_as_written``, if there is one, says so of the first argument, ``self`` and ``gated``.
+    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
+    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
+    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
+    so of the first argument, ``self`` and ``gated``.
     """
 
-    owner: str
-    name: str
-    method: FunctionType
-    function: Callable[[Any], Optional[Callable[..., Any]]]
+    method: Written
     traced: CellType
     memory: Optional[str]
     runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
@@ -51,6 +42,22 @@ class Instead(NamedTuple):
 
 
 _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
+
+
+def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``functools.cache``, which knows functions by what they are made of too: notebooks replace that in place."""
+    known: Dict[Tuple[Any, ...], Tuple[Any, List[Any]]] = {}
+
+    @functools.wraps(compute)
+    def call(*args: Any) -> Any:
+        functions = (arg for arg in args if type(arg) is FunctionType)
+        parts = [part for each in functions for part in (each.__code__, each.__defaults__, each.__kwdefaults__)]
+        key = (*args, *map(id, parts))
+        if key not in known:
+            known[key] = compute(*args), parts  # whose ids are theirs for as long as they are here
+        return known[key][0]
+
+    return call
 
 
 def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
@@ -76,15 +83,21 @@ def function_of(
     else.
     """
     if instead is not None:
-        names = {**names, _INSTEAD: instead.function, _METHOD: instead.method, _GETATTR: getattr}
+        method = instead.method
+        names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
         names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
+        names.update({f"@{attribute}": value for attribute, value in method.parts().items()})
         definition.body[:0] = _calls_of_others(definition, instead)
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     # Dynamo guards once on what is in a cell, however many functions share it.
     cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
-    return _like(original, code, closure)
+    made = _like(original, code, closure)
+    if instead is not None:
+        made.__name__ = instead.method.name  # by which a bound method is pickled
+        written[made] = instead.method
+    return made
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
@@ -186,7 +199,6 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
         if hasattr(original, name):
             setattr(made, name, getattr(original, name))
     vars(made).update(vars(original))
-    setattr(made, ORIGINAL, original)
     return made
 
 
@@ -200,10 +212,13 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
     given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
     named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
     named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
-    found = given[0]
-    for attribute in (instead.owner, instead.name):
-        found = ast.Call(name(_GETATTR), [found, ast.Constant(attribute), ast.Constant(None)], [])
-    is_changed = ast.BoolOp(ast.And(), [ast.Compare(found, [ast.IsNot()], [name(_METHOD)]), another])
+    method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
+    kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
+    kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
+    state = ast.Attribute(given[0], "__dict__", ast.Load())
+    restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
+    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
     is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
     recorded = [ast.Constant(instead.memory), name(_METHOD), name(_INSTEAD), *given]
     statements: List[ast.stmt] = [
