@@ -28,8 +28,10 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 
     A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
 
-    Each module that is fused holds the fused methods itself, as attributes; its class stays what it is. A module that cannot be read, or fused, is left as it is and the report says why; modules that an earlier
-    call has fused are in the report as fused. If the call raises, or is interrupted, the model is as it was.
+    Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
+    cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
+    the report as fused. If the call raises, or is interrupted, the model is as it was. Threads that fuse, restore or
+    explain wait for each other.
 
     Args:
         model: any module; its parameters, buffers and attributes are neither copied nor changed, and none of its

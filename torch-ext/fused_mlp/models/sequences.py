@@ -36,7 +36,7 @@ _RECOMPUTED = replace(PLAIN, memory=training.RECOMPUTED)
 
 def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     if traced.is_traced():
-        return traced.run(plain.memory, nn.Sequential.forward, _instead_of_sequential, self, input)
+        return traced.run(plain.memory, "forward", nn.Sequential.forward, _instead_of_sequential, self, input)
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)

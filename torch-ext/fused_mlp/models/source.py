@@ -16,7 +16,7 @@ from torch import nn
 from .switching import FUSED, Written, instead_of, written
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@method", "@type", "@traced", "@runs as written"
+_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -220,7 +220,7 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
     restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
     is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
     is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
-    recorded = [ast.Constant(instead.memory), name(_METHOD), name(_INSTEAD), *given]
+    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
     statements: List[ast.stmt] = [
         ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),

@@ -40,7 +40,7 @@ class Written(NamedTuple):
         return getattr(kind, self.name, None) is self.function and self.is_as_read()
 
     def parts(self) -> Dict[str, Any]:
-        """What it was made of, by attribute. Where there are no defaults, calls that need some fail before and after."""
+        """What it was made of, by attribute. Where there were no defaults, calls that need some fail as before."""
         parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -125,12 +125,8 @@ def is_unchanged(module: nn.Module) -> bool:
 
 def class_of(module: nn.Module) -> type:
     """The class of a module as it was written: without what torch parametrizes in it."""
-    kind = type(module)
-    return (
-        kind.__base__
-        if "parametrizations" in state_of(module)["_modules"] and "Parametrized" in kind.__name__
-        else kind
-    )
+    kind, parts = type(module), state_of(module)["_modules"]
+    return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:
@@ -139,7 +135,7 @@ def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]
 
 
 def _instead(method: Written, module: nn.Module) -> Optional[Callable[..., Any]]:
-    kind, held = type(module), state_of(module).get(FUSED)
+    kind, held = type(module), module.__dict__.get(FUSED)
     if method.is_in(kind):
         return method.function if held is None else None
     # A method that the module itself held hides all that its class has but data descriptors.
