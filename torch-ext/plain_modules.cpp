@@ -11,7 +11,7 @@ namespace fused_mlp {
 namespace {
 
 // Parts of a half (models/halves.py).
-constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kCode = 7;
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kRead = 7;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
 // of it is None.
@@ -25,7 +25,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      has_attribute(kind, names().forward, written) == kYes &&
-                     has_attribute(written, names().code, PyTuple_GetItem(half, kCode)) == kYes &&
+                     are_unchanged(PyTuple_GetItem(half, kRead)) == kYes &&
                      has_hooks(state, recording) == kNo;
   return plain ? half : nullptr;
 }

@@ -59,7 +59,6 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
-  PyObject* code = PyUnicode_InternFromString("__code__");
   PyObject* enter = PyUnicode_InternFromString("__enter__");
   PyObject* exit = PyUnicode_InternFromString("__exit__");
   PyObject* class_name = PyUnicode_InternFromString("__name__");

@@ -14,7 +14,7 @@ from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import obstacles, outcome, patching, report
-from .models.attributes import modules_of
+from .models.attributes import attribute_of, children_of, modules_of
 from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -197,7 +197,7 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
         kernel = inspect.getattr_static(type(module), "forward") if own is None else own
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
-            taken_in.add(id(module.experts))
+            taken_in.add(id(attribute_of(module, "experts")))
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
         if found is not None:
             yield report.of_module(path, module, found)
@@ -205,15 +205,15 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
 
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     if kernel is layers.MegaBlocksMoeMLP.forward:
-        return outcome.of_experts(module.experts, NAME)
+        return outcome.of_experts(attribute_of(module, "experts"), NAME)
     if kernel is layers.Output.forward:
-        parts = {name: getattr(module, name) for name in ("dense", "dropout", "LayerNorm")}
+        parts = {name: attribute_of(module, name) for name in ("dense", "dropout", "LayerNorm")}
         return outcome.of_sum(parts)
     for attribute in _LAYER_ACTIVATIONS:
-        act = getattr(module, attribute, None)
+        act = attribute_of(module, attribute)
         if act is not None and activation_of(act) is None:
             return Outcome(outcome.NONE, (outcome.of_activation(act),))
-    projections = {name: part for name, part in module._modules.items() if name not in _LAYER_ACTIVATIONS}
+    projections = {name: part for name, part in children_of(module).items() if name not in _LAYER_ACTIVATIONS}
     if kernel in _LAYER_EXTENTS or not projections:
         return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
     return outcome.of_parts(projections)

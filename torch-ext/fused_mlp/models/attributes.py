@@ -6,21 +6,31 @@ import inspect
 from types import FunctionType, MethodType
 from typing import Any, Dict, Iterator, Optional, Set, Tuple
 
+import torch
 from torch import nn
 
 _MISSING = object()
-_FINDERS = {name: inspect.getattr_static(nn.Module, name) for name in ("__getattribute__", "__getattr__")}
 
 
-def state_of(module: nn.Module) -> Dict[str, Any]:
-    """The dictionary of a module."""
-    return object.__getattribute__(module, "__dict__")
+def is_module(part: Any) -> bool:
+    """Whether something is a module; ``isinstance`` asks the thing itself for its class."""
+    return issubclass(type(part), nn.Module)
+
+
+def state_of(module: Any) -> Dict[str, Any]:
+    """The dictionary of a module, or of another object; empty where that has none."""
+    try:
+        return object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
 
 
 def children_of(module: nn.Module) -> Dict[str, nn.Module]:
     """The children of a module by name."""
-    children = state_of(module).get("_modules") or {}
-    return {name: child for name, child in children.items() if isinstance(child, nn.Module)}
+    # What TorchScript has compiled keeps them elsewhere.
+    is_scripted = issubclass(type(module), torch.jit.ScriptModule)
+    children = module._modules if is_scripted else state_of(module)["_modules"]
+    return {name: child for name, child in children.items() if is_module(child)}
 
 
 def modules_of(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
@@ -39,11 +49,11 @@ def modules_of(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a module and of all that are in it."""
     for _, each in modules_of(module):
-        yield from (parameter for parameter in state_of(each)["_parameters"].values() if parameter is not None)
+        yield from (held for held in state_of(each).get("_parameters", {}).values() if held is not None)
 
 
-def attribute_of(module: nn.Module, name: str, default: Any = None) -> Any:
-    """An attribute of a module; the default where there is none, or code of its class would have to run for it."""
+def attribute_of(module: Any, name: str, default: Any = None) -> Any:
+    """An attribute of a module, or of another object; the default where there is none, or code would have to run."""
     kind, state = type(module), state_of(module)
     found = inspect.getattr_static(kind, name, _MISSING)
     if name in state and not inspect.isdatadescriptor(found):
@@ -67,4 +77,5 @@ def method_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 
 def finder_of(kind: type) -> Optional[str]:
     """The method of a class of modules that Python runs where an attribute is read, if nn.Module has another one."""
-    return next((name for name, own in _FINDERS.items() if inspect.getattr_static(kind, name, None) is not own), None)
+    names = ("__getattribute__", "__getattr__")
+    return next((name for name in names if getattr(kind, name, None) is not getattr(nn.Module, name)), None)

@@ -10,9 +10,7 @@ from . import forwards, halves, sequences, shortcut
 
 _plain = shortcut.plain
 _forward = nn.Sequential.forward
-_sequences = dict.fromkeys(
-    (_forward, *sequences.SEQUENTIAL.values()), halves.Half(_forward, None, None, None, code=_forward.__code__)
-)
+_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), halves.Half(_forward, None, None, None))
 
 
 def block(

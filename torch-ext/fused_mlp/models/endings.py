@@ -14,6 +14,7 @@ from typing import Any, Dict, Optional, Tuple
 from torch import nn
 
 from . import effects, halves, obstacles, rewriting, shortcut, switching
+from .attributes import attribute_of
 from .fused_calls import NAMES, made_call
 from .roles import Role
 from .source import Instead, remembered
@@ -28,7 +29,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
     made = _made(forward, rewriting.roles_in(forward, module), memory)
-    projection = None if made is None else getattr(module, _names[made][0])
+    projection = None if made is None else attribute_of(module, _names[made][0])
     if projection is None or obstacles.has_own_product(projection):
         return {}
     shortcut.learn_layers((projection,))
@@ -42,7 +43,7 @@ def is_fused(function: Any) -> bool:
 
 def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
     """What a fused method calls of its module: the projection, what passes its result on, and the norm."""
-    return {name: getattr(module, name, None) for name in _names[function]}
+    return {name: attribute_of(module, name) for name in _names[function]}
 
 
 _FOUND = "@found"  # a name that no source spells

@@ -10,7 +10,7 @@ are called one after the other, as the code says. A linear layer behind a head, 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from .. import calls, training
 from . import forwards, obstacles, shortcut
 from .attributes import state_of
 from .pattern import Pattern
-from .switching import FUSED, written
+from .switching import FUSED, are_unchanged, written
 
 _plain = shortcut.plain
 _call = shortcut._originals[nn.Linear, "__call__"]
@@ -53,7 +53,8 @@ class Half(NamedTuple):
     runs the modules of a list in turn, which are one MLP, ``names`` is (None, the name of the list,
     ``sequences.known``, ``heads``, the pattern of an MLP without a gate). ``before_a_norm`` is a head's ``function``
     for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and returns None in
-    branches without an MLP. ``code`` is what the forward was when it was read: notebooks replace that in place.
+    branches without an MLP. ``read`` is what has to be as it was when the forward was
+    read, which notebooks replace in place: owners, names and values.
     """
 
     forward: FunctionType
@@ -63,7 +64,7 @@ class Half(NamedTuple):
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
     before_a_norm: Optional[Callable[..., Any]] = None
-    code: Optional[CodeType] = None
+    read: Tuple[Tuple[Any, str, Any], ...] = ()
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -135,7 +136,7 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
     if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
-    if forward is not half.forward or forward.__code__ is not half.code:
+    if forward is not half.forward or not are_unchanged(half.read):
         return f"a patched {kind.__name__}"
     return half if is_fused and not obstacles.has_hooks(part) else obstacles.of_call(part) or half
 

@@ -36,6 +36,7 @@ UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
 NOT_FUSED = "not fused"
 OWN_METHOD = "own method"
+OWN_FINDER = "own finder"
 SCRIPTED = "scripted"
 GRAPH = "graph"
 NO_FUNCTION = "no function"
@@ -52,6 +53,7 @@ _REASON_WORDS = {
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
     OWN_METHOD: "has a {part} of its own ({detail})",
+    OWN_FINDER: "its class has a {part} of its own, which runs where attributes are read",
     SCRIPTED: "compiled by TorchScript",
     GRAPH: "a graph of torch.fx, which writes its methods itself",
     NO_FUNCTION: "its forward is a {detail}, not a function",
@@ -195,7 +197,7 @@ def of_activation(function: object) -> Reason:
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """Why nothing was found in a module that is an MLP all the same; None if it is none."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
+    if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     forward = (

@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import training
 from . import endings, mixtures, outcome, rewriting, routers, switching, verification
-from .attributes import method_in, modules_of, state_of
+from .attributes import finder_of, method_in, modules_of, state_of
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -60,7 +60,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
             for path, module in modules:
                 if id(module) in scripted:
                     continue
-                if isinstance(module, torch.jit.ScriptModule):
+                if issubclass(type(module), torch.jit.ScriptModule):
                     scripted.update(id(inner) for _, inner in modules_of(module))
                 found = _fuse(module, check, memory, id(module) in tails)
                 for method in switching.methods_in(module).values():
@@ -140,7 +140,7 @@ def _plan(
 def _plan_of(
     module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
-    if isinstance(module, torch.jit.ScriptModule):
+    if issubclass(type(module), torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
     if not methods:
@@ -154,8 +154,11 @@ def _plan_of(
     nothing = outcome.of_nothing_to_fuse(module, methods.values())
     if nothing is not None:
         return {}, nothing
-    if isinstance(module, torch.fx.GraphModule):
+    if issubclass(type(module), torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
+    finder = finder_of(type(module))
+    if finder is not None:
+        return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_FINDER, finder))
     for name, method in methods.items():
         own = state_of(module).get(switching.place_of(module, name))
         if own is not None and not _is_of_class(module, name, own):

@@ -18,7 +18,6 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..training import KEPT
 from . import (
@@ -36,16 +35,17 @@ from . import (
     switching,
     traced,
 )
+from .attributes import children_of, finder_of, is_module, parameters_of, state_of
 from .found import FoundMLP, act_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call, name_of_pattern
-from .heads import children_of, head_of, whole_of
+from .heads import head_of, names_of, whole_of
 from .interface import original_of
 from .matches import ending_of, start_of
 from .names import body_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
-from .source import Instead, function_of, remembered, tree_of, values_of
+from .source import Instead, function_of, read_of, remembered, tree_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
@@ -58,15 +58,16 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
-        if _mlps_in_turn(module._modules):
+        if _mlps_in_turn(children_of(module)):
             return {"forward": sequences.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
-    parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
+    state = state_of(module)
+    parts = {name: role_of(part) for name, part in {**state["_modules"], **state}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
     has_layers = not {Role.PROJECTION, Role.SEQUENCE, *Role.LAYERS}.isdisjoint(parts.values())
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
-    stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
+    stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
     made, unknown = {}, {}
     for name, function in methods.items() if wanted and (has_layers or stacked) else ():
         if not has_layers and _has_loop(function):
@@ -96,7 +97,7 @@ def memory_of(function: FunctionType) -> str:
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
-        return _mlps_in_turn(module._modules)
+        return _mlps_in_turn(children_of(module))
     original, found = switching.written[function].function, []
     for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
@@ -109,7 +110,8 @@ def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[F
     if not isinstance(site, Turns):
         return mlps_of(site, function, module)
     ((path, parts),) = values_of(site.modules, function, module).items()
-    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)} if type(parts) is nn.ModuleList else {})
+    parts = children_of(parts).values() if type(parts) is nn.ModuleList else ()
+    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)})
 
 
 def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
@@ -129,11 +131,11 @@ def role_of(part: Any) -> Optional[str]:
     """What a part of a module may be in a site."""
     if part is None:
         return None
-    if isinstance(part, nn.ModuleList):
+    if issubclass(type(part), nn.ModuleList):
         return _role_of_list(part)
-    if isinstance(part, nn.Module):
+    if is_module(part):
         return _role_of_module(part)
-    if not isinstance(part, (FunctionType, MethodType, type(torch.relu))):
+    if type(part) not in (FunctionType, MethodType, type(torch.relu)):
         return Role.OTHER
     role = _ROLES.get(part)
     if role is None:
@@ -146,10 +148,11 @@ def role_of(part: Any) -> Optional[str]:
 
 def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
     """That of all its parts, or of what they are together."""
-    roles = {role_of(each) for each in modules}
+    parts = children_of(modules)
+    roles = set(map(role_of, parts.values()))
     if len(roles) == 1:
         return roles.pop()
-    return Role.SEQUENCE if _mlps_in_turn(modules._modules) else Role.OTHER
+    return Role.SEQUENCE if _mlps_in_turn(parts) else Role.OTHER
 
 
 def _is_flag(part: Any) -> bool:
@@ -162,7 +165,9 @@ def _is_flag(part: Any) -> bool:
 
 
 def _role_of_module(part: nn.Module) -> str:
-    if isinstance(part, (nn.Dropout, nn.Identity)):
+    if finder_of(type(part)) is not None:  # whatever it has is what its class's code says
+        return Role.PROJECTION if "in_features" in state_of(part) else Role.LAYER
+    if issubclass(type(part), (nn.Dropout, nn.Identity)):
         return Role.PASSING
     if type(part) is nn.GLU:
         return Role.GLU
@@ -177,11 +182,11 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.RELU if activation.name == "relu" else Role.ACTIVATION
     if looks_like_activation(part):
         return Role.UNKNOWN
-    if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
+    if "in_features" in state_of(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return Role.PROJECTION
     if code is not None:
         return Role.SCALE
-    return _role_of_layer(part) if next(part.parameters(), None) is not None else Role.OTHER
+    return _role_of_layer(part) if next(parameters_of(part), None) is not None else Role.OTHER
 
 
 def _role_of_layer(part: nn.Module) -> str:
@@ -189,8 +194,8 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
-    children = list(part.children())
-    in_turn = any(type(child) is nn.ModuleList and _is_whole(child._modules) for child in children)
+    children = children_of(part).values()
+    in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
     if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
     if forward is nn.Sequential.forward:
@@ -211,7 +216,7 @@ _ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, i
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
-    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
+    return type(parameter) is nn.Parameter and parameter.dim() == 3
 
 
 # Rewriting.
@@ -358,7 +363,7 @@ def _unchunked(
         *of_method, unchanged, _, _ = whole.names
         unchanged = (*unchanged, (home, apply.__name__, apply))
         names = (*of_method, unchanged, ((size, 0),), (method, whole.forward, dict(methods)[method]))
-        halves.wholes[made] = whole._replace(forward=function, names=names, code=function.__code__)
+        halves.wholes[made] = whole._replace(forward=function, names=names, read=read_of(function, tree))
     return made
 
 
@@ -398,19 +403,26 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 # Halves of MLPs.
 
 
-@remembered
 def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
+    role, half = _half_of(forward, roles)
+    if half is not None:
+        (halves.heads if role == Role.HEAD else halves.tails)[forward] = half
+    return role
+
+
+@remembered
+def _half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[str, Optional[halves.Half]]:
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
-        return Role.LAYER
+        return Role.LAYER, None
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
-        whole = Role.WHOLE if made in halves.wholes else Role.LAYER
-        return Role.HEAD if halves.heads.get(made) is not None else whole
+        whole, head = Role.WHOLE if made in halves.wholes else Role.LAYER, halves.heads.get(made)
+        return (whole, None) if head is None else (Role.HEAD, head)
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
     start = start_of(tree, role)
     if start is None:
-        return Role.LAYER
+        return Role.LAYER, None
     finished = made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
     function = function_of(substitution.replace(whole, node, finished), forward, NAMES)
@@ -419,11 +431,10 @@ def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     )
     ending = ending_of(tree, start, role)
     norm = () if ending is None or ending.norm is None else (ending.norm,)
-    names = children_of((start.projection, *start.between, *behind, *norm), forward)
+    names = names_of((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
-    behind = function_of(rest, forward, {})
-    halves.tails[forward] = halves.Half(forward, names, ends, start, function, behind, code=forward.__code__)
-    return Role.TAIL
+    behind, read = function_of(rest, forward, {}), read_of(forward, whole, rest)
+    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, read=read)
 
 
 # Sequences.

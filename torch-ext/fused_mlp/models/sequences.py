@@ -103,7 +103,7 @@ class Whole(NamedTuple):
 
 def whole(module: nn.Sequential) -> Optional[Whole]:
     """What a sequence is by the classes of its parts; None if it is no such, or its first part is a head."""
-    parts = tuple(module)
+    parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
     ((_, act, second, _),) = _places(parts)

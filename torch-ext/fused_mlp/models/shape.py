@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import rewriting
+from .attributes import state_of
 from .roles import Role
 from .source import tree_of, values_of
 
@@ -24,7 +25,8 @@ _ACTIVATIONS = {
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
     """Whether a module holds a projection, and an activation, or a forward that names a function of torch's."""
-    roles = {rewriting.role_of(part) for part in (*module._modules.values(), *vars(module).values())}
+    state = state_of(module)
+    roles = {rewriting.role_of(part) for part in (*state["_modules"].values(), *state.values())}
     forward = inspect.getattr_static(type(module), "forward")
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
     roles.update(rewriting.role_of(vars(F).get(name)) for name in names)

@@ -5,14 +5,17 @@ import __future__
 
 import ast
 import builtins
+import copy
 import functools
 import linecache
+import sys
 import warnings
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
+from .attributes import attribute_of, children_of, is_module
 from .switching import FUSED, Written, instead_of, written
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
@@ -83,11 +86,14 @@ def function_of(
     else.
     """
     if instead is not None:
-        method = instead.method
+        looked_up = not_looked_up(definition, original)
+        attributes = (attribute for each in looked_up for attribute in each.attributes)
+        method = instead.method._replace(looked_up=tuple(attributes))
         names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
         names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
         names.update({f"@{attribute}": value for attribute, value in method.parts().items()})
-        definition.body[:0] = _calls_of_others(definition, instead)
+        names.update({f"@{ast.unparse(each.node)}": each.value for each in looked_up})
+        definition.body[:0] = _calls_of_others(definition, instead, looked_up)
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     # Dynamo guards once on what is in a cell, however many functions share it.
@@ -95,9 +101,59 @@ def function_of(
     closure = tuple(cells[name] for name in code.co_freevars)
     made = _like(original, code, closure)
     if instead is not None:
-        made.__name__ = instead.method.name  # by which a bound method is pickled
-        written[made] = instead.method
+        made.__name__ = method.name  # by which a bound method is pickled
+        written[made] = method
     return made
+
+
+class LookUp(NamedTuple):
+    """A name that a function looks up around it, ``F.dropout`` say, what that stands for, and in which attributes."""
+
+    node: ast.expr
+    value: Any
+    attributes: Tuple[Tuple[Any, str, Any], ...]
+
+
+def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
+    """What a function looks up, and a changed definition of it does not, where it is known."""
+    still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
+    nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
+    found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
+    return [each for each in found if each is not None]
+
+
+def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
+    """What has to be as it is for changed definitions of a function to compute what it does: owners, names, values."""
+    looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
+    return ((function, "__code__", function.__code__), *looked_up)
+
+
+def _paths(node: ast.AST) -> Iterator[ast.expr]:
+    """The longest paths of names in a node."""
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield node
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _paths(child)
+
+
+def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
+    value = value_of(node, function, None)
+    if isinstance(node, ast.Attribute):
+        owner = _look_up(node.value, function)
+        known = owner is not None and value is not None
+        return LookUp(node, value, (*owner.attributes, (owner.value, node.attr, value))) if known else None
+    code = function.__code__
+    if node.id in code.co_freevars and value is not None:
+        return LookUp(node, value, ((function.__closure__[code.co_freevars.index(node.id)], "cell_contents", value),))
+    home = sys.modules.get(function.__module__)
+    owner = home if home is not None and vars(home) is function.__globals__ else function.__globals__
+    is_global = value is not None and function.__globals__.get(node.id) is value
+    return LookUp(node, value, ((owner, node.id, value),)) if is_global else None
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
@@ -119,11 +175,8 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
         return -node.operand.value
     if isinstance(node, ast.Attribute):
         owner = value_of(node.value, function, first)
-        if isinstance(owner, nn.Module):  # not its properties, which may do anything
-            method = getattr(type(owner), node.attr, None)
-            method = MethodType(method, owner) if isinstance(method, FunctionType) else None
-            parts = owner._modules  # which TorchScript has too, without `get`
-            return parts[node.attr] if node.attr in parts else vars(owner).get(node.attr, method)
+        if is_module(owner):
+            return attribute_of(owner, node.attr)
         return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
     if not isinstance(node, ast.Name):
         return None
@@ -136,12 +189,6 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     return function.__globals__.get(node.id, getattr(builtins, node.id, None))
 
 
-def globals_of(function: FunctionType) -> Dict[str, Any]:
-    """The names that a function sees around it."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-    return {**function.__globals__, **{name: cell.cell_contents for name, cell in cells if cell != CellType()}}
-
-
 def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
     """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
     tree = tree_of(function)
@@ -149,7 +196,8 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
     if isinstance(node, ast.Name) and node.id in loops:
         parts = value_of(loops[node.id], function, first)
         path = ast.unparse(loops[node.id]).partition(".")[2]
-        return {f"{path}.{k}": part for k, part in enumerate(parts)} if isinstance(parts, nn.ModuleList) else {}
+        parts = children_of(parts).values() if issubclass(type(parts), nn.ModuleList) else ()
+        return {f"{path}.{k}": part for k, part in enumerate(parts)}
     return {ast.unparse(node).partition(".")[2] or ast.unparse(node): value_of(node, function, first)}
 
 
@@ -202,7 +250,7 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
     return made
 
 
-def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.stmt]:
+def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: List[LookUp]) -> List[ast.stmt]:
     def name(text: str) -> ast.Name:
         return ast.Name(text, ast.Load())
 
@@ -215,6 +263,7 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
     method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
     kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
     kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    kept.update({f"@{ast.unparse(each.node)}": copy.deepcopy(each.node) for each in looked_up})
     changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
     state = ast.Attribute(given[0], "__dict__", ast.Load())
     restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from types import CodeType, FunctionType, MethodType
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -27,13 +27,17 @@ lock = threading.RLock()  # held by whoever fuses, restores or explains
 
 
 class Written(NamedTuple):
-    """A method of a class as it was read, with what notebooks replace in it when its source changes."""
+    """A method of a class as it was read, with what notebooks replace in it when its source changes.
+
+    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
+    """
 
     name: str
     function: FunctionType
     code: CodeType
     defaults: Optional[Tuple[Any, ...]]
     named_defaults: Optional[Dict[str, Any]]
+    looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
 
     def is_in(self, kind: type) -> bool:
         """Whether a class has it, unchanged."""
@@ -45,10 +49,19 @@ class Written(NamedTuple):
         return {name: part for name, part in parts.items() if part is not None}
 
     def is_as_read(self) -> bool:
-        return all(getattr(self.function, name) is part for name, part in self.parts().items())
+        parts = ((self.function, name, part) for name, part in self.parts().items())
+        return are_unchanged((*parts, *self.looked_up))
 
 
 written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
+
+
+def are_unchanged(attributes: Iterable[Tuple[Any, str, Any]]) -> bool:
+    """Whether owners have these values under these names; the names of a function may be a dictionary's."""
+    return all(
+        (owner.get(name) if type(owner) is dict else getattr(owner, name, None)) is value
+        for owner, name, value in attributes
+    )
 
 
 def as_written(name: str, function: FunctionType) -> Written:
