@@ -195,6 +195,12 @@ def of_activation(function: object) -> Reason:
     return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
 
 
+def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
+    """Why a module is left whose class has this method, if it may be an MLP."""
+    is_mlp = shape.has_parts_of_mlp(module) and shape.applies_activation_to_projection(module)
+    return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
+
+
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """Why nothing was found in a module that is an MLP all the same; None if it is none."""
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):

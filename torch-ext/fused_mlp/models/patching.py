@@ -142,6 +142,9 @@ def _plan_of(
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
     if issubclass(type(module), torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
+    finder = finder_of(type(module))
+    if finder is not None:
+        return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
     if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
@@ -156,9 +159,6 @@ def _plan_of(
         return {}, nothing
     if issubclass(type(module), torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
-    finder = finder_of(type(module))
-    if finder is not None:
-        return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_FINDER, finder))
     for name, method in methods.items():
         own = state_of(module).get(switching.place_of(module, name))
         if own is not None and not _is_of_class(module, name, own):
