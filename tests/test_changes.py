@@ -92,6 +92,15 @@ def without_bias(part):
     part.bias = None
 
 
+def with_another_weight(part):
+    """Python finds what a module itself holds before its parameters."""
+    part.__dict__["weight"] = 3 * part.weight.detach()
+
+
+def with_another_bias(part):
+    part.__dict__["bias"] = 3 * part.bias.detach()
+
+
 def with_hooked_weight(part):
     part.weight = nn.Parameter(part.weight.detach() * 2)
     part.weight.register_hook(lambda grad: 3 * grad)
@@ -116,6 +125,8 @@ OF_PROJECTIONS = {
     "plain tensor": as_plain_tensor,
     "tensor subclass": of_a_subclass,
     "no bias": without_bias,
+    "tensor that hides the weight": with_another_weight,
+    "tensor that hides the bias": with_another_bias,
     "hook of the weight": with_hooked_weight,
     "frozen": lambda part: part.requires_grad_(False),
     "parametrized": lambda part: parametrize.register_parametrization(part, "weight", Halved()),

@@ -59,52 +59,53 @@ PyObject* dictionaries_of(PyObject* order) {
   return found.release();
 }
 
-// How many attributes they have; negative where there is an error.
-Py_ssize_t total_size(PyObject* dictionaries) {
-  Py_ssize_t total = 0;
+// Whether none of these dictionaries has one of these names.
+Answer have_none(PyObject* dictionaries, Objects names) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
-    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(dictionaries, i));
-    if (size < 0) return -1;
-    total += size;
+    for (PyObject* name : names) {
+      const int found = PySequence_Contains(PyTuple_GetItem(dictionaries, i), name);
+      if (found != 0) return found < 0 ? kError : kNo;
+    }
   }
-  return total;
+  return kYes;
 }
 
 // Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
-// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and again where the
-// class has got other bases or attributes.
+// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and from then on the
+// dictionaries of the class and its bases.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
   struct Known {
     PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
-    Py_ssize_t total;
   };
   static std::map<std::pair<PyObject*, PyObject*>, Known> known;
   const Owned order(PyObject_GetAttr(kind, names().order));
   if (!order) return kError;
+  Few asked;
+  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
+    PyObject* const name = PyTuple_GetItem(wanted, i);
+    if (PyUnicode_Check(name) && !asked.add(name)) return kNo;  // what is no name is a part itself, and no child
+  }
   const auto found = known.find({kind, wanted});
-  if (found != known.end() && found->second.order == order.get() &&
-      found->second.total == total_size(found->second.dictionaries)) {
-    return kYes;
+  if (found != known.end() && found->second.order == order.get()) {
+    const Answer none = have_none(found->second.dictionaries, asked.all());
+    return none == kYes ? have_none(found->second.dictionaries, names().finders) : none;
   }
   for (PyObject* name : names().finders) {
     const Owned usual(PyObject_GetAttr(settings.module, name));
     const Answer same = usual ? has_attribute(kind, name, usual.get()) : kError;
     if (same != kYes) return same;
   }
-  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
-    PyObject* const name = PyTuple_GetItem(wanted, i);
-    if (!PyUnicode_Check(name)) continue;  // a part itself, which is no child
+  for (PyObject* name : asked.all()) {
     const Owned hidden(PyObject_GetAttr(kind, name));
     if (hidden) return kNo;
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
   Owned dictionaries(dictionaries_of(order.get()));
-  const Py_ssize_t total = dictionaries ? total_size(dictionaries.get()) : -1;
-  if (total < 0) return kError;
+  if (!dictionaries) return kError;
   if (found == known.end()) Py_INCREF(wanted);
   Py_INCREF(order.get());
-  known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
+  known[{kind, wanted}] = {order.get(), dictionaries.release()};
   return kYes;
 }
 

@@ -25,8 +25,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      has_attribute(kind, names().forward, written) == kYes &&
-                     are_unchanged(PyTuple_GetItem(half, kRead)) == kYes &&
-                     has_hooks(state, recording) == kNo;
+                     are_unchanged(PyTuple_GetItem(half, kRead)) == kYes && has_hooks(state, recording) == kNo;
   return plain ? half : nullptr;
 }
 
