@@ -138,7 +138,7 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
         return f"a {kind.__name__}"
     if forward is not half.forward or not are_unchanged(half.read):
         return f"a patched {kind.__name__}"
-    return half if is_fused and not obstacles.has_hooks(part) else obstacles.of_call(part) or half
+    return obstacles.of_call(part) or half
 
 
 def _are_watched() -> bool:

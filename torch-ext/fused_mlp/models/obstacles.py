@@ -17,6 +17,7 @@ from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
 from .. import functional
+from .switching import written
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -101,21 +102,15 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    if has_hooks(module):
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "hooks"
     function = own_method(module, "forward")
     if function is not None:
         known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
+        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     return None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 _NO_METHOD = object()
