@@ -252,3 +252,4 @@ def test_a_class_that_runs_code_where_attributes_are_read(fused_mlp, device, nam
     object.__setattr__(module, "__class__", with_code(Gated, name))
     (left,) = fused_mlp.fuse_mlps(module).modules
     assert (left.fused, left.reasons[0].code, left.reasons[0].part) == (False, "own finder", name)
+    assert fused_mlp.explain(module).reason == left.reason and RAN == []

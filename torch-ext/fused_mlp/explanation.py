@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
-from .models import obstacles, outcome, patching, report
-from .models.attributes import attribute_of, children_of, modules_of
+from .models import outcome, patching, report
+from .models.attributes import attribute_of, children_of, method_in, modules_of, state_of
 from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -193,8 +193,8 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     for path, module in modules_of(model):
         if id(module) in taken_in:
             continue
-        own = obstacles.own_method(module, "forward")
-        kernel = inspect.getattr_static(type(module), "forward") if own is None else own
+        is_own = "forward" in state_of(module)
+        kernel = method_in(module, "forward") if is_own else inspect.getattr_static(type(module), "forward")
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(id(attribute_of(module, "experts")))
