@@ -138,7 +138,7 @@ def is_unchanged(module: nn.Module) -> bool:
 
 def class_of(module: nn.Module) -> type:
     """The class of a module as it was written: without what torch parametrizes in it."""
-    kind, parts = type(module), state_of(module)["_modules"]
+    kind, parts = type(module), module._modules  # Dynamo follows this
     return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
 
 
