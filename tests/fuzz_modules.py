@@ -282,6 +282,7 @@ PART_CHANGES = [
     "m.{p} = nn.Identity()",
     "m.{p}, m.{q} = m.{q}, m.{p}",
     "vars(m)['{p}'] = m._modules.pop('{p}')",
+    "vars(m.{p})['weight'] = 2 * m.{p}.weight.detach()",
     "Made.{p} = m._modules.pop('{p}')",
 ]
 MODULE_CHANGES = [
@@ -328,6 +329,7 @@ MODULE_CHANGES = [
     "isinstance(m.act, nn.Module) and setattr(m.act, 'forward', m.act.forward)",
     "isinstance(m.act, nn.Module) and setattr(m.act, 'forward', nn.ReLU().forward)",
     "m.forward = wrapped(m.forward)",
+    "m.old = m.forward; m.forward = functools.partial(lambda m, *args, **kwargs: m.old(*args, **kwargs), m)",
     "m.__class__ = type('Other', (type(m),), {'other': 1})",
     "kind = type(m); m.__class__ = type('Other', (kind,), {'forward': lambda m, *a, **kw: kind.forward(m, *a, **kw)})",
     "Made.forward = wrapped(Made.forward)",
@@ -338,6 +340,8 @@ MODULE_CHANGES = [
     "Made.forward = math.sqrt",
     "globals().update(tanh_gelu=torch.tanh, gelu=F.relu)",
     "globals().update(_here=False)",
+    "G = type(math)('F'); vars(G).update(vars(F), dropout=lambda h, *_, **__: 2 * h); globals().update(F=G)",
+    "Made.forward.__code__ = Made.forward.__code__.replace()",
     "globals().update(is_here=lambda: False)",
     "m.flag = not m.flag",
     "m.approximate = 'tanh'",

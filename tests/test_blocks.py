@@ -708,10 +708,10 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
     module = Around().to(device).eval()
     report = fused_mlp.fuse_mlps(module)
     assert [(entry.path, entry.pattern) for entry in report.modules] == [("mlp", "plain with residual and norm")]
-    assert type(module) is not Around and fused_mlp.explain(module).implementation == "fused"
+    assert "forward" in vars(module) and fused_mlp.explain(module).implementation == "fused"
     assert fused_mlp.fuse_mlps(module).modules == report.modules
     report.restore()
-    assert type(module) is Around
+    assert "forward" not in vars(module)
 
 
 def test_blocks_around_what_is_left_are_left(fused_mlp, device):
@@ -720,9 +720,9 @@ def test_blocks_around_what_is_left_are_left(fused_mlp, device):
     module[0].mlp.fc1.double()  # no op takes weights of two dtypes
     report = fused_mlp.fuse_mlps(module)
     assert {entry.path: entry.fused for entry in report.modules} == {"0.mlp": False, "1.mlp": True}
-    assert type(module[0]) is Around and type(module[1]) is not Around
+    assert ["forward" in vars(each) for each in module] == [False, True]
     report.restore()
-    assert type(module[1]) is Around
+    assert "forward" not in vars(module[1])
 
 
 @pytest.mark.parametrize(

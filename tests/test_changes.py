@@ -107,6 +107,15 @@ def without_bias(part):
     part.bias = None
 
 
+def with_another_weight(part):
+    """Python finds what a module itself holds before its parameters."""
+    part.__dict__["weight"] = 3 * part.weight.detach()
+
+
+def with_another_bias(part):
+    part.__dict__["bias"] = 3 * part.bias.detach()
+
+
 def with_hooked_weight(part):
     part.weight = nn.Parameter(part.weight.detach() * 2)
     part.weight.register_hook(lambda grad: 3 * grad)
@@ -136,6 +145,8 @@ OF_PROJECTIONS = {
     "bias of a row each token": with_bias_of(7, None),
     "bias of a row each token of a batch": with_bias_of(3, 7, None),
     "weight of one dimension": of_one_row,
+    "tensor that hides the weight": with_another_weight,
+    "tensor that hides the bias": with_another_bias,
     "hook of the weight": with_hooked_weight,
     "frozen": lambda part: part.requires_grad_(False),
     "parametrized": lambda part: parametrize.register_parametrization(part, "weight", Halved()),

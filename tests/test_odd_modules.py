@@ -1,11 +1,13 @@
 """Models that contain what cannot be read, or fused: it is left with a reason, the rest is fused."""
 
+import copy
 import functools
 import importlib
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from modules import Gated, Intermediate, Plain
 
@@ -137,3 +139,117 @@ def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, err
         fused_mlp.fuse_mlps(model)
     assert [(type(module), dict(vars(module))) for module in model.modules()] == before
     assert fused_mlp.explain(model[0]).implementation == "fused"
+
+
+# What hands attributes on.
+
+
+class Forwarding(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def of_peft(module):
+    peft = pytest.importorskip("peft.utils.other")
+    return peft.ModulesToSaveWrapper(module, "default")
+
+
+HANDING_ON = {
+    "any": Forwarding,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "OptimizedModule": lambda module: torch.compile(module, backend="eager"),
+    "PEFT": of_peft,
+}
+
+
+@pytest.mark.parametrize("wrapper", HANDING_ON)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_wrappers_that_hand_attributes_on(fused_mlp, device, wrapper, when):
+    """They are not what they wrap, which alone is fused."""
+    module = Gated().to(device)
+    plain, x = copy.deepcopy(module), torch.randn(3, 32, device=device)
+    if when == "after":
+        fused_mlp.fuse_mlps(module)
+    model = nn.Sequential(HANDING_ON[wrapper](module))
+    report = fused_mlp.fuse_mlps(model)
+    fused = [entry.path for entry in report.fused]
+    assert fused and all(path.startswith("0.") and path.count(".") < 4 for path in fused)
+    assert fused_mlp.explain(model).implementation == "fused"
+    torch.testing.assert_close(model(x), plain(x))
+    report.restore()
+    assert fused_mlp.explain(model).implementation == "original"
+    assert not any(f"{fused_mlp.__name__}_fused" in vars(each) for each in model.modules())
+
+
+# What has code of its own, which is not run.
+
+
+RAN = []
+
+
+def refuse(*_, **__):
+    RAN.append(True)
+    raise AssertionError("code of the class was run")
+
+
+ALONE = ("named_modules", "modules", "children", "named_children", "parameters", "named_parameters", "train", "_apply")
+ALONE += ("buffers", "named_buffers", "apply", "__hash__", "__eq__", "__len__", "__bool__", "__iter__", "__setattr__")
+ALONE += ("__delattr__", "__new__", "__getstate__", "__reduce_ex__", "__deepcopy__", "__repr__", "extra_repr")
+
+
+def with_code(kind, *names, **more):
+    return type(kind.__name__, (kind,), {**dict.fromkeys(names, refuse), **more})
+
+
+class Asking(Gated):
+    """Reads attributes that may be anything."""
+
+    def forward(self, x):
+        if self.option:
+            x = 2 * x
+        if self.scale == self.other and self.option:
+            x = -x
+        if not self.scale > self.other:
+            x = 3 * x
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + x
+
+
+class Value:
+    __eq__ = __gt__ = __lt__ = __hash__ = __bool__ = __add__ = __mul__ = __getattr__ = __call__ = __len__ = refuse
+
+
+@pytest.mark.parametrize("kind", [Gated, Plain, Intermediate, nn.Sequential, Asking])
+def test_no_code_of_a_class_is_run(fused_mlp, device, kind):
+    parts = (nn.Linear(32, 88), nn.GELU(), nn.Linear(88, 32)) if kind is nn.Sequential else ()
+    inner, outer = kind(*parts).to(device), nn.ModuleDict({"value": nn.Identity()})
+    if kind is Asking:
+        vars(inner).update(scale=Value(), other=Value())
+    vars(outer).update(value=Value(), other=Value())
+    outer.add_module("inner", inner)
+    own = {"option": property(refuse)} if kind is Asking else {}
+    object.__setattr__(inner, "__class__", with_code(type(inner), *ALONE, **own))
+    object.__setattr__(outer, "__class__", with_code(nn.ModuleDict, *ALONE))
+    report = fused_mlp.fuse_mlps(outer)
+    assert [entry.path for entry in report.fused] == ["inner"], str(report)
+    assert fused_mlp.explain(outer).implementation == "fused"
+    report.restore()
+    assert "forward" not in vars(inner) and RAN == []
+
+
+@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__"])
+def test_a_class_that_runs_code_where_attributes_are_read(fused_mlp, device, name):
+    module = Gated().to(device)
+    object.__setattr__(module, "__class__", with_code(Gated, name))
+    (left,) = fused_mlp.fuse_mlps(module).modules
+    assert (left.fused, left.reasons[0].code, left.reasons[0].part) == (False, "own finder", name)
+    assert fused_mlp.explain(module).reason == left.reason and RAN == []

@@ -123,9 +123,14 @@ def test_two_builds_in_one_process(fused_mlp, other_build):
         assert other.explain(other.gated_mlp, **made).reason == "forced by backend()"
         assert fused_mlp.explain(fused_mlp.gated_mlp, **made).reason != "forced by backend()"
 
-    model = modules.Plain()
-    assert len(other.fuse_mlps(model).fused) == 1
-    assert fused_mlp.fuse_mlps(model).fused == []  # another's forward is not this package's to replace
+    for first in (0, 1):  # which is restored first
+        model = modules.Plain()
+        reports = [other.fuse_mlps(model), fused_mlp.fuse_mlps(model)]
+        assert [len(report.fused) for report in reports] == [1, 0]  # another's forward is not this package's to replace
+        assert reports[1].left[0].reason == f"has a forward of its own (from {modules.__name__})"
+        reports[first].restore()
+        reports[1 - first].restore()
+        assert vars(model).keys() == vars(modules.Plain()).keys()
 
 
 # The tests of the functions run once more on each that the CPU has, in a process of its own; without being told to they

@@ -5,7 +5,9 @@ import importlib.util
 import inspect
 import itertools
 import pickle
+import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -601,9 +603,48 @@ def test_names_that_are_taken(fused_mlp, device, written, name):
     body = f"return self.fc2(self.activation_fn(self.fc1(x))) * {name}"
     module = written(body, arguments=f"x, {name}=2", head=HEAD + TAKEN)().to(device)
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), 3.0, fused="plain")
-    methods = [vars(type(module))["forward"]]
-    added = {name for method in methods for name in method.__code__.co_freevars} - {"__class__"}
+    added = set(module.forward.__func__.__code__.co_freevars) - {"__class__"}
     assert added and not any(map(str.isidentifier, added))
+
+
+# Names that a fused method does not look up any more.
+
+IMPORTED = "from torch.nn.functional import dropout\nfrom torch import square\n"
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["module", "code"])
+@pytest.mark.parametrize(
+    ("body", "name", "other"),
+    [
+        ("return self.fc2(dropout(F.relu(self.fc1(x)), 0.1, self.training))", "dropout", lambda x, p, training: 2 * x),
+        ("return self.fc2(square(F.relu(self.fc1(x))))", "square", lambda x: 3 * x),
+        ("return self.fc2(torch.square(torch.relu(self.fc1(x))))", "torch", types.SimpleNamespace(**vars(torch))),
+    ],
+    ids=["dropout", "square", "torch"],
+)
+def test_a_name_that_stands_for_something_else_later(
+    fused_mlp, device, written, monkeypatch, body, name, other, is_loaded
+):
+    if name == "torch":
+        other.square = torch.negative
+    kind = written(body, head=HEAD + IMPORTED)
+    if is_loaded:
+        home = types.ModuleType("written")
+        vars(home).update(kind.forward.__globals__)
+        function = types.FunctionType(kind.forward.__code__, vars(home), "forward")
+        kind = type("Written", (kind,), {"forward": function})
+        function.__module__ = "written"
+        monkeypatch.setitem(sys.modules, "written", home)
+    module = nn.ModuleDict({"mlp": kind()}).to(device).eval()["mlp"]
+    assert fused_mlp.fuse_mlps(module).fused
+    x = torch.randn(4, 32, device=device)
+    for _ in range(2):
+        torch.testing.assert_close(module(x), kind.forward(module, x))
+    with monkeypatch.context() as changed:
+        changed.setitem(kind.forward.__globals__, name, other)
+        torch.testing.assert_close(module(x), kind.forward(module, x))
+        assert fused_mlp.explain(module).implementation == "original"
+    assert fused_mlp.explain(module).implementation == "fused"
 
 
 # What compiles to other code for what stands elsewhere.

@@ -1,4 +1,4 @@
-"""How a fused module differs from what it was, and how it does not: its class, its copies, its life, its way back."""
+"""What a fused module holds beside what it held: its class stays; its copies, its life, its way back."""
 
 import copy
 import functools
@@ -7,16 +7,18 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
+from pathlib import Path
 from types import MethodType
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrize
 
-from modules import PROJECTIONS, Decoder, Gated, Intermediate, Plain
+from modules import PROJECTIONS, Decoder, Gated, Halves, Intermediate, Output, Plain
 from tiny_models import build, outcome
 
 SEQUENCE = (nn.Linear, (32, 88)), (nn.GELU, ()), (nn.Linear, (88, 32))
@@ -77,19 +79,24 @@ def test_deepcopy(fused_mlp, device, kind):
 
 @pytest.mark.parametrize("kind", PROJECTIONS)
 def test_pickle(fused_mlp, device, kind):
-    """What is saved loads anywhere, also without this package: with the original forward, to be fused again."""
+    """What is saved loads with the original forward, to be fused again."""
     module = kind().to(device)
     fused_mlp.fuse_mlps(module)
     x = torch.randn(3, 32, device=device)
-    assert fused_mlp.__name__.encode() not in pickle.dumps(module)
     saved = io.BytesIO()
     torch.save(module, saved)
     saved.seek(0)
     for twin in (pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
         torch.testing.assert_close(twin(x), module(x))
         assert fused_mlp.explain(twin).implementation == "original"
+        assert methods_of(twin)["forward"].__func__ is kind.forward
         assert len(fused_mlp.fuse_mlps(twin).fused) == 1
         torch.testing.assert_close(twin(x), module(x))
+
+
+def methods_of(module):
+    """The methods that a module itself holds, by name."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, MethodType)}
 
 
 def test_state_dicts_fit_both_ways(fused_mlp, device):
@@ -116,41 +123,66 @@ def test_moved_after_fusing(fused_mlp, device):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_what_stays(fused_mlp, device, kind):
-    """Its attributes, its name, its place among classes, its words."""
+    """All, beside the methods that the module holds, bound to it, and a mark of this build's."""
     module = kind().to(device)
     before = type(module), dict(vars(module)), repr(module), list(module.state_dict())
     fused_mlp.fuse_mlps(module)
     assert fused_mlp.explain(module).implementation == "fused"
-    assert isinstance(module, before[0]) and issubclass(type(module), before[0])
-    assert (type(module).__name__, type(module).__qualname__) == (before[0].__name__, before[0].__qualname__)
-    assert type(module).__module__ == before[0].__module__
-    assert vars(module).keys() == before[1].keys()
+    added = vars(module).keys() - before[1].keys()
+    assert added == {"forward", "_replicate_for_data_parallel", f"{fused_mlp.__name__}_fused"}
+    assert all(method.__self__ is module for method in methods_of(module).values())
     assert all(vars(module)[name] is value for name, value in before[1].items())
-    assert (repr(module), list(module.state_dict())) == before[2:]
+    assert (type(module), repr(module), list(module.state_dict())) == (before[0], *before[2:])
 
 
-def test_alike_modules_share_a_class(fused_mlp, device):
-    model = nn.ModuleList(Gated() for _ in range(3)).to(device)
+def test_equal_blocks_share_compiled_code(fused_mlp, device):
+    torch.compiler.reset()
+    model = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), Gated()) for _ in range(6)).to(device)
     fused_mlp.fuse_mlps(model)
-    assert len(set(map(type, model))) == 1
+    assert len({block[1].forward.__func__ for block in model}) == 1
+    counted = CompileCounter()
+    for block in model:
+        block.compile(backend=counted)
+        block(torch.randn(3, 32, device=device))
+    assert counted.frame_count == 1
 
 
-def test_what_a_class_does_when_it_is_derived_from_is_not_done(fused_mlp, device):
-    derived = []
+def test_registries_of_classes(fused_mlp):
+    """diffusers looks blocks up by their exact class."""
+    hooks = pytest.importorskip("diffusers.hooks._helpers")
+    kind = pytest.importorskip("diffusers.models.transformers.transformer_flux").FluxTransformerBlock
+    block = kind(dim=32, num_attention_heads=2, attention_head_dim=16)
+    registered = hooks.TransformerBlockRegistry.get(kind)
+    assert fused_mlp.fuse_mlps(block).fused
+    assert hooks.TransformerBlockRegistry.get(type(block)) is registered
 
-    class Meta(type):
-        def __init__(cls, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            derived.append(cls)
 
-    class Registered(Gated, metaclass=Meta):
-        def __init_subclass__(cls, key, **kwargs):
-            derived.append(cls)
+def test_parametrizations_that_are_removed(fused_mlp, device):
+    module = Gated().to(device)
+    module.register_parameter("scale", nn.Parameter(torch.ones(1, device=device)))
+    parametrize.register_parametrization(module, "scale", nn.Identity())
+    report = fused_mlp.fuse_mlps(module)
+    assert fused_mlp.explain(module).implementation == "fused"
+    parametrize.remove_parametrizations(module, "scale")
+    assert type(module) is Gated and fused_mlp.explain(module).implementation == "fused"
+    report.restore()
+    assert methods_of(module) == {}
 
-    assert derived == [Registered]
-    module = Registered().to(device)
-    assert fused_mlp.fuse_mlps(module).fused
-    assert derived == [Registered]
+
+def test_replicas(fused_mlp, device):
+    """nn.DataParallel's replicas are made of the dictionary of a module, and get weights of their own."""
+    module = Gated().to(device)
+    fused_mlp.fuse_mlps(module)
+    replica = module._replicate_for_data_parallel()
+    for each in (replica, replica._replicate_for_data_parallel()):
+        for name, child in module._modules.items():
+            each._modules[name] = copy.deepcopy(child)
+            for parameter in each._modules[name].parameters():
+                parameter.data.mul_(2)
+        x = torch.randn(3, 32, device=device)
+        torch.testing.assert_close(each(x), Gated.forward(each, x))
+        torch.testing.assert_close(module(x), Gated.forward(module, x))
+        assert fused_mlp.explain(each).implementation == "fused"
 
 
 def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
@@ -172,7 +204,48 @@ def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
         torch.testing.assert_close(module(x), 2 * expected)
     torch.testing.assert_close(module(x), expected)
     report.restore()
-    assert type(module) is Gated
+    assert methods_of(module) == {}
+
+
+def test_code_that_is_replaced_in_place(fused_mlp, device):
+    """As IPython's autoreload does: seen at the next call, and read when the model is fused again."""
+
+    class Reloaded(Gated):
+        def forward(self, x, scale=1.0, *, shift=0.0):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * scale + shift
+
+    def later(self, x, scale=1.0, *, shift=0.0):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * scale - shift - 1.0
+
+    module, x = Reloaded().to(device), torch.randn(3, 32, device=device)
+    for name, value in (("__defaults__", (3.0,)), ("__kwdefaults__", {"shift": 5.0}), ("__code__", later.__code__)):
+        assert fused_mlp.fuse_mlps(module).fused
+        setattr(Reloaded.forward, name, value)
+        assert fused_mlp.explain(module).implementation == "original"
+        expected = Reloaded.forward(module, x)
+        assert torch.equal(module(x), expected)
+        assert fused_mlp.fuse_mlps(module).fused
+        assert fused_mlp.explain(module).implementation == "fused"
+        torch.testing.assert_close(module(x), expected)
+
+
+def intermediate(self, hidden_states):
+    return 2 * self.intermediate_act_fn(self.dense(hidden_states))
+
+
+def output(self, hidden_states, input_tensor):
+    return self.LayerNorm(self.dense(hidden_states) - input_tensor)
+
+
+@pytest.mark.parametrize(("kind", "later"), [(Intermediate, intermediate), (Output, output)])
+def test_code_of_a_half_that_is_replaced_in_place(fused_mlp, device, monkeypatch, kind, later):
+    module = Halves().to(device).eval()
+    fused_mlp.fuse_mlps(module)
+    x = torch.randn(3, 32, device=device)
+    module(x)
+    monkeypatch.setattr(kind.forward, "__code__", later.__code__)
+    torch.testing.assert_close(module(x), Halves.feed_forward_chunk(module, x))
+    assert f"a patched {kind.__name__}" in fused_mlp.explain(module).reason
 
 
 class Added(nn.Module):
@@ -245,59 +318,68 @@ def test_sequential_patched_later(fused_mlp, device, monkeypatch):
 
 class Other(Gated):
     def forward(self, x):
-        return x - 1
+        return super().forward(x) - 1
 
 
-def test_a_class_that_is_switched(fused_mlp, device):
+@pytest.mark.parametrize("own", [False, True], ids=["inherited forward", "own forward"])
+def test_a_class_that_is_switched(fused_mlp, device, own):
+    """As FSDP and parametrizations switch it: a subclass has the fused forward, or what it puts in its place."""
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)
-    module.__class__ = Other
+    kind = module.__class__ = Other if own else type("Sub", (Gated,), {})
     x = torch.randn(3, 32, device=device)
-    assert torch.equal(module(x), x - 1)
-    assert fused_mlp.explain(module).implementation == "original"
+    torch.testing.assert_close(module(x), kind.forward(module, x))
+    assert fused_mlp.explain(module).implementation == "fused" if not own else "original"
     report.restore()
-    assert type(module) is Other
+    assert type(module) is kind and methods_of(module) == {}
 
 
-def test_a_class_upon_the_fused_one(fused_mlp, device):
-    """As FSDP and parametrizations put one there: it stays, over the fused forward and over the original."""
-    module = Gated().to(device)
-    plain = copy.deepcopy(module)
+def by_accelerate(module):
+    accelerate = pytest.importorskip("accelerate.hooks")
+    accelerate.add_hook_to_module(module, accelerate.ModelHook())
 
-    class Doubled(nn.Module):
-        def forward(self, x):
-            return 2 * x
 
-    module.register_parameter("scale", nn.Parameter(torch.ones(1, device=device)))
+def by_partial(module):
+    module.forward = functools.partial(module.forward)
+
+
+def by_closure(module):
+    forward = module.forward
+    module.forward = lambda x: forward(x)
+
+
+@pytest.mark.parametrize("wrap", [by_accelerate, by_partial, by_closure])
+def test_a_wrapper_around_a_fused_method(fused_mlp, device, tell_ops, wrap):
+    """It stays; what it wraps is fused, and runs the original once it is restored."""
+    ops = []
+    tell_ops(lambda name, given: ops.append(name))
+    module, x = Gated().to(device), torch.randn(3, 32, device=device)
+    expected = Gated.forward(module, x)
     report = fused_mlp.fuse_mlps(module)
-    parametrize.register_parametrization(module, "scale", Doubled())
-    kind = type(module)
-    x = torch.randn(3, 32, device=device)
+    module(x)  # the activation is known from then on
+    wrap(module)
+    wrapper = module.forward
+    is_seen = wrap is by_accelerate
     for _ in range(2):
-        assert fused_mlp.explain(module).implementation == "fused"
-        torch.testing.assert_close(module(x), plain(x))
+        ops.clear()
+        with torch.no_grad(), torch.autograd.profiler.profile():
+            torch.testing.assert_close(module(x), expected)
+        assert ops == ["gated_mlp"]
+        assert fused_mlp.explain(module).implementation == ("fused" if is_seen else "original")
         report.restore()
-        assert type(module) is kind
+        ops.clear()
+        assert torch.equal(module(x), expected) and ops == []
+        assert module.forward is wrapper
         assert fused_mlp.explain(module).implementation == "original"
-        assert torch.equal(module(x), plain(x))
         report = fused_mlp.fuse_mlps(module)
-        assert [entry.path for entry in report.fused] == [""]
-
-
-def test_a_class_upon_the_fused_one_whose_base_is_patched(fused_mlp, device, monkeypatch):
-    """Restored or not, the module runs what its class has been patched with, and its own method when that is undone."""
-    module = Gated().to(device)
-    x = torch.randn(3, 32, device=device)
-    expected = module(x)
-    report = fused_mlp.fuse_mlps(module)
-    module.__class__ = type("Upon", (type(module),), {})
-    for restored in (False, True):
-        if restored:
-            report.restore()
-        with monkeypatch.context() as patched:
-            patched.setattr(Gated, "forward", nn.Identity.forward)
-            assert module(x) is x
-        torch.testing.assert_close(module(x), expected)
+        assert bool(report.fused) == is_seen
+        if not is_seen:
+            break
+    if is_seen:
+        pytest.importorskip("accelerate.hooks").remove_hook_from_module(module)
+        assert fused_mlp.explain(module).implementation == "fused"
+        report.restore()
+        assert methods_of(module) == {}
 
 
 def test_a_forward_that_is_set_later(fused_mlp, device):
@@ -307,7 +389,8 @@ def test_a_forward_that_is_set_later(fused_mlp, device):
     x = torch.randn(3, 32, device=device)
     assert torch.equal(module(x), x + 1)
     assert fused_mlp.explain(module).implementation == "original"
-    assert [left.reasons[0].code for left in fused_mlp.fuse_mlps(module).left] == ["own method"]
+    (left,) = fused_mlp.fuse_mlps(module).left
+    assert left.reason == f"has a forward of its own (from {__name__})"
     report.restore()
     assert torch.equal(module(x), x + 1)
 
@@ -351,20 +434,35 @@ class Scaled(Gated):
         return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-def test_a_copy_that_is_changed(fused_mlp, device, copied):
+def test_a_copy_that_is_changed(fused_mlp, device):
     module = Scaled().to(device)
     report = fused_mlp.fuse_mlps(module)
     x = torch.randn(3, 32, device=device)
     expected = module(x)
-    twin = copied(module)
+    twin = copy.deepcopy(module)
     twin.scale = 3.0
     assert fused_mlp.explain(twin).implementation == "fused"
     torch.testing.assert_close(twin(x), 3 * expected)
     torch.testing.assert_close(module(x), expected)
-    assert twin.parent[0] is (module if copied is copy.copy else twin)
+    assert twin.parent[0] is twin
     report.restore()  # the copy is not in it
     torch.testing.assert_close(twin(x), 3 * expected)
+
+
+def test_a_shallow_copy(fused_mlp, device):
+    """It has the method of what it was copied from, and is told as such, until it is fused itself."""
+    module = Scaled().to(device)
+    fused_mlp.fuse_mlps(module)
+    twin = copy.copy(module)
+    twin.scale = 3.0
+    x = torch.randn(3, 32, device=device)
+    assert torch.equal(twin(x), module(x))
+    assert fused_mlp.explain(twin).implementation == "original"
+    report = fused_mlp.fuse_mlps(twin)
+    torch.testing.assert_close(twin(x), 3 * module(x))
+    report.restore()
+    torch.testing.assert_close(twin(x), 3 * module(x))
+    assert fused_mlp.explain(module).implementation == "fused"
 
 
 class Particular(Gated):
@@ -430,26 +528,16 @@ def test_pickle_protocols(fused_mlp, kind, protocol):
     torch.testing.assert_close(loaded(x), module(x))
 
 
-def test_cloudpickle_where_the_kernel_is_not(fused_mlp):
-    """A class of a notebook goes with the module, and its own forward with the class."""
-
-    class Local(Gated):
-        def forward(self, x):
-            return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-    Local.__module__ = "__main__"
-    module = nn.Sequential(Local())
-    assert fused_mlp.fuse_mlps(module).fused
-    cloudpickle.register_pickle_by_value(sys.modules[Gated.__module__])
-    try:
-        saved = cloudpickle.dumps((module, torch.ones(1, 32)))
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[Gated.__module__])
+def test_pickle_where_the_kernel_is_not(fused_mlp):
+    module = nn.Sequential(Gated(), sequence())
+    assert len(fused_mlp.fuse_mlps(module).fused) == 2
     code = (
         "import pickle, sys; module, x = pickle.load(sys.stdin.buffer); print(module(x).sum().item()); "
         "assert not [name for name in sys.modules if 'fused_mlp' in name]"
     )
-    ran = subprocess.run([sys.executable, "-c", code], input=saved, capture_output=True, check=False)
+    saved = pickle.dumps((module, torch.ones(1, 32)))
+    folder = Path(__file__).parent
+    ran = subprocess.run([sys.executable, "-c", code], input=saved, capture_output=True, cwd=folder, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
     assert float(ran.stdout) == pytest.approx(module(torch.ones(1, 32)).sum().item(), rel=1e-4)
 
@@ -469,33 +557,60 @@ def test_scripted_after_it_is_fused(fused_mlp, device, kind):
 # Its life.
 
 
-@pytest.fixture
-def no_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("called", [False, True])
-def test_a_model_is_gone_when_it_is_deleted(fused_mlp, device, kind, called, no_collection):
-    """Neither the report nor a cycle keeps it."""
-    model = nn.ModuleList([kind(), kind()]).to(device)
-    report = fused_mlp.fuse_mlps(model)
-    if called:
-        model[0](torch.randn(3, 32, device=device))
-    fused_mlp.explain(model[0])
-    references = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
-    del model
-    assert [reference() for reference in references] == [None] * len(references)
-    report.restore()  # nothing is left to do
-    assert len(report.fused) == 2
+def test_a_model_is_gone_when_it_is_deleted(fused_mlp, device, kind, called):
+    """The report does not keep it: no more than the cycle of a bound method, and none when it is restored."""
+    for restored in (False, True):
+        model = nn.ModuleList([kind(), kind()]).to(device)
+        report = fused_mlp.fuse_mlps(model)
+        if called:
+            model[0](torch.randn(3, 32, device=device))
+        fused_mlp.explain(model[0])
+        references = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+        gc.collect()
+        gc.disable()
+        if restored:
+            report.restore()
+        del model
+        gc.enable()
+        if not restored:
+            gc.collect()
+        assert [reference() for reference in references] == [None] * len(references)
+        report.restore()  # nothing is left to do
+        assert len(report.fused) == 2
 
 
-def test_a_restored_model_is_gone_when_it_is_deleted(fused_mlp, device, no_collection):
-    model = Gated().to(device)
-    fused_mlp.fuse_mlps(model).restore()
-    reference = weakref.ref(model)
-    del model
-    assert reference() is None
+# Many at once.
+
+
+def test_threads(fused_mlp, device):
+    """They fuse and restore one model: none sees what another has half done."""
+    model = nn.ModuleList([Gated(), Halves(), sequence()]).to(device)
+    before = [dict(vars(module)) for module in model.modules()]
+    x, errors = torch.randn(3, 32, device=device), []
+    expected = [module(x) for module in model.eval()]
+
+    def turns():
+        try:
+            for _ in range(20):
+                report = fused_mlp.fuse_mlps(model)
+                fused_mlp.explain(model)
+                for module, result in zip(model, expected, strict=True):
+                    torch.testing.assert_close(module(x), result)
+                report.restore()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=turns) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert [{**vars(module), "training": True} for module in model.modules()] == before

@@ -11,13 +11,11 @@ namespace {
 // Whether the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
 // in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
 Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
-  if (class_of(own) != settings.method) return kNo;
-  const Answer to_module = has_attribute(own, names().bound_to, module);
-  if (to_module != kYes) return to_module;
+  const Owned held(bound_function(own, module));
+  if (!held) return PyErr_Occurred() ? kError : kNo;
   PyObject* const kind = class_of(module);
   const Owned forward(PyObject_GetAttr(kind, names().forward));
-  const Owned held(forward ? PyObject_GetAttr(own, names().bound_function) : nullptr);
-  if (!held) return kError;
+  if (!forward) return kError;
   if (held.get() == forward.get() || !kernels) return answer(held.get() == forward.get());
   const Owned key(PyTuple_Pack(2, kind, held.get()));
   if (!key) return kError;
@@ -33,6 +31,10 @@ Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObje
   if (bare != kYes) return bare;
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
+  for (PyObject* name : {weight_name, names().bias}) {  // Python finds what the module itself holds before parameters
+    const bool hidden = (biased || name == weight_name) && item(state, name) != nullptr;
+    if (hidden || PyErr_Occurred()) return PyErr_Occurred() ? kError : kNo;
+  }
   PyObject* weight = item(parameters, weight_name);
   if (weight == nullptr) return PyErr_Occurred() ? kError : kNo;
   PyObject* bias = biased ? item(parameters, names().bias) : Py_None;
@@ -57,52 +59,53 @@ PyObject* dictionaries_of(PyObject* order) {
   return found.release();
 }
 
-// How many attributes they have; negative where there is an error.
-Py_ssize_t total_size(PyObject* dictionaries) {
-  Py_ssize_t total = 0;
+// Whether none of these dictionaries has one of these names.
+Answer have_none(PyObject* dictionaries, Objects names) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
-    const Py_ssize_t size = PyObject_Size(PyTuple_GetItem(dictionaries, i));
-    if (size < 0) return -1;
-    total += size;
+    for (PyObject* name : names) {
+      const int found = PySequence_Contains(PyTuple_GetItem(dictionaries, i), name);
+      if (found != 0) return found < 0 ? kError : kNo;
+    }
   }
-  return total;
+  return kYes;
 }
 
 // Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
-// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and again where the
-// class has got other bases or attributes.
+// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and from then on the
+// dictionaries of the class and its bases.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
   struct Known {
     PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
-    Py_ssize_t total;
   };
   static std::map<std::pair<PyObject*, PyObject*>, Known> known;
   const Owned order(PyObject_GetAttr(kind, names().order));
   if (!order) return kError;
+  Few asked;
+  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
+    PyObject* const name = PyTuple_GetItem(wanted, i);
+    if (PyUnicode_Check(name) && !asked.add(name)) return kNo;  // what is no name is a part itself, and no child
+  }
   const auto found = known.find({kind, wanted});
-  if (found != known.end() && found->second.order == order.get() &&
-      found->second.total == total_size(found->second.dictionaries)) {
-    return kYes;
+  if (found != known.end() && found->second.order == order.get()) {
+    const Answer none = have_none(found->second.dictionaries, asked.all());
+    return none == kYes ? have_none(found->second.dictionaries, names().finders) : none;
   }
   for (PyObject* name : names().finders) {
     const Owned usual(PyObject_GetAttr(settings.module, name));
     const Answer same = usual ? has_attribute(kind, name, usual.get()) : kError;
     if (same != kYes) return same;
   }
-  for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
-    PyObject* const name = PyTuple_GetItem(wanted, i);
-    if (!PyUnicode_Check(name)) continue;  // a part itself, which is no child
+  for (PyObject* name : asked.all()) {
     const Owned hidden(PyObject_GetAttr(kind, name));
     if (hidden) return kNo;
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
     PyErr_Clear();
   }
   Owned dictionaries(dictionaries_of(order.get()));
-  const Py_ssize_t total = dictionaries ? total_size(dictionaries.get()) : -1;
-  if (total < 0) return kError;
+  if (!dictionaries) return kError;
   if (found == known.end()) Py_INCREF(wanted);
   Py_INCREF(order.get());
-  known[{kind, wanted}] = {order.get(), dictionaries.release(), total};
+  known[{kind, wanted}] = {order.get(), dictionaries.release()};
   return kYes;
 }
 
@@ -154,13 +157,24 @@ Answer are_items(PyObject* dictionary, PyObject* pairs) {
   return kYes;
 }
 
-Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
+Answer has_hooks(PyObject* state, bool recording) {
   for (PyObject* name : Objects(names().hooks).first(recording ? 4 : 2)) {
     PyObject* hooks = item(state, name);
-    if (hooks == nullptr) return PyErr_Occurred() ? kError : kNo;
+    if (hooks == nullptr) return PyErr_Occurred() ? kError : kYes;
     const Py_ssize_t count = PyObject_Size(hooks);
-    if (count != 0) return count < 0 ? kError : kNo;
+    if (count != 0) return count < 0 ? kError : kYes;
   }
+  return kNo;
+}
+
+PyObject* bound_function(PyObject* method, PyObject* module) {
+  const bool bound = class_of(method) == settings.method && has_attribute(method, names().bound_to, module) == kYes;
+  return bound ? PyObject_GetAttr(method, names().bound_function) : nullptr;
+}
+
+Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
+  const Answer hooks = has_hooks(state, recording);
+  if (hooks != kNo) return hooks == kYes ? kNo : kError;
   PyObject* const own = item(state, names().forward);
   if (own != nullptr) return is_own_forward(own, module, kernels);
   return PyErr_Occurred() ? kError : kYes;

@@ -34,6 +34,13 @@ Answer are_items(PyObject* dictionary, PyObject* pairs);
 // not asked for.
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
 
+// Whether a module with this __dict__ has hooks.
+Answer has_hooks(PyObject* state, bool recording);
+
+// The function of a method that is bound to a module: a new reference; nullptr, which is no error in itself, for
+// anything else.
+PyObject* bound_function(PyObject* method, PyObject* module);
+
 // The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is
 // shorter.
 PyObject* state_of(PyObject* module);

@@ -11,24 +11,22 @@ namespace fused_mlp {
 namespace {
 
 // Parts of a half (models/halves.py).
-constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6;
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kRead = 7;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
 // of it is None.
 PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording, Py_ssize_t part = kNames) {
   PyObject* const kind = class_of(module);
-  const Owned forward(PyObject_GetAttr(kind, names().forward));
-  PyObject* half = forward ? item(halves, forward.get()) : nullptr;
+  PyObject* const own = item(state, names().forward);
+  const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
+  PyObject* const half = forward ? item(halves, forward.get()) : nullptr;
   if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
-  if (has_attribute(kind, names().call, settings.call) != kYes || is_bare(module, state, recording) != kYes)
-    return nullptr;
-  PyObject* written = PyTuple_GetItem(half, 0);
-  if (forward.get() == written) return half;
-  // Fused: is the forward of its class still the one that it was made from? The module has the attribute where it is
-  // restored, as None, and else its class.
-  if (item(state, settings.original) != nullptr || PyErr_Occurred()) return nullptr;
-  const Owned original(PyObject_GetAttr(kind, settings.original));
-  return original && has_attribute(original.get(), names().forward, written) == kYes ? half : nullptr;
+  PyObject* const written = PyTuple_GetItem(half, 0);
+  if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
+  const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
+                     has_attribute(kind, names().forward, written) == kYes &&
+                     are_unchanged(PyTuple_GetItem(half, kRead)) == kYes && has_hooks(state, recording) == kNo;
+  return plain ? half : nullptr;
 }
 
 // Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
@@ -75,11 +73,16 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   return PyTuple_Pack(3, result.get(), last, tail);
 }
 
-// Whether the class that a fused module was made from has this method, given with its name; kYes for None.
-Answer runs_as_read(PyObject* module, PyObject* method) {
+// Whether the class of a fused module has this method, and the module the fused one that was made of it, given with
+// its name before them; kYes for None.
+Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
   if (method == Py_None) return kYes;
-  const Owned original(PyObject_GetAttr(class_of(module), settings.original));
-  return original ? has_attribute(original.get(), PyTuple_GetItem(method, 0), PyTuple_GetItem(method, 1)) : kError;
+  PyObject* const name = PyTuple_GetItem(method, 0);
+  PyObject* const own = item(state, name);
+  const Owned fused(own == nullptr ? nullptr : bound_function(own, module));
+  if (!fused) return PyErr_Occurred() ? kError : kNo;
+  const Answer read = has_attribute(class_of(module), name, PyTuple_GetItem(method, 1));
+  return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
 }
 
 // Where an MLP stands among modules that run in turn, if that is all they are (models/sequences.py). Where `act` is
@@ -173,7 +176,7 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
   if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes || are_items(state, PyTuple_GetItem(names, 5)) != kYes ||
-      runs_as_read(module, PyTuple_GetItem(names, 6)) != kYes) {
+      runs_as_read(module, state, PyTuple_GetItem(names, 6)) != kYes) {
     return nullptr;
   }
   Few found;

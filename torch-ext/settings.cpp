@@ -9,7 +9,7 @@ namespace {
 // In the order of Settings.
 constexpr const char* kSettings[] = {
     "tensor",     "parameter",   "linear",       "dropout",     "identity",   "gelu",       "function",
-    "builtin",    "method",      "module",       "module_list", "call",       "original",   "known",
+    "builtin",    "method",      "module",       "module_list", "call",       "mark",       "known",
     "known_by",   "kernels",     "composites",   "linears",     "norms",      "ops",        "dtypes",
     "float32",    "is_narrowed", "on_device",    "refusal",     "every_gpu",  "parts",      "least_recorded",
     "least_work", "blocks",      "is_inference", "quiet",       "autocast",   "composed",   "modes",

@@ -20,7 +20,7 @@ struct Settings {
   PyObject* module;          // nn.Module
   PyObject* module_list;     // nn.ModuleList
   PyObject* call;            // nn.Module.__call__ as torch wrote it
-  PyObject* original;        // the attribute by which a fused module has the class that it was made from
+  PyObject* mark;            // the attribute of fused modules, without which fused methods run the original
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
                              // unchanged)
   PyObject* known_by;        // a function: what an activation that a method gives is known by

@@ -48,6 +48,7 @@
 #pragma weak PyObject_HasAttrString
 #pragma weak PyObject_IsTrue
 #pragma weak PyObject_Size
+#pragma weak PySequence_Contains
 #pragma weak PyTuple_GetItem
 #pragma weak PyTuple_New
 #pragma weak PyTuple_Pack

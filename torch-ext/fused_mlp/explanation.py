@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
-from .models import obstacles, outcome, patching, report
+from .models import outcome, patching, report
+from .models.attributes import attribute_of, children_of, method_in, modules_of, state_of
 from .models.interface import NAME
 from .models.outcome import Outcome
 from .models.recognition import activation_of
@@ -185,34 +186,34 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
-    taken_in = set()  # experts that a layer around them computes, and first halves of MLPs
-    around: Dict[nn.Module, str] = {}
-    for path, module in model.named_modules():
-        if module in taken_in:
+    taken_in = set()  # by id: experts that a layer around them computes, and first halves of MLPs
+    around: Dict[int, str] = {}
+    for path, module in modules_of(model):
+        if id(module) in taken_in:
             continue
-        own = obstacles.own_method(module, "forward")
-        kernel = inspect.getattr_static(type(module), "forward") if own is None else own
+        is_own = "forward" in state_of(module)
+        kernel = method_in(module, "forward") if is_own else inspect.getattr_static(type(module), "forward")
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
-            taken_in.add(module.experts)
+            taken_in.add(id(attribute_of(module, "experts")))
         found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
-        taken_in.update(patching.heads_in(module))
+        taken_in.update(map(id, patching.heads_in(module)))
         around.update(patching.blocks_around(module))
         if found is not None:
-            yield report.of_module(path, module, patching.in_block(found, around.get(module, "")))
+            yield report.of_module(path, module, patching.in_block(found, around.get(id(module), "")))
 
 
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     if kernel is layers.MegaBlocksMoeMLP.forward:
-        return outcome.of_experts(module.experts, NAME)
+        return outcome.of_experts(attribute_of(module, "experts"), NAME)
     if kernel is layers.Output.forward:
-        parts = {name: getattr(module, name) for name in ("dense", "dropout", "LayerNorm")}
+        parts = {name: attribute_of(module, name) for name in ("dense", "dropout", "LayerNorm")}
         return outcome.of_sum(parts)
     for attribute in _LAYER_ACTIVATIONS:
-        act = getattr(module, attribute, None)
+        act = attribute_of(module, attribute)
         if act is not None and activation_of(act) is None:
             return Outcome(outcome.NONE, (outcome.of_activation(act),))
-    projections = {name: part for name, part in module._modules.items() if name not in _LAYER_ACTIVATIONS}
+    projections = {name: part for name, part in children_of(module).items() if name not in _LAYER_ACTIVATIONS}
     if kernel in _LAYER_EXTENTS or not projections:
         return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
     return replace(outcome.of_parts(projections), pattern=_LAYER_PATTERNS.get(kernel, ""))

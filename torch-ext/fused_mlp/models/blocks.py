@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from . import forwards, halves, sequences, shortcut
 
 _plain = shortcut.plain
-_sequences = dict.fromkeys(
-    (nn.Sequential.forward, *sequences.SEQUENTIAL.values()), halves.Half(nn.Sequential.forward, None, None, None)
-)
+_forward = nn.Sequential.forward
+_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), halves.Half(_forward, None, None, None))
 
 
 def block(

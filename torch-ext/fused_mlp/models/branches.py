@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import ast
 import copy
+import operator
 from types import FunctionType
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+import torch
+
+from .attributes import attribute_of, is_module
 from .effects import bound
 from .names import SIMPLE, blocks, is_name
 from .roles import Role, RoleOf, harmless_calls
-from .source import globals_of
+from .source import tree_of, value_of
 from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
@@ -101,12 +105,63 @@ def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any
 
 
 def _value(test: ast.expr, function: FunctionType, module: Any) -> Optional[bool]:
-    """What a condition in a method is of a module; None where asking raises."""
-    code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(test))), "<condition>", "eval")
+    """What a condition in a method is of a module; None where that is not known without running code of classes."""
     try:
-        return bool(eval(code, globals_of(function), {function.__code__.co_varnames[0]: module}))
-    except Exception:  # a property may raise anything, and so does the method then
+        return bool(_computed(test, function, module))
+    except (_UnknownError, TypeError):  # what cannot be compared raises in the method too
         return None
+
+
+class _UnknownError(Exception):
+    pass
+
+
+_PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype)  # to compare them runs no code of another class
+_OPERATORS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le}
+_OPERATORS.update({ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not})
+
+
+def _computed(node: ast.expr, function: FunctionType, module: Any) -> Any:
+    """The value of a condition, which is of a plain type."""
+    if isinstance(node, ast.BoolOp):
+        values = (_computed(part, function, module) for part in node.values)
+        return all(values) if isinstance(node.op, ast.And) else any(values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not _computed(node.operand, function, module)
+    if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
+        by_identity = all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
+        compute = _held if by_identity else _computed
+        parts = [compute(part, function, module) for part in (node.left, *node.comparators)]
+        return all(_OPERATORS[type(op)](*pair) for op, pair in zip(node.ops, zip(parts, parts[1:])))
+    value = _held(node, function, module)
+    if is_module(value) and not any(hasattr(type(value), name) for name in ("__bool__", "__len__")):
+        return True
+    if type(value) not in _PLAIN_VALUES:
+        raise _UnknownError
+    return value
+
+
+def _held(node: ast.expr, function: FunctionType, module: Any) -> Any:
+    """What a path of names, a number, a flag or a question for a class stands for."""
+    if isinstance(node, ast.Attribute):
+        found = attribute_of(_held(node.value, function, module), node.attr, _UnknownError)
+    elif isinstance(node, ast.Call):
+        found = _answer(*(_held(part, function, module) for part in (node.func, *node.args)))
+    elif isinstance(node, ast.Name) and node.id in function.__code__.co_varnames[1:]:
+        found = _UnknownError
+    else:
+        found = value_of(node, function, module)
+    if found is _UnknownError:
+        raise _UnknownError
+    return found
+
+
+def _answer(callee: Any, *given: Any) -> Any:
+    """What isinstance says, or a function that returns a global."""
+    if callee is isinstance and len(given) == 2 and type(given[1]) is type:
+        return issubclass(type(given[0]), given[1])
+    tree = tree_of(callee) if type(callee) is FunctionType and not given else None
+    return _UnknownError if tree is None else value_of(tree.body[-1].value, callee, None)
 
 
 class _Parting:

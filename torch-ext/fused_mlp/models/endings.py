@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 from types import FunctionType
 from typing import Any, Dict, Optional, Tuple
 
 from torch import nn
 
 from . import effects, halves, obstacles, rewriting, shortcut, switching
+from .attributes import attribute_of
 from .fused_calls import NAMES, made_call
 from .roles import Role
-from .source import Instead
+from .source import Instead, remembered
 
 
 def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
@@ -29,7 +29,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
     made = _made(forward, rewriting.roles_in(forward, module), memory)
-    projection = None if made is None else getattr(module, _names[made][0])
+    projection = None if made is None else attribute_of(module, _names[made][0])
     if projection is None or obstacles.has_own_product(projection):
         return {}
     shortcut.learn_layers((projection,))
@@ -43,14 +43,14 @@ def is_fused(function: Any) -> bool:
 
 def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
     """What a fused method calls of its module: the projection, what passes its result on, and the norm."""
-    return {name: getattr(module, name, None) for name in _names[function]}
+    return {name: attribute_of(module, name) for name in _names[function]}
 
 
 _FOUND = "@found"  # a name that no source spells
 _names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their parts
 
 
-@functools.cache
+@remembered
 def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str) -> Optional[FunctionType]:
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
     if rewriting.half_of(forward, roles) != Role.TAIL:
@@ -71,8 +71,7 @@ def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
             [],
         ),
     ]
-    other = switching.instead_of("forward", forward, forward)
-    instead = Instead(switching.FUSED, "forward", forward, other, rewriting.TRACED, None, None, False)
+    instead = Instead(switching.as_written("forward", forward), rewriting.TRACED, None, None, False)
     made = rewriting.method_of(tree, forward, NAMES, instead, (), memory)
     _names[made] = half.names
     halves.tails[made] = half

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import calls
 from ..activations import Activation
 from . import obstacles
+from .attributes import attribute_of
 from .pattern import Pattern
 
 LINEAR, PLAIN = Pattern(), Pattern(whole=True)
@@ -109,9 +110,9 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
 
 
 def dtype_of(projection: Any) -> Optional[torch.dtype]:
-    """The dtype of a weight that is a parameter; one that is computed is not asked for, as that may change it."""
-    weight = getattr(projection, "_parameters", {}).get("weight")
-    return None if weight is None else weight.dtype
+    """The dtype of a weight that a module holds; one that is computed is not asked for, as that may change it."""
+    weight = attribute_of(projection, "weight") if isinstance(projection, nn.Module) else None
+    return weight.dtype if isinstance(weight, Tensor) else None
 
 
 def passes(between: Between, x: Any = None, projection: Any = None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from types import FunctionType
 from typing import NamedTuple, Optional
 
@@ -17,8 +16,7 @@ from .matches import gated
 from .names import Place, Value, assignment, body_of, is_name
 from .recognition import activation_of, name_of
 from .roles import Role
-from .source import value_of
-from .switching import FUSED
+from .source import remembered, value_of
 
 _CALL = nn.Module.__call__
 
@@ -54,12 +52,12 @@ def _row_of(module: nn.Module, up_first: bool) -> Optional[Activation]:
 
 
 def _forward_of(kind: type) -> Optional[FunctionType]:
-    """The forward of a class, or of the one that a fused module's was made from."""
-    forward = getattr(getattr(kind, FUSED, None) or kind, "forward", None)
+    """The forward of a class."""
+    forward = getattr(kind, "forward", None)
     return forward if isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") else None
 
 
-@functools.cache
+@remembered
 def _read(forward: Optional[FunctionType]) -> Optional[_Read]:
     tree = None if forward is None else readable(forward)
     given = None if tree is None else tree.args

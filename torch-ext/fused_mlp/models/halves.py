@@ -18,8 +18,9 @@ from torch.nn.modules import module as _torch_module
 
 from .. import calls, training
 from . import forms, forwards, obstacles, shortcut
+from .attributes import state_of
 from .pattern import Pattern
-from .switching import FUSED
+from .switching import FUSED, are_unchanged, written
 
 _plain = shortcut.plain
 _call = shortcut._originals[nn.Linear, "__call__"]
@@ -52,7 +53,8 @@ class Half(NamedTuple):
     runs the modules of a list in turn, which are one MLP, ``names`` is (None, the name of the list,
     ``sequences.known``, ``heads``, the pattern of an MLP without a gate). ``before_a_norm`` is a head's ``function``
     for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and returns None in
-    branches without an MLP.
+    branches without an MLP. ``read`` is what has to be as it was when the forward was
+    read, which notebooks replace in place: owners, names and values.
     """
 
     forward: FunctionType
@@ -62,6 +64,7 @@ class Half(NamedTuple):
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
     before_a_norm: Optional[Callable[..., Any]] = None
+    read: Tuple[Tuple[Any, str, Any], ...] = ()
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -143,16 +146,14 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     """The half that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
     kind = type(part)
     forward = getattr(kind, "forward", None)
-    half = halves.get(forward) if type(forward) is FunctionType else None
+    own = obstacles.own_method(part, "forward") if isinstance(part, nn.Module) else None
+    is_fused = type(own) is FunctionType and own in written and FUSED in state_of(part)
+    half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
     if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
-    if forward is not half.forward:  # fused: is the forward of its class still the one that it was made from?
-        original = getattr(part, FUSED, None)
-        if original is None or original.forward is not half.forward:
-            return f"a patched {kind.__name__}"
-    if "forward" in part.__dict__ or obstacles.of_call(part) is not None:
-        return obstacles.of_call(part) or "a forward of its own"
-    return half
+    if forward is not half.forward or not are_unchanged(half.read):
+        return f"a patched {kind.__name__}"
+    return obstacles.of_call(part) or half
 
 
 def _are_watched() -> bool:

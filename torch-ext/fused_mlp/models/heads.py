@@ -17,7 +17,9 @@ from .matches import returned
 from .names import assignment, body_of, is_name
 from .roles import Role, RoleOf
 from .sites import AnySite, Site, Turns
-from .source import function_of, value_of
+from .source import function_of, read_of, value_of
+
+_NOTHING = ast.parse("def nothing(): pass").body[0]
 
 
 def head_of(
@@ -38,14 +40,15 @@ def head_of(
         node.args = arguments_of(site)[:-1]
     whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
     called = (site.act.callee,) if site.act.is_callee else ()
-    parts = children_of((*called, *site.projections), forward) if called and is_alone else None
+    parts = names_of((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
     known = {**names, **whole}
     only_handing_on = _only_handing_on(copy.deepcopy(tree), forward, role)
     asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
     is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
-    return halves.Half(forward, own, None, site, function_of(tree, forward, known), before_a_norm=before_a_norm)
+    function, read = function_of(tree, forward, known), read_of(forward, tree, only_handing_on)
+    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, read=read)
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
@@ -104,12 +107,12 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
     modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
     act, unchanged = _function(site.act.callee, forward) or (None, ())
-    parts = children_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
-    if parts is None or any(children_of((node.test,), forward) != ("training",) for node in dropouts):
+    parts = names_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
+    if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
     names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
-    return halves.Half(forward, names, None, site)
+    return halves.Half(forward, names, None, site, read=read_of(forward, _NOTHING))
 
 
 def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
@@ -117,7 +120,7 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
 
     It may have more arguments, which a call as a block's MLP does not give.
     """
-    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], children_of((site.modules,), forward)
+    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], names_of((site.modules,), forward)
     taken = copy.copy(tree)
     taken.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
     call, behind = returned(taken, role)
@@ -125,7 +128,7 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
     if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
         return None
     turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
-    return halves.Half(forward, turns, None, site)
+    return halves.Half(forward, turns, None, site, read=read_of(forward, _NOTHING))
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:
@@ -143,7 +146,7 @@ def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: Function
         return False
 
 
-def children_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
+def names_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
     """The names of what nodes stand for, where all are attributes of the first argument."""
     first = function.__code__.co_varnames[0]
     plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, Dict, Tuple
 
 import torch
@@ -38,7 +39,8 @@ def _shrunk(module: nn.Module, sizes: Dict[int, int], generator: torch.Generator
     small = kind.__new__(kind)
     nn.Module.__init__(small)
     own = set(vars(small))
-    vars(small).update({name: _small(value, sizes) for name, value in vars(module).items() if name not in own})
+    held = {name: value for name, value in vars(module).items() if name not in own and type(value) is not MethodType}
+    vars(small).update({name: _small(value, sizes) for name, value in held.items()})
     parts, parameters = dict(module._modules), dict(module._parameters)
     for name in parts.pop("parametrizations", ()):
         parameters[name] = getattr(module, name)

@@ -18,6 +18,7 @@ from .. import calls, dispatch
 from ..backends import reference
 from . import experts, interface, obstacles, settled, switching
 from .experts import Experts, Unknown
+from .source import remembered
 
 _is_compiling = torch.compiler.is_compiling
 _PLAIN = (Tensor, nn.Parameter)
@@ -58,12 +59,13 @@ def are_left(module: nn.Module) -> bool:
     return are_experts and not any(isinstance(part, nn.Linear) for part in module.modules())
 
 
-@functools.cache
+@remembered
 def fused_method(method: FunctionType) -> FunctionType:
     """The forward of a class of experts made anew: with one call of ``experts_mlp`` where it may be."""
     own = interface.original_of(method)
     names = tuple(inspect.signature(own or method).parameters)[1:]
-    instead = switching.instead_of("forward", method, method)
+    written = switching.as_written("forward", method)
+    instead = switching.instead_of(written)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if not _is_compiling() and len(args) == 3 and not kwargs:
@@ -79,6 +81,7 @@ def fused_method(method: FunctionType) -> FunctionType:
 
     functools.update_wrapper(forward, method)
     _made.add(forward)
+    switching.written[forward] = written
     return forward
 
 

@@ -9,7 +9,6 @@ a module of it are still what was read (torch-ext/parts.cpp, ``read_norm``).
 from __future__ import annotations
 
 import ast
-import functools
 from types import FunctionType
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
@@ -21,7 +20,7 @@ from . import obstacles
 from .casts import cast_of
 from .effects import readable
 from .names import body_of, is_name
-from .source import value_of
+from .source import remembered, value_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
 
@@ -101,12 +100,13 @@ _PRODUCTS = {("scale", "weight", "x"): RMS, ("1 + weight", "scale", "x"): RMS_OF
 _RSQRT, _POW = obstacles.unpatched(torch, "rsqrt", torch), obstacles.unpatched(torch, "pow", torch)
 
 
-@functools.cache
+@remembered
 def _read(kind: type, forward: FunctionType) -> Optional[Norm]:
     """What is to be known of a class with this forward, if that is an RMSNorm's or a scale's."""
     reader = _Reader(kind)
     value = reader.returned(forward, [_X])
     functions = [(kind, "__call__", obstacles._CALL), (kind, "forward", forward), *reader.used]
+    functions.append((forward, "__code__", forward.__code__))
     own = [(name,) for owner, name, _ in reader.used if owner is kind]
     own += [(name, True) for name in reader.true]
     if isinstance(value, _Scaled) or value == _Value(("weight", "x")):

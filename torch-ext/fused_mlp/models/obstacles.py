@@ -19,6 +19,8 @@ from torch.utils._device import DeviceContext
 from .. import functional
 from ..activations import ACTIVATIONS
 from ..operands import NARROWED, is_narrowed
+from .attributes import state_of
+from .switching import written
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -94,6 +96,7 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     function = own_method(module, "forward")
     if function is not None:
         known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
+        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     return None
@@ -155,7 +158,7 @@ def is_wrapped(projection: nn.Module) -> bool:
     """True for a layer that multiplies in a way of its own as long as it is there: an adapter, quantised weights."""
     if not isinstance(projection, nn.Module) or is_foreign(projection):
         return True
-    kind = type(projection._parameters.get("weight"))
+    kind = type(state_of(projection)["_parameters"].get("weight"))
     # Those that are sharded over devices are whole again while a method runs.
     return issubclass(kind, Tensor) and kind not in (nn.Parameter, Tensor) and kind.__name__ != "DTensor"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Dict, Iterable, List, Optional, Tuple
+from types import FunctionType, MethodType
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from .. import dispatch
 from ..backends import reference
 from . import endings, forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
+from .attributes import attribute_of
 from .found import FoundMLP, around_of
 from .source import tree_of
 
@@ -38,6 +40,7 @@ UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
 NOT_FUSED = "not fused"
 OWN_METHOD = "own method"
+OWN_FINDER = "own finder"
 SCRIPTED = "scripted"
 GRAPH = "graph"
 NO_FUNCTION = "no function"
@@ -55,7 +58,8 @@ _REASON_WORDS = {
     UNKNOWN_ACTIVATION: "activation {part} is not known",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
-    OWN_METHOD: "has a {part} of its own",
+    OWN_METHOD: "has a {part} of its own ({detail})",
+    OWN_FINDER: "its class has a {part} of its own, which runs where attributes are read",
     SCRIPTED: "compiled by TorchScript",
     GRAPH: "a graph of torch.fx, which writes its methods itself",
     NO_FUNCTION: "its forward is a {detail}, not a function",
@@ -201,6 +205,13 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
 _SUM = f"{forwards.LINEAR} with residual and norm"
 
 
+def origin_of(method: Any) -> str:
+    """Where something comes from that stands in the place of a method."""
+    while type(method) in (MethodType, functools.partial):
+        method = method.__func__ if type(method) is MethodType else method.func
+    return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
+
+
 def of_error(error: Exception) -> Reason:
     """That something went wrong that nobody foresaw, with one module alone."""
     return Reason(ERROR, "", f"{type(error).__name__}: {error}".splitlines()[0])
@@ -221,9 +232,15 @@ def of_activation(function: object) -> Reason:
     return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
 
 
+def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
+    """Why a module is left whose class has this method, if it may be an MLP."""
+    is_mlp = shape.has_parts_of_mlp(module) and shape.applies_activation_to_projection(module)
+    return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
+
+
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """Why nothing was found in a module that is an MLP all the same; None if it is none."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
+    if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     forward = (
@@ -269,7 +286,7 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP]) -> Tuple[Reason, ...]:
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
-    weight = None if first is None else first._parameters.get("weight")
+    weight = None if first is None else attribute_of(first, "weight")
     return weight if weight is not None and not is_lazy(weight) and weight.dim() == 2 else None
 
 

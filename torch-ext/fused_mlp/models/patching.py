@@ -11,14 +11,15 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
-from typing import Dict, List, Optional, Tuple
+from types import FunctionType, MethodType
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from .. import training
-from . import endings, mixtures, obstacles, outcome, rewriting, routers, shape, shortcut, switching, verification
+from . import endings, mixtures, outcome, rewriting, routers, shape, shortcut, switching, verification
+from .attributes import finder_of, method_in, modules_of, state_of
 from .outcome import Outcome, Reason
 from .report import FusionReport, of_module
 
@@ -28,9 +29,10 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 
     A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
 
-    Each module that is fused becomes an instance of a subclass of its class, of the same name, that has the fused
-    methods. A module that cannot be read, or fused, is left as it is and the report says why; modules that an earlier
-    call has fused are in the report as fused. If the call raises, or is interrupted, the model is as it was.
+    Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
+    cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
+    the report as fused. If the call raises, or is interrupted, the model is as it was. Threads that fuse, restore or
+    explain wait for each other.
 
     Args:
         model: any module; its parameters, buffers and attributes are neither copied nor changed, and none of its
@@ -51,36 +53,34 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
-    before = []  # the modules with the fused methods that they had
-    scripted = set()  # those inside of a compiled one
-    heads, tails = set(), set()  # first and second halves of MLPs that are fused
-    around: Dict[nn.Module, str] = {}  # MLPs that are fused with their block
-    try:
-        for path, module in model.named_modules():
-            if module in scripted:
-                continue
-            if isinstance(module, torch.jit.ScriptModule):
-                scripted.update(module.modules())
-            before.append((module, switching.methods_in(module)))
-            found = _fuse(module, check, memory, module in tails)
-            heads.update(heads_in(module))
-            for method in switching.methods_in(module).values():
-                tails.update(rewriting.tails_in(method, module))
-            around.update(blocks_around(module))
-            if found is not None and module not in heads:
-                report.modules.append(of_module(path, module, in_block(found, around.get(module, ""))))
-        for module, _ in before:
-            if _is_idle(module):
-                switching.switch_back(module)
-            if is_fused(module):
-                report._restoring.append(partial(_restore, weakref.ref(module)))
-    except BaseException:
-        for module, methods in before:
-            if methods != switching.methods_in(module):
-                switching.switch_back(module)
-                if methods:
-                    switching.switch(module, methods)
-        raise
+    scripted = set()  # by id: those inside of a compiled one
+    heads, tails = set(), set()  # by id: first and second halves of MLPs that are fused
+    around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
+    with switching.lock:
+        modules = list(modules_of(model))
+        before = [(module, switching.saved(module)) for _, module in modules]
+        try:
+            for path, module in modules:
+                if id(module) in scripted:
+                    continue
+                if issubclass(type(module), torch.jit.ScriptModule):
+                    scripted.update(id(inner) for _, inner in modules_of(module))
+                found = _fuse(module, check, memory, id(module) in tails)
+                heads.update(map(id, heads_in(module)))
+                for method in switching.methods_in(module).values():
+                    tails.update(map(id, rewriting.tails_in(method, module)))
+                around.update(blocks_around(module))
+                if found is not None and id(module) not in heads:
+                    report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+            for _, module in modules:
+                if _is_idle(module):
+                    switching.switch_back(module)
+                if is_fused(module):
+                    report._restoring.append(partial(_restore, weakref.ref(module)))
+        except BaseException:
+            for module, state in before:
+                switching.put_back(module, state)
+            raise
     return report
 
 
@@ -100,11 +100,11 @@ def heads_in(module: nn.Module) -> List[nn.Module]:
     return [part for method in methods for part in rewriting.heads_in(method, module)]
 
 
-def blocks_around(module: nn.Module) -> Dict[nn.Module, str]:
-    """The MLPs that the methods of a module compute together with their block, and what else is in it."""
-    found: Dict[nn.Module, str] = {}
+def blocks_around(module: nn.Module) -> Dict[int, str]:
+    """The MLPs, by id, that the methods of a module compute together with their block, and what else is in it."""
+    found: Dict[int, str] = {}
     for method in switching.methods_in(module).values():
-        found.update(rewriting.mlps_around(method, module))
+        found.update({id(part): words for part, words in rewriting.mlps_around(method, module)})
     return found
 
 
@@ -118,13 +118,18 @@ def _is_idle(module: nn.Module) -> bool:
     methods = switching.methods_in(module).values()
     if not methods or not all(map(rewriting.is_fused, methods)):
         return False
-    around = blocks_around(module)
+    around = [part for method in methods for part, _ in rewriting.mlps_around(method, module)]
     has_own = any(rewriting.mlps_in(method, module) for method in methods)
     return bool(around) and not has_own and not any(map(is_fused, around))
 
 
 def outcome_of(module: nn.Module) -> Optional[Outcome]:
     """How far a module is fused at present, and why not further; None if it is no MLP."""
+    with switching.lock:
+        return _outcome_of(module)
+
+
+def _outcome_of(module: nn.Module) -> Optional[Outcome]:
     methods = switching.methods_in(module)
     if methods:
         return outcome.of_methods(module, methods.values())
@@ -144,10 +149,7 @@ def _fuse(
     switching.switch_back(module)  # it may hold fused methods that do not run any more
     methods, found = _plan(module, check, memory, is_tail)
     if methods:
-        try:
-            switching.switch(module, methods)
-        except TypeError as error:
-            return outcome.left(module, methods.values(), outcome.of_error(error))
+        switching.switch(module, methods)
     return found
 
 
@@ -167,11 +169,12 @@ def _plan(
 def _plan_of(
     module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
-    if isinstance(module, torch.jit.ScriptModule):
+    if issubclass(type(module), torch.jit.ScriptModule):
         return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
-    methods, unknown = switching.restored_in(module), ()
-    if not methods:
-        methods = mixtures.fused_methods(module) or routers.fused_methods(module)
+    finder = finder_of(type(module))
+    if finder is not None:
+        return {}, outcome.of_finder(module, finder)
+    methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
     if not methods:
         methods, unknown = rewriting.fused_methods(module, memory)
     if unknown and not methods:
@@ -184,12 +187,12 @@ def _plan_of(
     nothing = outcome.of_nothing_to_fuse(module, methods.values())
     if nothing is not None:
         return {}, nothing
-    if isinstance(module, torch.fx.GraphModule):
+    if issubclass(type(module), torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
-        own = obstacles.own_method(module, name)
-        if own not in (None, getattr(type(module), name)) and not _is_made(own):
-            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name))
+        own = state_of(module).get(switching.place_of(module, name))
+        if own is not None and not _is_of_class(module, name, own):
+            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
         if check is None or routers.is_fused(method):
             words = None
         elif mixtures.is_fused(method):
@@ -205,11 +208,15 @@ def _plan_of(
     return rewriting.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-def _is_made(function: FunctionType) -> bool:
-    return rewriting.is_fused(function) or mixtures.is_fused(function) or routers.is_fused(function)
+def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
+    """Whether what a module holds in the place of a method is that of its class, or a fused one, also of the module
+    that it is a shallow copy of."""
+    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in switching.written
+    return is_fused or method_in(module, name) is getattr(type(module), name)
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:
     module = reference()
     if module is not None:
-        switching.switch_back(module)
+        with switching.lock:
+            switching.switch_back(module)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import FunctionType, MethodType
-from typing import Callable, Dict, Optional, Union
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
+from .attributes import children_of, parameters_of
 from .formulas import Formula, formula_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
@@ -28,8 +29,10 @@ _FUNCTIONS: Dict[Callable, str] = {
 }
 
 
-# What was read: functions, and the forwards of classes, that are a row of the table written out.
-_WRITTEN_OUT: Dict[FunctionType, str] = {}
+_CALLABLES = (FunctionType, MethodType, type(torch.relu))
+
+# What was read: functions, and the forwards of classes, that are a row of the table written out, with what they were.
+_WRITTEN_OUT: Dict[FunctionType, Tuple[CodeType, str]] = {}
 
 _classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
 
@@ -49,8 +52,10 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
     the class does.
     """
     if not isinstance(function, torch.nn.Module):
-        name = _FUNCTIONS.get(function) or _WRITTEN_OUT.get(function)
-        if name is None and isinstance(function, (FunctionType, MethodType)):
+        if type(function) not in _CALLABLES:  # which may have code of its own where they are compared
+            return None
+        name = _FUNCTIONS.get(function) or _written_out(function)
+        if name is None and type(function) is not type(torch.relu):
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
     name = row_of_class(function)
@@ -70,23 +75,29 @@ def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation
     """
     formula = _formula(function)
     if formula is not None and formula.row is not None:
-        _WRITTEN_OUT[_code_of(function)] = formula.row.name
+        code = _code_of(function)
+        _WRITTEN_OUT[code] = code.__code__, formula.row.name
     return activation_of(function)
+
+
+def _written_out(function: Any) -> Optional[str]:
+    code, name = _WRITTEN_OUT.get(function, (None, None)) if type(function) is FunctionType else (None, None)
+    return name if code is None or function.__code__ is code else None
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
     """Whether something that is no row of the table computes a function of each element of its input."""
     if not isinstance(function, torch.nn.Module):
-        return function in _OTHER_FUNCTIONS or _formula(function) is not None
+        return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _formula(function) is not None)
     kind = type(function)
     if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
         return True
     if kind.__module__ == torch.nn.GELU.__module__:
         return kind.__name__ not in _NOT_ELEMENTWISE
-    parameters = list(function.parameters())  # a learnt slope, scale or bias, if any
+    parameters = list(parameters_of(function))  # a learnt slope, scale or bias, if any
     if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or _formula(function) is None:
         return False
-    return all(recognise(part) is not None or looks_like_activation(part) for part in function.children())
+    return all(recognise(part) is not None or looks_like_activation(part) for part in children_of(function).values())
 
 
 def _formula(function: Union[torch.nn.Module, Callable]) -> Optional[Formula]:
@@ -122,7 +133,7 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
         _classes[kind] = name
     if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
         return name
-    return _WRITTEN_OUT.get(kind.forward) if isinstance(kind.forward, FunctionType) else None
+    return _written_out(kind.forward)
 
 
 def _alteration(module: torch.nn.Module) -> Optional[str]:
@@ -130,7 +141,7 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
     forward = kind.forward
     if kind.__call__ is not torch.nn.Linear.__call__ or hasattr(forward, "__wrapped__"):
         return "a patched class"
-    if forward.__module__ != kind.__module__ and forward not in _WRITTEN_OUT:
+    if forward.__module__ != kind.__module__ and _written_out(forward) is None:
         return "a patched class"
     return obstacles.of_call(module, kernelizable=True)
 

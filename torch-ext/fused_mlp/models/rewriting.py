@@ -18,7 +18,6 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..training import KEPT
 from . import (
@@ -36,16 +35,17 @@ from . import (
     switching,
     traced,
 )
+from .attributes import children_of, finder_of, is_module, parameters_of, state_of
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call, name_of_pattern
-from .heads import children_of, head_of, whole_of
+from .heads import head_of, names_of, whole_of
 from .interface import original_of
 from .matches import ending_of, start_of
 from .names import body_of
 from .recognition import looks_like_activation, name_of, recognise
 from .roles import Role, RoleOf
 from .sites import Act, AnySite, Block, Joint, Site, Turns, Whole
-from .source import ORIGINAL, Instead, function_of, tree_of, values_of
+from .source import Instead, function_of, read_of, remembered, tree_of, values_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
@@ -58,15 +58,16 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
-        if _mlps_in_turn(module._modules):
+        if _mlps_in_turn(children_of(module)):
             return {"forward": sequences.SEQUENTIAL[memory]}, []
         return {}, _unknown_in_sequence(module)
-    parts = {name: role_of(part) for name, part in {**vars(module), **module._modules}.items()}
+    state = state_of(module)
+    parts = {name: role_of(part) for name, part in {**state["_modules"], **state}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
     has_layers = not {Role.PROJECTION, Role.SEQUENCE, *Role.LAYERS}.isdisjoint(parts.values())
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
-    stacked = any(map(_is_stacked, module._parameters.values())) and original_of(methods.get("forward")) is None
+    stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
     made, unknown = {}, {}
     for name, function in methods.items() if wanted and (has_layers or stacked) else ():
         if not has_layers and _has_loop(function):
@@ -94,7 +95,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
         if not any(obstacles.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
             made[name] = method
             continue
-        original = getattr(method, ORIGINAL)
+        original = switching.written[method].function
         roles = roles_in(original, module, _role_unwrapped)
         lean, _ = _rewritten(original, name, roles, memory_of(method), _answers(original, module))
         if lean is not None:
@@ -122,8 +123,8 @@ def memory_of(function: FunctionType) -> str:
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """What a fused method fuses of its module."""
     if function in sequences.SEQUENTIAL.values():
-        return _mlps_in_turn(module._modules)
-    original, found = getattr(function, ORIGINAL), []
+        return _mlps_in_turn(children_of(module))
+    original, found = switching.written[function].function, []
     for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
         aside = None if None in unmet else unmet[0]
@@ -135,7 +136,8 @@ def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[F
     if not isinstance(site, Turns):
         return mlps_of(site, function, module)
     ((path, parts),) = values_of(site.modules, function, module).items()
-    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)} if type(parts) is nn.ModuleList else {})
+    parts = children_of(parts).values() if type(parts) is nn.ModuleList else ()
+    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)})
 
 
 def heads_in(function: FunctionType, module: nn.Module) -> List[Any]:
@@ -150,29 +152,29 @@ def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
 
 def _halves_in(half: str, function: FunctionType, module: nn.Module) -> List[Any]:
     nodes = [getattr(site, half) for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
-    return [part for node in nodes for part in values_of(node, getattr(function, ORIGINAL), module).values()]
+    return [part for node in nodes for part in values_of(node, switching.written[function].function, module).values()]
 
 
-def mlps_around(function: FunctionType, module: nn.Module) -> Dict[nn.Module, str]:
+def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
     """The modules that are MLPs, around which a fused method of a module has blocks; with what is around them."""
     blocks = [site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
-    found = {}
-    for block in blocks:
-        if isinstance(block.site, Whole):
-            parts = values_of(block.site.module, getattr(function, ORIGINAL), module).values()
-            found.update(dict.fromkeys(parts, around_of(True, block.is_normed)))
-    return found
+    return [
+        (part, around_of(True, block.is_normed))
+        for block in blocks
+        if isinstance(block.site, Whole)
+        for part in values_of(block.site.module, switching.written[function].function, module).values()
+    ]
 
 
 def role_of(part: Any) -> Optional[str]:
     """What a part of a module may be in a site."""
     if part is None:
         return None
-    if isinstance(part, nn.ModuleList):
+    if issubclass(type(part), nn.ModuleList):
         return _role_of_list(part)
-    if isinstance(part, nn.Module):
+    if is_module(part):
         return _role_of_module(part)
-    if not isinstance(part, (FunctionType, MethodType, type(torch.relu))):
+    if type(part) not in (FunctionType, MethodType, type(torch.relu)):
         return Role.OTHER
     role = _ROLES.get(part)
     if role is None:
@@ -185,10 +187,11 @@ def role_of(part: Any) -> Optional[str]:
 
 def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
     """That of all its parts, or of what they are together."""
-    roles = {role_of(each) for each in modules}
+    parts = children_of(modules)
+    roles = set(map(role_of, parts.values()))
     if len(roles) == 1:
         return roles.pop()
-    return Role.SEQUENCE if _mlps_in_turn(modules._modules) else Role.OTHER
+    return Role.SEQUENCE if _mlps_in_turn(parts) else Role.OTHER
 
 
 def _is_flag(part: Any) -> bool:
@@ -201,7 +204,9 @@ def _is_flag(part: Any) -> bool:
 
 
 def _role_of_module(part: nn.Module) -> str:
-    if isinstance(part, (nn.Dropout, nn.Identity)):
+    if finder_of(type(part)) is not None:  # whatever it has is what its class's code says
+        return Role.PROJECTION if "in_features" in state_of(part) else Role.LAYER
+    if issubclass(type(part), (nn.Dropout, nn.Identity)):
         return Role.PASSING
     if type(part) is nn.GLU:
         return Role.GLU
@@ -216,11 +221,11 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.RELU if activation.name == "relu" else Role.ACTIVATION
     if looks_like_activation(part):
         return Role.UNKNOWN
-    if "in_features" in vars(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
+    if "in_features" in state_of(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
         return Role.PROJECTION
     if code is not None:
         return Role.SCALE
-    return _role_of_layer(part) if next(part.parameters(), None) is not None else Role.OTHER
+    return _role_of_layer(part) if next(parameters_of(part), None) is not None else Role.OTHER
 
 
 def _role_of_layer(part: nn.Module) -> str:
@@ -228,20 +233,18 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
-    children = list(part.children())
-    in_turn = any(type(child) is nn.ModuleList and _is_whole(child._modules) for child in children)
+    children = children_of(part).values()
+    in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
     if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
         return Role.LAYER
     if any(role_of(child) == Role.PROJECTION and obstacles.is_wrapped(child) for child in children):
         return Role.LAYER
-    if forward is nn.Sequential.forward or forward in sequences.SEQUENTIAL.values():
+    if forward is nn.Sequential.forward:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
-    forward = getattr(forward, ORIGINAL) if forward in _made else forward
     run = chunks.run_alone(forward)
     if run is None:
         return half_of(forward, roles_in(forward, part))
     method = getattr(type(part), run[0], None)
-    method = getattr(method, ORIGINAL) if method in _made else method
     if not isinstance(method, FunctionType):
         return Role.LAYER
     made, _ = _rewritten(method, run[0], roles_in(method, part), "activations")
@@ -254,7 +257,7 @@ _ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, i
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
-    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
+    return type(parameter) is nn.Parameter and parameter.dim() == 3
 
 
 # Rewriting.
@@ -268,7 +271,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
     return {name: value for name, value in inherited.items() if isinstance(value, FunctionType) and name[:2] != "__"}
 
 
-@functools.cache
+@remembered
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
     """What a function calls, or runs in a loop, by name or attribute, by its source."""
     tree = effects.readable(function)
@@ -290,7 +293,7 @@ def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
     return branches.answers_of(_many_conditions(function, roles_in(function, module)), function, module)
 
 
-@functools.cache
+@remembered
 def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
     tree = effects.readable(function)
     return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
@@ -304,13 +307,13 @@ def _roles(
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
 
-@functools.cache
+@remembered
 def _has_loop(function: FunctionType) -> bool:
     tree = effects.readable(function)
     return tree is not None and any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
 
 
-@functools.cache
+@remembered
 def _rewritten(
     function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
@@ -360,11 +363,10 @@ def _rewritten(
         names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
         head = head_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
-        other = switching.instead_of(name, function, function)
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
-        instead = Instead(switching.FUSED, name, function, other, TRACED, memory, runs_as_written, gated)
+        instead = Instead(switching.as_written(name, function), TRACED, memory, runs_as_written, gated)
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
@@ -390,12 +392,11 @@ def method_of(
     setattr(made, _SITES, sites)
     setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)
-    made.__name__ = instead.name  # by which a bound method is pickled
     _made.add(made)
     return made
 
 
-@functools.cache
+@remembered
 def _unchunked(
     function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
 ) -> Optional[FunctionType]:
@@ -403,8 +404,7 @@ def _unchunked(
     tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
     if tree is None:
         return None
-    other = switching.instead_of(name, function, function)
-    instead = Instead(switching.FUSED, name, function, other, TRACED, None, None, False)
+    instead = Instead(switching.as_written(name, function), TRACED, None, None, False)
     made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
@@ -413,8 +413,8 @@ def _unchunked(
         method, size, apply = run
         *of_method, unchanged, _, _ = whole.names
         unchanged = (*unchanged, (home, apply.__name__, apply))
-        names = (*of_method, unchanged, ((method,), (size, 0)), (method, whole.forward))
-        halves.wholes[made] = whole._replace(forward=function, names=names)
+        names = (*of_method, unchanged, ((size, 0),), (method, whole.forward, dict(methods)[method]))
+        halves.wholes[made] = whole._replace(forward=function, names=names, read=read_of(function, tree))
     return made
 
 
@@ -454,19 +454,26 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 # Halves of MLPs.
 
 
-@functools.cache
 def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
+    role, half = _half_of(forward, roles)
+    if half is not None:
+        (halves.heads if role == Role.HEAD else halves.tails)[forward] = half
+    return role
+
+
+@remembered
+def _half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[str, Optional[halves.Half]]:
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
-        return Role.LAYER
+        return Role.LAYER, None
     made, _ = _rewritten(forward, "forward", roles, "activations")
     if made is not None:
-        whole = Role.WHOLE if made in halves.wholes else Role.LAYER
-        return Role.HEAD if halves.heads.get(made) is not None else whole
+        whole, head = Role.WHOLE if made in halves.wholes else Role.LAYER, halves.heads.get(made)
+        return (whole, None) if head is None else (Role.HEAD, head)
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
     start = start_of(tree, role)
     if start is None:
-        return Role.LAYER
+        return Role.LAYER, None
     finished = made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
     whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
     function = function_of(substitution.replace(whole, node, finished), forward, NAMES)
@@ -475,10 +482,10 @@ def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
     )
     ending = ending_of(tree, start, role)
     norm = () if ending is None or ending.norm is None else (ending.norm,)
-    names = children_of((start.projection, *start.between, *behind, *norm), forward)
+    names = names_of((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
-    halves.tails[forward] = halves.Half(forward, names, ends, start, function, function_of(rest, forward, {}))
-    return Role.TAIL
+    behind, read = function_of(rest, forward, {}), read_of(forward, whole, rest)
+    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, read=read)
 
 
 # Sequences.

@@ -18,7 +18,7 @@ from .. import calls, dispatch
 from ..backends import native
 from . import obstacles, shortcut, switching
 from .names import body_of
-from .source import tree_of
+from .source import remembered, tree_of
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -81,7 +81,7 @@ def is_fused(function: Any) -> bool:
 _made: Set[FunctionType] = set()
 
 
-@functools.cache
+@remembered
 def _form_of(method: FunctionType) -> Optional[_Form]:
     if hasattr(method, "__wrapped__") or method.__code__.co_varnames[:2] != ("self", "hidden_states"):
         return None
@@ -96,10 +96,11 @@ def _form_of(method: FunctionType) -> Optional[_Form]:
     return form if known else None
 
 
-@functools.cache
+@remembered
 def _fused_method(method: FunctionType) -> FunctionType:
     """The forward of a class of routers made anew: with one op where it may be."""
-    form, instead = _form_of(method), switching.instead_of("forward", method, method)
+    form, written = _form_of(method), switching.as_written("forward", method)
+    instead = switching.instead_of(written)
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         another = instead(self)
@@ -110,6 +111,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
     functools.update_wrapper(forward, method)
     _made.add(forward)
+    switching.written[forward] = written
     return forward
 
 

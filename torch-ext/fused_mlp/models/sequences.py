@@ -36,7 +36,7 @@ _RECOMPUTED = replace(PLAIN, memory=training.RECOMPUTED)
 
 def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
     if traced.is_traced():
-        return traced.run(plain.memory, nn.Sequential.forward, _instead_of_sequential, self, input)
+        return traced.run(plain.memory, "forward", nn.Sequential.forward, _instead_of_sequential, self, input)
     instead = _instead_of_sequential(self)
     if instead is not None:
         return instead(self, input)
@@ -107,7 +107,7 @@ class Whole(NamedTuple):
 
 def whole(module: nn.Sequential) -> Optional[Whole]:
     """What a sequence is by the classes of its parts; None if it is no such, or its first part is a head."""
-    parts = tuple(module)
+    parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
     ((_, act, second, _),) = _places(parts)
@@ -178,4 +178,5 @@ SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # 
 for _forward in SEQUENTIAL.values():
     _forward.__name__ = "forward"  # the name under which a bound method is pickled
     _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
-_instead_of_sequential = switching.instead_of("forward", nn.Sequential.forward, nn.Sequential.forward)
+    switching.written[_forward] = switching.as_written("forward", nn.Sequential.forward)
+_instead_of_sequential = switching.instead_of(switching.as_written("forward", nn.Sequential.forward))

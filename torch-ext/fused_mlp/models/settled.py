@@ -112,7 +112,7 @@ def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) 
     names = {*_ALWAYS, *filter(None, weights), *(name for name in read if name in state or hasattr(original, name))}
     if found.weights.norm is not None or not all(name is None or _is_plain(parameters, name) for name in weights):
         return
-    if any(type(state.get(name)) not in _VALUES for name in names if name != "config"):
+    if any(type(state.get(name)) not in _VALUES for name in names if name not in ("config", switching.FUSED)):
         return
     activations = tuple(parts.values())
     if any(act is None or activation_of(act) is None or not _plain.is_bare(act) for act in activations):

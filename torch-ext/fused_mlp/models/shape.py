@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import rewriting
+from .attributes import children_of, state_of
 from .roles import Role
 from .source import tree_of, values_of
 
@@ -24,18 +25,18 @@ _ACTIVATIONS = {
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
     """True if a module holds two projections, and an activation, or a forward that names a function of torch's."""
-    roles = {rewriting.role_of(part) for part in vars(module).values()}
+    roles = {rewriting.role_of(part) for part in state_of(module).values()}
     forward = inspect.getattr_static(type(module), "forward")
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
     roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
-    roles.update(rewriting.role_of(part) for part in module._modules.values())
+    roles.update(map(rewriting.role_of, children_of(module).values()))
     return has_two_projections(module) and not _ACTIVATIONS.isdisjoint(roles)
 
 
 def has_two_projections(module: nn.Module) -> bool:
     """False for what applies an activation to one layer: poolers, embeddings of time steps, modulations."""
-    lists = (part for part in module._modules.values() if isinstance(part, nn.ModuleList))
-    parts = [*module._modules.values(), *(part for each in lists for part in each)]
+    parts = list(children_of(module).values())
+    parts += [part for each in parts if type(each) is nn.ModuleList for part in children_of(each).values()]
     return sum(rewriting.role_of(part) == Role.PROJECTION for part in parts) > 1
 
 

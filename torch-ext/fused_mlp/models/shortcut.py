@@ -113,7 +113,7 @@ _settings = {
     "module": nn.Module,
     "module_list": nn.ModuleList,
     "call": _CALL,
-    "original": FUSED,
+    "mark": FUSED,
     "known": _known,
     "known_by": known_by,
     "kernels": _kernels,

@@ -5,24 +5,21 @@ import __future__
 
 import ast
 import builtins
+import copy
 import functools
 import linecache
+import sys
 import warnings
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
-ORIGINAL = "_fused_mlp_original"  # the attribute of a changed function that holds what it was made of
+from .attributes import attribute_of, children_of, is_module
+from .switching import FUSED, Written, instead_of, written
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
-_INSTEAD, _METHOD, _GETATTR, _TRACED, _RUNS_AS_WRITTEN = (
-    "@instead",
-    "@method as it was",
-    "@getattr",
-    "@traced",
-    "@runs as written",
-)
+_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -32,18 +29,15 @@ _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 
 
 class Instead(NamedTuple):
-    """What is to run in place of a changed method: what ``function(self)`` returns, if anything.
+    """What else may run in place of a changed method: the one that it is made from, or that a class is patched with.
 
-    It is not asked while ``self.<owner>.<name>`` is ``method``, which the method itself can tell without a call. For
-    Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in the
-    method itself is fused. ``method`` runs too where
-    ``runs_as_written``, if there is one, says so of the first argument, ``self`` and ``gated``.
+    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
+    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
+    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
+    so of the first argument, ``self`` and ``gated``.
     """
 
-    owner: str
-    name: str
-    method: FunctionType
-    function: Callable[[Any], Optional[Callable[..., Any]]]
+    method: Written
     traced: CellType
     memory: Optional[str]
     runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
@@ -51,6 +45,22 @@ class Instead(NamedTuple):
 
 
 _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
+
+
+def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``functools.cache``, which knows functions by what they are made of too: notebooks replace that in place."""
+    known: Dict[Tuple[Any, ...], Tuple[Any, List[Any]]] = {}
+
+    @functools.wraps(compute)
+    def call(*args: Any) -> Any:
+        functions = (arg for arg in args if type(arg) is FunctionType)
+        parts = [part for each in functions for part in (each.__code__, each.__defaults__, each.__kwdefaults__)]
+        key = (*args, *map(id, parts))
+        if key not in known:
+            known[key] = compute(*args), parts  # whose ids are theirs for as long as they are here
+        return known[key][0]
+
+    return call
 
 
 def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
@@ -76,15 +86,74 @@ def function_of(
     else.
     """
     if instead is not None:
-        names = {**names, _INSTEAD: instead.function, _METHOD: instead.method, _GETATTR: getattr}
+        looked_up = not_looked_up(definition, original)
+        attributes = (attribute for each in looked_up for attribute in each.attributes)
+        method = instead.method._replace(looked_up=tuple(attributes))
+        names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
         names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
-        definition.body[:0] = _calls_of_others(definition, instead)
+        names.update({f"@{attribute}": value for attribute, value in method.parts().items()})
+        names.update({f"@{ast.unparse(each.node)}": each.value for each in looked_up})
+        definition.body[:0] = _calls_of_others(definition, instead, looked_up)
     code = _compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
     # Dynamo guards once on what is in a cell, however many functions share it.
     cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
-    return _like(original, code, closure)
+    made = _like(original, code, closure)
+    if instead is not None:
+        made.__name__ = method.name  # by which a bound method is pickled
+        written[made] = method
+    return made
+
+
+class LookUp(NamedTuple):
+    """A name that a function looks up around it, ``F.dropout`` say, what that stands for, and in which attributes."""
+
+    node: ast.expr
+    value: Any
+    attributes: Tuple[Tuple[Any, str, Any], ...]
+
+
+def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
+    """What a function looks up, and a changed definition of it does not, where it is known."""
+    still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
+    nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
+    found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
+    return [each for each in found if each is not None]
+
+
+def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
+    """What has to be as it is for changed definitions of a function to compute what it does: owners, names, values."""
+    looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
+    return ((function, "__code__", function.__code__), *looked_up)
+
+
+def _paths(node: ast.AST) -> Iterator[ast.expr]:
+    """The longest paths of names in a node."""
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield node
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _paths(child)
+
+
+def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
+    value = value_of(node, function, None)
+    if isinstance(node, ast.Attribute):
+        owner = _look_up(node.value, function)
+        known = owner is not None and value is not None
+        return LookUp(node, value, (*owner.attributes, (owner.value, node.attr, value))) if known else None
+    code = function.__code__
+    if node.id in code.co_freevars and value is not None:
+        return LookUp(node, value, ((function.__closure__[code.co_freevars.index(node.id)], "cell_contents", value),))
+    home = sys.modules.get(function.__module__)
+    owner = home if home is not None and vars(home) is function.__globals__ else function.__globals__
+    is_global = value is not None and function.__globals__.get(node.id) is value
+    return LookUp(node, value, ((owner, node.id, value),)) if is_global else None
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
@@ -106,11 +175,8 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
         return -node.operand.value
     if isinstance(node, ast.Attribute):
         owner = value_of(node.value, function, first)
-        if isinstance(owner, nn.Module):  # not its properties, which may do anything
-            method = getattr(type(owner), node.attr, None)
-            method = MethodType(method, owner) if isinstance(method, FunctionType) else None
-            parts = owner._modules  # which TorchScript has too, without `get`
-            return parts[node.attr] if node.attr in parts else vars(owner).get(node.attr, method)
+        if is_module(owner):
+            return attribute_of(owner, node.attr)
         return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
     if not isinstance(node, ast.Name):
         return None
@@ -123,12 +189,6 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     return function.__globals__.get(node.id, getattr(builtins, node.id, None))
 
 
-def globals_of(function: FunctionType) -> Dict[str, Any]:
-    """The names that a function sees around it."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-    return {**function.__globals__, **{name: cell.cell_contents for name, cell in cells if cell != CellType()}}
-
-
 def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
     """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
     tree = tree_of(function)
@@ -136,7 +196,8 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
     if isinstance(node, ast.Name) and node.id in loops:
         parts = value_of(loops[node.id], function, first)
         path = ast.unparse(loops[node.id]).partition(".")[2]
-        return {f"{path}.{k}": part for k, part in enumerate(parts)} if isinstance(parts, nn.ModuleList) else {}
+        parts = children_of(parts).values() if issubclass(type(parts), nn.ModuleList) else ()
+        return {f"{path}.{k}": part for k, part in enumerate(parts)}
     return {ast.unparse(node).partition(".")[2] or ast.unparse(node): value_of(node, function, first)}
 
 
@@ -186,11 +247,10 @@ def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...])
         if hasattr(original, name):
             setattr(made, name, getattr(original, name))
     vars(made).update(vars(original))
-    setattr(made, ORIGINAL, original)
     return made
 
 
-def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.stmt]:
+def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: List[LookUp]) -> List[ast.stmt]:
     def name(text: str) -> ast.Name:
         return ast.Name(text, ast.Load())
 
@@ -200,12 +260,16 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead) -> List[ast.
     given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
     named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
     named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
-    found = given[0]
-    for attribute in (instead.owner, instead.name):
-        found = ast.Call(name(_GETATTR), [found, ast.Constant(attribute), ast.Constant(None)], [])
-    is_changed = ast.BoolOp(ast.And(), [ast.Compare(found, [ast.IsNot()], [name(_METHOD)]), another])
+    method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
+    kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
+    kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    kept.update({f"@{ast.unparse(each.node)}": copy.deepcopy(each.node) for each in looked_up})
+    changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
+    state = ast.Attribute(given[0], "__dict__", ast.Load())
+    restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
+    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
     is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
-    recorded = [ast.Constant(instead.memory), name(_METHOD), name(_INSTEAD), *given]
+    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
     statements: List[ast.stmt] = [
         ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),

@@ -60,6 +60,7 @@ def _warn(error: Exception) -> None:
 
 def run(
     memory: Optional[str],
+    name: str,
     method: Callable[..., Any],
     instead: Callable[[Any], Optional[Callable[..., Any]]],
     module: Any,
@@ -68,10 +69,10 @@ def run(
 ) -> Any:
     """``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or what is to run instead.
 
-    ``memory``: what training keeps; None where the method has no MLP itself. Where a backend is forced other than the
-    compiled ops, PyTorch computes.
+    ``memory``: what training keeps; None where the method has no MLP itself. ``name``: the method's in its class, which
+    may be patched. Where a backend is forced other than the compiled ops, PyTorch computes.
     """
-    if not isinstance(module, Unchanged):
+    if getattr(type(module), name) is not method or not isinstance(module, Unchanged):
         method = instead(module) or method
     if memory is None or not isinstance(module, Recorded):
         return method(module, *args, **kwargs)
