@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
-from .formulas import Formula, formula_of
+from .reading import activations as reading
+from .reading.values import Dependency, holds
 
 # Classes whose instances compute a row of the table whatever their attributes are, by several operations of torch.
 _COMPOSITES: Dict[str, str] = {
@@ -60,8 +61,9 @@ _FUNCTIONS: Dict[Callable, str] = {
 }
 
 
-# What was read: functions, and the forwards of classes, that are a row of the table written out.
-_WRITTEN_OUT: Dict[FunctionType, str] = {}
+# What was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
+# rests on.
+_WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
 _classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
 
@@ -81,7 +83,7 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
     the class does.
     """
     if not isinstance(function, torch.nn.Module):
-        name = _FUNCTIONS.get(function) or _WRITTEN_OUT.get(function)
+        name = _FUNCTIONS.get(function) or _written_out(function)
         if name is None and isinstance(function, (FunctionType, MethodType)):
             name = _by_qualified_name(function)
         return None if name is None else get_activation(name)
@@ -100,30 +102,40 @@ def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation
 
     What is read there is remembered: from then on :func:`activation_of` tells it.
     """
-    formula = _formula(function)
-    if formula is not None and formula.row is not None:
-        _WRITTEN_OUT[_code_of(function)] = formula.row.name
+    found = None if _code_of(function) is None else reading.read(function)
+    if found is not None and found.row is not None and found.is_closed:
+        _WRITTEN_OUT[_code_of(function)] = (
+            found.row.name,
+            tuple(each for each in found.dependencies if type(each.owner) is not tuple),
+        )
     return activation_of(function)
+
+
+def _written_out(function: Any) -> Optional[str]:
+    """The name of the row that was read of a function, if all that it rests on is as it was."""
+    found = _WRITTEN_OUT.get(function)
+    if found is None or not (torch.compiler.is_compiling() or holds(found[1], None)):
+        return None
+    return found[0]
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
     """Whether something that is no row of the table computes a function of each element of its input."""
     if not isinstance(function, torch.nn.Module):
-        return function in _OTHER_FUNCTIONS or _formula(function) is not None
+        return function in _OTHER_FUNCTIONS or _is_elementwise(function)
     kind = type(function)
     if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
         return True
     if kind.__module__ == torch.nn.GELU.__module__:
         return kind.__name__ not in _NOT_ELEMENTWISE
     parameters = list(function.parameters())  # a learnt slope, scale or bias, if any
-    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or _formula(function) is None:
+    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or not _is_elementwise(function):
         return False
     return all(recognise(part) is not None or looks_like_activation(part) for part in function.children())
 
 
-def _formula(function: Union[torch.nn.Module, Callable]) -> Optional[Formula]:
-    code = _code_of(function)
-    return None if code is None else formula_of(code, isinstance(function, torch.nn.Module))
+def _is_elementwise(function: Union[torch.nn.Module, Callable]) -> bool:
+    return _code_of(function) is not None and reading.read(function) is not None
 
 
 def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionType]:
@@ -154,7 +166,7 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
         _classes[kind] = name
     if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
         return name
-    return _WRITTEN_OUT.get(kind.forward) if isinstance(kind.forward, FunctionType) else None
+    return _written_out(kind.forward) if isinstance(kind.forward, FunctionType) else None
 
 
 def _alteration(module: torch.nn.Module) -> Optional[str]:
