@@ -270,7 +270,7 @@ def reason(fused_mlp, module):
 
 def test_a_loop_that_computes_something_else(fused_mlp, device, capsys):
     """It is left; the ways of transformers, which go by the flags of the class, are not."""
-    for kind, why in ((OtherLoop, "no sum of products"), (Printing, "a call of print (line ")):
+    for kind, why in ((OtherLoop, "no sum of products"), (Printing, "print('run') (line ")):
         module, given = made(kind).to(device), routed(device)
         fused = copy.deepcopy(module)
         fused_mlp.fuse_mlps(fused)

@@ -135,7 +135,7 @@ def settle(module: nn.Module, proof: experts.Proof, last: Optional[int], x: Tens
                 called += [part] if each.part == "call" else []
         elif type(owner) is tuple:
             held = held_at(module, owner).__dict__
-            if each.part:
+            if each.part in held:
                 items.append((held[each.part], (each.name,)))
             elif owner:
                 items.append((held, (each.name,)))

@@ -93,11 +93,11 @@ class Evaluation:
 
     def _inlined(self, function: FunctionType, args: Tuple[Value, ...], options: Dict[str, Value]) -> Value:
         code, tree = function.__code__, tree_of(function)
-        if tree is None or code.co_flags & _GENERATORS or len(self._frames) >= _DEEPEST:
-            raise NotProved(f"{function.__qualname__}, whose source is not known")
         self._depends(function, "", "__code__", code)
         self._depends(function, "", "__defaults__", function.__defaults__)
         self._depends(function, "", "__kwdefaults__", function.__kwdefaults__)
+        if tree is None or code.co_flags & _GENERATORS or len(self._frames) >= _DEEPEST:
+            raise NotProved(f"{function.__qualname__}, whose source is not known")
         try:
             given = inspect.signature(function, follow_wrapped=False).bind(*args, **options)
         except TypeError:
@@ -347,12 +347,14 @@ class Evaluation:
         """An attribute as Python finds it, if no code of the owner's class has a part in that."""
         value, path = owner.value, (*owner.path, name)
         kind = class_of(value)
+        self._depends(owner.path, "class", "", kind)
         if not _finds_plainly(kind, type(value)):
             raise _unknown(node, f"{kind.__name__}, which runs code on attribute access")
         if not isinstance(value, nn.Module):
             name = (looked_up(kind, "attribute_map") or {}).get(name, name) if _is_config(kind) else name
-        self._depends(owner.path, "class", "", kind)
         state, of_class = value.__dict__, looked_up(kind, name)
+        if of_class is not MISSING or name not in state:
+            self._depends(kind, "", name, of_class)
         if name in state:
             if hasattr(type(of_class), "__set__") or isinstance(of_class, property):
                 raise _unknown(node, f"{kind.__name__}.{name}, a property")
@@ -360,12 +362,10 @@ class Evaluation:
         self._depends(owner.path, "", name, MISSING)
         if of_class is not MISSING:
             if isinstance(of_class, FunctionType):
-                self._depends(kind, "", name, of_class)
                 return Bound(of_class, owner)
             if type(of_class) in PLAIN:
-                return self._read(kind, "", name, node)
+                return of_class
             raise _unknown(node, f"{kind.__name__}.{name}, which is no plain value")
-        self._depends(kind, "", name, MISSING)
         if isinstance(value, nn.Module):
             for part in ("_parameters", "_buffers", "_modules"):
                 if name in state[part]:
@@ -394,6 +394,8 @@ class Evaluation:
             if found.__self__ is parent:
                 self._depends(owner, part, name, found)
                 return Bound(found.__func__, Held(path[:-1], parent))
+        if part == "":
+            self._depends(owner, "type", name, type(found))
         if isinstance(found, nn.Module) or (hasattr(found, "__dict__") and not isinstance(found, torch.Tensor)):
             return Held(path, found)
         raise _unknown(node, f"{name}, a {type(found).__name__} that is not known")
@@ -437,14 +439,14 @@ class Evaluation:
         if found is not None:
             return found
         forward, call = looked_up(kind, "forward"), looked_up(kind, "__call__")
-        if call is not looked_up(nn.Module, "__call__") or not isinstance(forward, FunctionType):
-            raise _unknown(node, f"{kind.__name__}, whose call is not torch's")
         obstacle = obstacles.of_call(part.value, kernelizable=True)
-        if obstacle is not None:
-            raise _unknown(node, f"{kind.__name__} with {obstacle}")
         self._depends(kind, "", "forward", forward)
         self._depends(kind, "", "__call__", call)
-        self._depends(part.path, "call", "", None)
+        self._depends(part.path, "call", "", obstacle)
+        if call is not looked_up(nn.Module, "__call__") or not isinstance(forward, FunctionType):
+            raise _unknown(node, f"{kind.__name__}, whose call is not torch's")
+        if obstacle is not None:
+            raise _unknown(node, f"{kind.__name__} with {obstacle}")
         return self._inlined(forward, (part, *args), options)
 
     def _applied(self, name: str, args: Tuple[Value, ...], options: Dict[str, Value], node: Any) -> Value:

@@ -58,8 +58,9 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class Dependency:
     """Something that was read, and has to be there for the proof to hold.
 
-    ``owner`` is the path of an object from the root, whose dictionary (or ``_modules``, ``_parameters``) is read, or
-    a dictionary, a class, a function or a cell.
+    ``owner`` is the path of an object from the root, or a dictionary, a class, a function or a cell. ``part`` says
+    what of the object: an item of its dictionary if empty, or of ``_parameters``; the "type" of one; its own "class";
+    or what a "call" of it does beyond its forward.
     """
 
     __slots__ = ("name", "owner", "part", "value")
@@ -80,7 +81,9 @@ class Dependency:
             if self.part == "class":
                 return class_of(owner) is self.value
             if self.part == "call":
-                return obstacles.of_call(owner, kernelizable=True) is None
+                return obstacles.of_call(owner, kernelizable=True) == self.value
+            if self.part == "type":
+                return type(owner.__dict__.get(self.name)) is self.value
             owner = owner.__dict__
             owner = owner if self.part == "" else owner[self.part]
         return is_same(looked_up(owner, self.name), self.value)
