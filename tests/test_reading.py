@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fuzz_experts
 from safety import assert_close
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 12, 96
@@ -298,3 +299,9 @@ def test_activations_whose_names_change_later(fused_mlp, monkeypatch, function):
     monkeypatch.setitem(powered.__globals__, "SQUARE", 3)
     monkeypatch.setattr(torch, "erf", torch.sigmoid)
     assert_close([fused(x)], [module(x)], tolerance=1e-5)
+
+
+def test_experts_written_at_random(fused_mlp, tmp_path):
+    """Each fused or left; whatever is fused computes what it was, also once something in it has changed."""
+    outcomes = [fuzz_experts.outcome(fused_mlp, seed, tmp_path) for seed in range(120)]
+    assert 12 <= outcomes.count("fused") <= 80
