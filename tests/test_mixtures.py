@@ -395,3 +395,36 @@ def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
     given = routed()
     assert_alike(run(fused, given, way), run(module, given, way))
     assert not taken
+
+
+def bytes_kept(module, given):
+    """What autograd keeps of a call, beside parameters."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = module(*given)
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    return sum(size for place, size in kept.items() if place not in own), out
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "fused_mlp"])
+@pytest.mark.parametrize("trained", [(), ("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")])
+def test_memory_of_training(fused_mlp, device, registered, way, trained):
+    """No more than the unfused way keeps (grouped_mm, for the package's own), whatever is trained."""
+    module = made(Base).to(device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    module.config._experts_implementation = "grouped_mm" if way == "fused_mlp" else way
+    fused.config._experts_implementation = way
+    x, index, weights = routed(device)
+    given = (x.requires_grad_(), index, weights.requires_grad_())
+    (got, out), (expected, _) = bytes_kept(fused, given), bytes_kept(module, given)
+    assert out.requires_grad
+    assert got <= expected

@@ -216,6 +216,8 @@ def _clamp(x: Sum, low: Any, high: Any) -> Sum:
     for bound in (low, high):
         if bound is not None and type(bound) not in (int, float):
             raise NotProved("a clamp by what is no number")
+    if low is high is None:
+        raise NotProved("a clamp without bounds")
     low = None if low is None or low == -math.inf else float(low)
     high = None if high is None or high == math.inf else float(high)
     if low is high is None:

@@ -351,7 +351,8 @@ class Evaluation:
         if not _finds_plainly(kind, type(value)):
             raise _unknown(node, f"{kind.__name__}, which runs code on attribute access")
         if not isinstance(value, nn.Module):
-            name = (looked_up(kind, "attribute_map") or {}).get(name, name) if _is_config(kind) else name
+            renamed = looked_up(kind, "attribute_map") if _is_config(kind) else None
+            name = renamed.get(name, name) if type(renamed) is dict else name
         state, of_class = value.__dict__, looked_up(kind, name)
         if of_class is not MISSING or name not in state:
             self._depends(kind, "", name, of_class)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Set, Tuple
 
 from torch import nn
 
@@ -69,8 +69,10 @@ def loop_of(evaluation: Evaluation, method: Any, sizes: Sizes) -> Loop:
     loop = _Body(over, sizes)
     if loop.slot(token) != "token":
         raise NotProved("a sum over other rows than the tokens of an expert")
-    sentinel = [loop.is_sentinel(condition) for condition in skips]
-    return loop.read(source, any(sentinel))
+    algebra.dtype_of(source, _is_own)
+    for condition in skips:
+        loop.leave_out(condition)
+    return loop.read(source)
 
 
 class Sizes:
@@ -104,14 +106,16 @@ class _Body:
     """The body of a loop over experts, of one turn."""
 
     def __init__(self, over: Node, sizes: Sizes) -> None:
-        self._each, self._sizes, self._left_out = Node("each", (over,)), sizes, -1
+        self._each, self._sizes = Node("each", (over,)), sizes
+        self._left_out: Set[int] = set()  # experts of which a condition leaves out all tokens
+        self._masked: Any = None  # how many experts a mask tells apart
         if _count(self._each) is None:
             raise NotProved("a loop over something else than experts")
 
     def slot(self, node: Any) -> Optional[str]:
         """Which of the two things that tell a slot of this expert: its token, or its position among those of one."""
         node = _attached(node)
-        if not isinstance(node, Node) or node.op != "item of" or _attached(node.args[0]).op != "where":
+        if node.op != "item of" or _attached(node.args[0]).op != "where":
             return None
         condition, *others = _attached(node.args[0]).args
         chosen = self._chosen(condition) if others == [None, None] else None
@@ -123,25 +127,26 @@ class _Body:
         if node.op == "squeeze" and node.args[1] == 0:
             node = _attached(node.args[0])
         if node.op == "getitem" and len(node.args[1]) == 1 and _element(node.args[1][0]) == self._each:
-            return ("position", "token") if _classes(node.args[0]) is not None else None
+            self._masked = _classes(node.args[0])
+            return ("position", "token") if self._masked is not None else None
         if node.op == "transpose" and set(node.args[1:]) in ({0, 1}, {-1, -2}):
             dims = self._chosen(node.args[0])
             return None if dims is None else dims[::-1]
         is_choice = node.op == "eq" and node.args[0] == _INDEX and _element(node.args[1]) == self._each
         return ("token", "position") if is_choice else None
 
-    def is_sentinel(self, condition: Node) -> bool:
-        """Whether a condition leaves out an expert that is none; else it has to be one that there are no tokens."""
+    def leave_out(self, condition: Node) -> None:
+        """Takes account of a condition that ends a turn: that of a number of an expert, or that there are no tokens."""
         left, right = condition.args if len(condition.args) == 2 else (None, None)
         if condition.op == "eq" and _element(left) == self._each and self._sizes.number(right) is not None:
-            self._left_out = self._sizes.number(right)
-            return True
+            self._left_out.add(self._sizes.number(right))
+            return
         counts = isinstance(left, Node) and (left.op == "numel" or (left.op == "size" and left.args[1] == 0))
         if counts and self.slot(left.args[0]) is not None and (condition.op, right) in (("eq", 0), ("lt", 1)):
-            return False
+            return
         raise NotProved(f"a condition ({condition.op}) that leaves out experts or tokens")
 
-    def read(self, source: Node, sentinel: bool) -> Loop:
+    def read(self, source: Node) -> Loop:
         terms = self._without_share(Form(self._leaf)(source))
         norm = algebra.as_atom(terms)
         norm = norm if norm is not None and norm[0] == "module" else None
@@ -156,17 +161,23 @@ class _Body:
         if rows != atom("rows") or transposed != up_transposed:
             raise NotProved("a product of something else than the tokens of an expert")
         names = (up, down, up_bias, down_bias, None if norm is None else norm[1])
-        return Loop(names, form._replace(transposed=transposed), _is_wide(source), self._skips(up, sentinel))
+        return Loop(names, form._replace(transposed=transposed), _is_wide(source), self._skips(up))
 
-    def _skips(self, up: str, sentinel: bool) -> int:
+    def _skips(self, up: str) -> int:
         """Which indices that no expert has are skipped; those beyond raise."""
         experts, count = self._sizes.experts(up), self._sizes.number(_count(self._each))
-        if sentinel and self._left_out < experts:
-            raise NotProved(f"a loop that leaves out expert {self._left_out}")
-        over_all = self._each.args[0].op == "range"
-        if count not in ((experts,) if over_all else (experts, experts + 1)):
+        if self._left_out and min(self._left_out) < experts:
+            raise NotProved(f"a loop that leaves out expert {min(self._left_out)}")
+        masked = None if self._masked is None else self._sizes.number(self._masked)
+        over_all, most = self._each.args[0].op == "range", (experts, experts + 1)
+        is_known = (
+            count == experts and masked in (None, *most) if over_all else count in most and masked in (None, count)
+        )
+        if not is_known:
             raise NotProved(f"a loop over {count} experts, of {experts}")
-        return SKIPS_ALL if over_all else SKIPS_ONE if sentinel and count > experts else SKIPS_NONE
+        if over_all:
+            return SKIPS_ALL if masked is None else masked - experts
+        return SKIPS_ONE if experts in self._left_out and count > experts else SKIPS_NONE
 
     def _without_share(self, value: Sum) -> Sum:
         """What is multiplied with the weights of an expert."""
@@ -195,7 +206,7 @@ class _Body:
             return atom("rows")
         if node.op == "unsqueeze":
             inner = _attached(node.args[0])
-            is_share = node.args[1] in (-1, 1) and isinstance(inner, Node) and inner.op == "getitem"
+            is_share = node.args[1] in (-1, 1) and inner.op == "getitem"
             return atom("share") if is_share and self._is_share(inner, 2) else None
         if node.op != "getitem":
             return None
@@ -252,16 +263,16 @@ def _behind_early_return(node: Node) -> Value:
     return rest
 
 
-def _attached(node: Any) -> Any:
-    while isinstance(node, Node) and node.op == "detach":
-        node = node.args[0]
-    return node
+def _attached(value: Any) -> Node:
+    """A node, whether gradients reach it or not."""
+    node = value if isinstance(value, Node) else Node("number", (value,))
+    return _attached(node.args[0]) if node.op == "detach" else node
 
 
 def _classes(node: Any) -> Any:
     """How many experts there are in a mask [experts, top_k, tokens] of the slots that go to each; None for another."""
     node = _attached(node)
-    if not isinstance(node, Node) or node.op != "permute" or node.args[1] != (2, 1, 0):
+    if node.op != "permute" or node.args[1] != (2, 1, 0):
         return None
     inner = _attached(node.args[0])
     return inner.args[1] if inner.op == "one_hot" and inner.args[0] == _INDEX else None
@@ -270,9 +281,9 @@ def _classes(node: Any) -> Any:
 def _element(node: Any) -> Optional[Node]:
     """The loop's symbol for each expert, where a node is its number."""
     node = _attached(node)
-    while isinstance(node, Node) and (node.op == "scalar" or (node.op == "getitem" and node.args[1] == (0,))):
+    while node.op == "scalar" or (node.op == "getitem" and node.args[1] == (0,)):
         node = _attached(node.args[0])
-    return node if isinstance(node, Node) and node.op == "each" else None
+    return node if node.op == "each" else None
 
 
 def _count(each: Node) -> Any:
