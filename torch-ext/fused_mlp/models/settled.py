@@ -8,7 +8,7 @@ but read; the op asks of them, and of the inputs, what there is to ask.
 from __future__ import annotations
 
 from types import CellType
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +40,7 @@ class _Settled(NamedTuple):
     activations: Tuple[nn.Module, ...]  # nobody may have put hooks on them
     items: Tuple[Tuple[Dict[str, Any], _Pairs], ...]  # in other dictionaries
     attributes: Tuple[Tuple[Any, str, Any], ...]
-    absent: Tuple[Tuple[type, str], ...]  # what a class must not have
+    absent: Tuple[Tuple[str, Mapping[str, Any]], ...]  # what classes must not have
 
 
 # By module, and by what transformers is set to: it is set to another way for the time in which it decodes.
@@ -108,7 +108,7 @@ def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
             and all(_plain.are_items(*items) for items in settled.items)
             and all(map(_plain.is_bare, settled.activations))
             and _plain.are_unchanged(settled.attributes)
-            and not any(hasattr(kind, name) for kind, name in settled.absent)
+            and not any(name in found for name, found in settled.absent)
         )
     except AttributeError:  # one is gone
         return False
@@ -144,7 +144,7 @@ def settle(module: nn.Module, proof: experts.Proof, last: Optional[int], x: Tens
         elif isinstance(owner, dict):
             items.append((owner, (each.name,)))
         elif each.value is MISSING:
-            absent.append((owner, each.name))
+            absent += [(each.name, vars(base)) for base in owner.__mro__[:-2]]  # but for those of torch and Python
         else:
             name = "cell_contents" if isinstance(owner, CellType) else each.name
             attributes.append((owner, name, getattr(owner, name)))

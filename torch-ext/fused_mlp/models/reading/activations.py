@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ...activations import ACTIVATIONS, Activation
 from . import algebra
 from .algebra import Form, Sum
 from .evaluation import Evaluation, inputs
-from .values import Dependency, Held, Node, NotProved, Value
+from .values import Dependency, Held, Node, NotProved, Value, class_of, holds, looked_up
 
 (_X,) = inputs("x")
 
@@ -28,10 +28,25 @@ class Read(NamedTuple):
 def read(callee: Any) -> Optional[Read]:
     """What a function, or the forward of a module, of one tensor computes, element by element; None if it does
     anything else, or may, or is linear."""
-    evaluation = Evaluation(callee if isinstance(callee, nn.Module) else None, leaf=_part)
-    target = callee if not isinstance(callee, nn.Module) else Held((), callee)
+    root = callee if isinstance(callee, nn.Module) else None
+    known = _known.setdefault(callee if root is None else looked_up(class_of(root), "forward"), [])
+    for found, dependencies in known:
+        if holds(dependencies, root):
+            return found
+    evaluation = Evaluation(root, leaf=_part)
+    found = _read(evaluation, callee if root is None else Held((), root))
+    known.insert(0, (found, evaluation.dependencies))
+    del known[_MOST:]
+    return found
+
+
+_known: Dict[Any, List[Tuple[Optional[Read], Tuple[Dependency, ...]]]] = {}
+_MOST = 4  # of one function, for as many configurations
+
+
+def _read(evaluation: Evaluation, callee: Value) -> Optional[Read]:
     try:
-        value = evaluation.returned(target, (_X,))
+        value = evaluation.returned(callee, (_X,))
         if not _is_elementwise(value) or _is_linear(value):
             return None
     except NotProved:
@@ -65,8 +80,12 @@ def rows() -> Dict[Sum, Activation]:
 
 def form_of(row: Activation, x: Sum) -> Sum:
     """The form of a row of the table, of a given x."""
-    value = Evaluation().returned(row.function, (_X,))
-    return Form(lambda node, form: x if node == _X else None)(value)
+    return Form(lambda node, form: x if node == _X else None)(_returned(row))
+
+
+@functools.cache
+def _returned(row: Activation) -> Value:
+    return Evaluation().returned(row.function, (_X,))
 
 
 def _is_elementwise(value: Value) -> bool:
