@@ -98,7 +98,7 @@ def test_hooks(fused_mlp, device):
     assert_same(fused, model, ids)
     assert seen == ["before", "after"] and states(fused_mlp, fused) == ["fused", "fused"]
     first(fused).act_fn.register_forward_hook(lambda module, given, out: seen.append("inside"))
-    assert why(fused_mlp, first(fused)) == "runs as it is: a gate that is not known"
+    assert why(fused_mlp, first(fused)).startswith("runs as it is: a gate that is not known: SiLUActivation with hooks")
     assert_same(fused, model, ids)
     assert "inside" in seen
 
@@ -147,7 +147,7 @@ def test_weights_of_four_bits(fused_mlp):
     model.set_experts_implementation("eager")
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
     (left,) = fused_mlp.fuse_mlps(model).left
-    assert (left.class_name, left.reason) == ("Mxfp4GptOssExperts", "runs as it is: code in a form that is not known")
+    assert (left.class_name, left.reason.partition(":")[0]) == ("Mxfp4GptOssExperts", "runs as it is")
     assert fused_mlp.explain(model.model.layers[1].mlp.experts).implementation == "fused"
 
 
@@ -155,7 +155,7 @@ def test_experts_in_another_form(fused_mlp):
     """DBRX's have their weights in a part of theirs, one under the other; the activation of JetMoe's is fused."""
     dbrx, jetmoe = (fused_mlp.fuse_mlps(mixtures.build(name)) for name in ("dbrx", "jetmoe"))
     assert {(left.class_name, left.reason) for left in dbrx.left} == {
-        ("DbrxExperts", "runs as it is: code in a form that is not known")
+        ("DbrxExperts", "runs as it is: a loop that is not understood: view, which is not known here")
     }
     assert [(entry.class_name, entry.extent) for entry in jetmoe.modules] == [("JetMoeMoE", "pointwise")] * 2
 
@@ -272,6 +272,29 @@ def test_compiled(fused_mlp, device, way):
     assert any("fused_mlp" in event.name for event in profile.events())
 
 
+@pytest.mark.parametrize("way", ["grouped_mm", "fused_mlp"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_equal_layers_compile_one_graph(fused_mlp, device, way, model_type):
+    """What Dynamo sees of one group of experts is what it sees of all that are like it."""
+    if device.type != "cpu" and way == "grouped_mm":
+        pytest.skip("is left on a GPU, in float32")
+    fused_mlp.register_experts()
+    model = mixtures.build(model_type, num_hidden_layers=4).to(device)
+    model.set_experts_implementation(way)
+    if way != "fused_mlp":
+        fused_mlp.fuse_mlps(model)
+    torch.compiler.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    x, index = torch.randn(7, 32, device=device), torch.randint(0, 6, (7, 2), device=device)
+    weights = torch.rand(7, 2, device=device)
+    with torch.no_grad():
+        for module in mixtures.groups(model).values():
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(x, index, weights), module(x, index, weights), rtol=1e-4, atol=1e-5)
+    assert counted["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
 def test_in_the_place_of_products_of_groups(fused_mlp, device, way):
     """Where a kernel takes the call. On a GPU, what autograd follows stays with transformers."""
@@ -324,4 +347,5 @@ def test_a_disagreement(fused_mlp, device, monkeypatch):
     monkeypatch.undo()
     report = fused_mlp.fuse_mlps(model, verify=False)
     assert set(states(fused_mlp, model)) == {"fused"}
-    assert ["MixtralExperts", "experts", "yes"] in [line.split()[:3] for line in str(report).split("\n")]
+    pattern = "experts in inference" if device.type == "cpu" else "experts"
+    assert any(line.split("  ")[0].strip() == "MixtralExperts" and pattern in line for line in str(report).split("\n"))

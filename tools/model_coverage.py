@@ -207,7 +207,7 @@ def document(coverage: Coverage, found) -> str:
         "",
         "Experts hold their weights in stacks. *Fused*, all experts of a layer are one call of `experts_mlp`: on a",
         "CPU, where this was made, whatever `experts_implementation` is set; on a Hopper GPU too, in",
-        "16 bit and without gradients; elsewhere on GPUs in the place of `eager` alone, for want of kernels.",
+        "16 bit, on both without gradients; elsewhere on GPUs in the place of `eager` alone, for want of kernels.",
         "*Pointwise* are those that multiply all tokens with all experts (Llama 4), *left* those whose class spells",
         "them out in another way.",
         "",

@@ -1,40 +1,28 @@
-"""What a module with stacks of experts' weights computes: read from its class, and seen on a miniature of it.
+"""What a module with stacks of experts' weights computes: proved from the source of its class.
 
-A class that transformers decorates with its experts interface says how its weights lie; what is left to find out is the
-gate, and whether its own loop over the experts does the same. Of any other class all is found out. Its methods are run
-on a small copy with other weights, if their source says that they only compute (``purity``), and what comes out is
-compared with the formulas of ``experts_mlp``. What computes anything else is not understood.
+A class that transformers decorates with its experts interface says how its weights lie; its gate is read, and whether
+its own loop over the experts does the same. Of any other class the loop is all there is to read. What is not proved to
+be the sum that ``experts_mlp`` computes is left.
 """
 
 from __future__ import annotations
 
-import ast
-import ctypes
 import functools
 import inspect
-import itertools
-import math
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..activations import ACTIVATIONS, BY_CODE
-from ..backends import reference
-from ..experts import Form, traceable
-from . import interface, obstacles, purity, switching
-from .miniature import MiniatureError, miniature, routing, sizes_of
-from .recognition import activation_of
-from .source import tree_of
-
-# The largest relative error of a row. A gate that is computed in float32 whatever it is given is nearer than this, and
-# two formulas are further apart than ten times as much.
-_TOLERANCE = 1e-5
-
-_DTYPE = torch.float64
+from ..experts import Form
+from . import interface, switching
+from .reading import mixtures as reading
+from .reading.evaluation import Evaluation
+from .reading.mixtures import SKIPS_NONE, Loop, Sizes
+from .reading.values import MISSING, PLAIN, Bound, Dependency, NotProved, holds
 
 
 class Weights(NamedTuple):
@@ -51,13 +39,16 @@ class Weights(NamedTuple):
 class Experts:
     """What experts compute.
 
-    ``loop``: whether the class's own loop over them computes it too; ``wide``: that it does so in float32 throughout.
+    ``other_loop``: why the class's own loop over them is not known to compute it too; None where it is. ``wide``: it
+    does so in float32 throughout. ``skips``: which indices that no expert has it skips.
     """
 
     weights: Weights
     form: Form
-    loop: bool
-    wide: bool
+    experts: int
+    other_loop: Optional[str] = None
+    wide: bool = False
+    skips: int = SKIPS_NONE
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,13 @@ class Unknown:
     """Why it is not understood what a module computes that looks like experts."""
 
     reason: str
+
+
+class Proof(NamedTuple):
+    """What was found out, and all that it rests on."""
+
+    found: Union[Experts, Unknown]
+    dependencies: Tuple[Dependency, ...]
 
 
 def looks_like_experts(module: nn.Module) -> bool:
@@ -75,36 +73,30 @@ def looks_like_experts(module: nn.Module) -> bool:
     return interface.original_of(method) is not None or (len(_stacks(module)) == 2 and takes_routing(method))
 
 
-def constantly_of(module: nn.Module) -> Optional[Experts]:
-    """:func:`of` for torch.compile, which takes what it is at the time for a constant; None also where unknown."""
-    plain = _plainly_of(id(module))  # a module is no constant to torch 2.11, its identity is, and is guarded on
-    return None if plain is None else Experts(Weights(*plain[0]), Form(*plain[1]), *plain[2:])
+def of(module: nn.Module) -> Union[Experts, Unknown]:
+    """What a module computes that looks like experts."""
+    return proof_of(module).found
 
 
-@interface.constant
-def _plainly_of(identity: int) -> Optional[Tuple[Any, ...]]:
-    found = of(ctypes.cast(identity, ctypes.py_object).value)
-    if not isinstance(found, Experts):
-        return None
-    return tuple(found.weights), tuple(found.form), found.loop, found.wide
+def proof_of(module: nn.Module) -> Proof:
+    """The proof of what a module computes, which holds as long as its dependencies do. Those of a class are kept."""
+    proofs = _known.setdefault(switching.class_of(module), {}).setdefault(_shapes(module), [])
+    for proof in proofs:
+        if holds(proof.dependencies, module):
+            return proof
+    proofs.insert(0, _proved(module))
+    del proofs[_MOST:]
+    return proofs[0]
 
 
-def of(module: nn.Module) -> Optional[Union[Experts, Unknown]]:
-    """What a module computes that looks like experts; None for one that is none after all.
-
-    It is found out once for all modules that are alike in what their methods read, but for the values of weights.
-    """
-    method = method_of(module)
-    key = _key(module, method)
-    if key not in _known:
-        around = obstacles.of_surroundings()
-        if around is not None:  # which a copy would be run under: it is found out another time
-            return Unknown(around)
-        _known[key] = _found_out(module, method)
-    return _known[key]
+_known: Dict[type, Dict[Tuple[Any, ...], List[Proof]]] = {}
+_MOST = 8  # of one class, for as many configurations
 
 
-_known: Dict[Tuple[Any, ...], Optional[Union[Experts, Unknown]]] = {}
+def _shapes(module: nn.Module) -> Tuple[Any, ...]:
+    """The shapes of a module's parameters, and what says which ones torch parametrizes."""
+    parts = module._modules.get("parametrizations", ())
+    return tuple((name, value if value is None else value.shape) for name, value in module._parameters.items()), *parts
 
 
 def computed(
@@ -135,7 +127,66 @@ def tensors_of(module: nn.Module, weights: Weights) -> Tuple[Optional[Tensor], .
     return tuple(None if name is None else getattr(module, name) for name in names)
 
 
-# Which modules are looked at, and what they are told apart by.
+# For torch.compile, which takes a proof for a constant. What it rests on in the module is read where Dynamo guards on
+# it, so that modules that are alike share a graph.
+
+_Plain = Tuple[Tuple[Any, ...], Tuple[Any, ...]]  # the fields of Experts, and what is read: paths, names and values
+
+
+class _Known(type):
+    def __instancecheck__(cls, module: Any) -> bool:
+        return isinstance(of(module), Experts)
+
+
+class Known(metaclass=_Known):
+    """Modules whose experts are understood. Dynamo asks ``isinstance`` while it traces, and guards on nothing that the
+    answer depends on: what that is, is read where it does."""
+
+
+def constantly_of(module: nn.Module) -> Optional[Experts]:
+    """:func:`of` for torch.compile; None also where unknown."""
+    if not isinstance(module, Known):
+        return None
+    for fields, read in _plain_proofs(type(module)):
+        if _are_read(module, read):
+            return Experts(Weights(*fields[0]), Form(*fields[1]), *fields[2:])
+    return None
+
+
+def _are_read(module: nn.Module, read: Tuple[Any, ...]) -> bool:
+    for path, name, value in read:
+        owner = module
+        for part in path:
+            owner = getattr(owner, part)
+        if (type(owner) if name is None else getattr(owner, name, None)) != value:
+            return False
+    return True
+
+
+@interface.constant
+def _plain_proofs(kind: type) -> Tuple[_Plain, ...]:
+    found = (proof for proofs in _known.get(kind, {}).values() for proof in proofs)
+    return tuple(plain for plain in map(_plain, found) if plain is not None)
+
+
+def _plain(proof: Proof) -> Optional[_Plain]:
+    """A proof in constants; None where there is none, or what it rests on outside of the module has changed."""
+    found, read = proof.found, []
+    if not isinstance(found, Experts):
+        return None
+    for each in proof.dependencies:
+        if type(each.owner) is not tuple:
+            if not each.holds(None):
+                return None
+        elif each.part == "class" and each.owner:
+            read.append((each.owner, None, each.value))
+        elif type(each.value) in PLAIN and each.value is not MISSING and each.part != "call":
+            read.append((each.owner, each.name, each.value))
+    fields = (tuple(found.weights), tuple(found.form), found.experts, found.other_loop, found.wide, found.skips)
+    return fields, tuple(read)
+
+
+# Which modules are looked at.
 
 
 def method_of(module: nn.Module) -> FunctionType:
@@ -156,196 +207,89 @@ def takes_routing(method: FunctionType) -> bool:
     return len(parameters) == 4 and all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parameters)
 
 
+# Finding out.
+
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 
 
-def _key(module: nn.Module, method: FunctionType) -> Tuple[Any, ...]:
-    """What decides what a module computes, but for its weights."""
-    kind, state = switching.class_of(module), module.__dict__
-    gate, parts = getattr(kind, "_apply_gate", None), state["_modules"]
-    key = [method, gate, "_apply_gate" in state]
-    for name in names_read(method, gate):
-        value = parts.get(name)
-        if value is not None:
-            key.append((type(value), activation_of(value)))
-            continue
-        value = state[name] if name in state else getattr(kind, name, None)
-        known = value is None or type(value) in (bool, int, float, str, FunctionType)
-        key.append(value if known else activation_of(value) if callable(value) else type(value))
-    return tuple(key)
-
-
-@functools.cache
-def names_read(method: FunctionType, gate: Any) -> Tuple[str, ...]:
-    """The attributes of a module that its methods read."""
-    names = set(_FLAGS)
-    for function in (interface.original_of(method) or method, gate):
-        tree = tree_of(function) if isinstance(function, FunctionType) else None
-        for node in () if tree is None else ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                names.add(node.attr)
-    return tuple(sorted(names))
-
-
-# Finding out.
-
-
-def _found_out(module: nn.Module, method: FunctionType) -> Optional[Union[Experts, Unknown]]:
+def _proved(module: nn.Module) -> Proof:
+    method = method_of(module)
     own = interface.original_of(method)
+    if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
+        return Proof(Unknown("weights that are not made yet"), ())
+    evaluation = Evaluation(module, decide=Sizes(module).decide)
+    if own is not None:
+        return _of_decorated(module, own, evaluation)
     try:
-        return _of_any_class(module, method) if own is None else _of_decorated(module, own)
-    except MiniatureError as error:
-        return Unknown(str(error))
-    except Exception as error:  # a class may have what nobody foresaw: its own code runs
-        return Unknown(f"{type(error).__name__}: {error}".splitlines()[0])
+        loop = _loop(module, method, evaluation)
+    except NotProved as error:
+        return Proof(Unknown(f"a loop that is not understood: {error}"), evaluation.dependencies)
+    experts = module_shape(module, loop.names[0])[0]
+    return Proof(
+        Experts(Weights(*loop.names), loop.form, experts, None, loop.wide, loop.skips), evaluation.dependencies
+    )
 
 
-def _of_decorated(module: nn.Module, own: FunctionType) -> Union[Experts, Unknown]:
+def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) -> Proof:
     """The experts of a class that says by flags how its weights lie."""
-    flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
-    if not all(type(flag) is bool for flag in flags.values()):
-        return Unknown("the flags of the experts interface are missing")
+    try:
+        flags = {flag: evaluation.attribute(flag) for flag in _FLAGS}
+    except NotProved:
+        flags = {}
+    if not flags or not all(type(flag) is bool for flag in flags.values()):
+        return Proof(Unknown("the flags of the experts interface are missing"), evaluation.dependencies)
     gated, biased = flags["has_gate"], flags["has_bias"]
     up = "gate_up_proj" if gated else "up_proj"
     weights = Weights(up, "down_proj", *((f"{up}_bias", "down_proj_bias") if biased else (None, None)))
     weights = weights._replace(norm="post_expert_norm" if flags["has_post_expert_norm"] else None)
-    if any(name is not None and getattr(module, name, None) is None for name in weights):
-        return Unknown("the parameters of the experts interface are missing")
-    sizes = _sizes(module, weights, gated, flags["is_transposed"])
-    if sizes is None:
-        return Unknown("weights of shapes that do not fit each other")
-    small = miniature(module, sizes)
-    form = _form_of_gate(module, small, sizes) if gated else _form_of_act(module)
-    if form is None:
-        return Unknown("a gate that is not known" if gated else "an activation that is not known")
-    found = Experts(weights, form._replace(transposed=flags["is_transposed"]), False, False)
-    return _with_loop(found, module, small, own, sizes)
+    parameters = [name for name in weights[:4] if name is not None]
+    is_there = weights.norm is None or weights.norm in module._modules
+    if not is_there or any(module_shape(module, name) is None for name in parameters):
+        return Proof(Unknown("the parameters of the experts interface are missing"), evaluation.dependencies)
+    if not _fit(module, weights, gated, flags["is_transposed"]):
+        return Proof(Unknown("weights of shapes that do not fit each other"), evaluation.dependencies)
+    try:
+        read = reading.gate_of if gated else reading.activation_of
+        form = read(evaluation, "_apply_gate" if gated else "act_fn")
+    except NotProved as error:
+        what = "a gate" if gated else "an activation"
+        reason = str(error) if str(error).startswith(what) else f"{what} that is not known: {error}"
+        return Proof(Unknown(reason), evaluation.dependencies)
+    form = form._replace(transposed=flags["is_transposed"])
+    experts = Experts(weights, form, module_shape(module, up)[0], "it computes something else")
+    of_loop = Evaluation(module, reading.keeps_norm(weights.norm), Sizes(module).decide)
+    try:
+        loop = _loop(module, own, of_loop)
+        if loop.names == tuple(weights) and loop.form == form:
+            experts = Experts(weights, form, experts.experts, None, loop.wide, loop.skips)
+    except NotProved as error:
+        experts = Experts(weights, form, experts.experts, str(error))
+    merged = {each.key: each for each in (*evaluation.dependencies, *of_loop.dependencies)}
+    return Proof(experts, tuple(merged.values()))
 
 
-def _of_any_class(module: nn.Module, method: FunctionType) -> Optional[Experts]:
-    """Those of a class whose own loop is all there is to go by. What is not understood is not taken for experts."""
-    if purity.reads(method, module) is None:
-        return None
-    for up, down in itertools.permutations(_stacks(module), 2):
-        biases = (name if module._parameters.get(name) is not None else None for name in (f"{up}_bias", f"{down}_bias"))
-        weights = Weights(up, down, *biases)
-        for gated, transposed in itertools.product((True, False), repeat=2):
-            sizes = _sizes(module, weights, gated, transposed)
-            if sizes is None:
-                continue
-            small = miniature(module, sizes)
-            for form in _forms(gated, _numbers(module, method, sizes)):
-                found = Experts(weights, form._replace(transposed=transposed), False, False)
-                found = _with_loop(found, module, small, method, sizes)
-                if found.loop:
-                    return found
-    return None
+def _loop(module: nn.Module, method: FunctionType, evaluation: Evaluation) -> Loop:
+    loop = reading.loop_of(evaluation, Bound(method, evaluation.root), Sizes(module))
+    weights = Weights(*loop.names)
+    if any(name is not None and module_shape(module, name) is None for name in weights[:4]):
+        raise NotProved("weights that are no parameters of the module")
+    if not _fit(module, weights, loop.form.gated, loop.form.transposed):
+        raise NotProved("weights of shapes that do not fit each other")
+    return loop
 
 
-def _sizes(module: nn.Module, weights: Weights, gated: bool, transposed: bool) -> Optional[Dict[int, int]]:
-    """The sizes of a miniature; None where the weights do not fit each other."""
-    up, down = getattr(module, weights.up), getattr(module, weights.down)
-    if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
-        return None
+def module_shape(module: nn.Module, name: str) -> Optional[torch.Size]:
+    """The shape of a parameter of a module, also of one that torch parametrizes; None where there is none."""
+    if name in module._modules.get("parametrizations", ()):
+        return getattr(module, name).shape
+    parameter = module._parameters.get(name)
+    return None if parameter is None else parameter.shape
+
+
+def _fit(module: nn.Module, weights: Weights, gated: bool, transposed: bool) -> bool:
+    up, down = module_shape(module, weights.up), module_shape(module, weights.down)
+    if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
+        return False
     in_dim, out_dim = (1, 2) if transposed else (2, 1)
-    width, hidden = up.shape[in_dim], down.shape[in_dim]
-    if down.shape[out_dim] != width or up.shape[out_dim] != (2 * hidden if gated else hidden):
-        return None
-    return sizes_of(up.shape[0], width, hidden)
-
-
-def _form_of_act(module: nn.Module) -> Optional[Form]:
-    act = getattr(module, "act_fn", None)
-    row = activation_of(act) if callable(act) else None
-    return None if row is None else Form(row.code, False, False, False, None, 0.0)
-
-
-def _form_of_gate(module: nn.Module, small: nn.Module, sizes: Dict[int, int]) -> Optional[Form]:
-    """The form whose product of gate and up a module's method computes of both in one tensor."""
-    gate = type(small)._apply_gate
-    if "_apply_gate" in vars(module) or purity.reads(gate, module) is None:
-        return None
-    numbers = _numbers(module, gate, sizes)
-    packed = _normal(12, 64) * _scales(12, numbers)
-    try:
-        with torch.no_grad():
-            got = gate(small, packed)
-    except Exception:  # whatever it needs, it cannot be seen
-        return None
-    forms = _forms(True, numbers)
-    return next((form for form in forms if _error(got, _product(packed, form)) <= _TOLERANCE), None)
-
-
-def _product(packed: Tensor, form: Form) -> Tensor:
-    """What stands between the products of experts of this form."""
-    gate, up = (packed[..., 0::2], packed[..., 1::2]) if form.interleaved else packed.chunk(2, dim=-1)
-    if form.limit is not None:
-        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
-    return BY_CODE[form.activation].function(gate) * (up + form.up_offset)
-
-
-def _forms(gated: bool, numbers: List[float]) -> Iterator[Form]:
-    """All forms that there may be; a gate is bounded by a number that the module holds."""
-    for row in ACTIVATIONS:
-        if not gated:
-            yield Form(row.code, False, False, False, None, 0.0)
-            continue
-        for interleaved, limit, offset in itertools.product((False, True), (None, *numbers), (0.0, 1.0)):
-            yield Form(row.code, True, interleaved, False, limit, offset)
-
-
-def _numbers(module: nn.Module, method: FunctionType, sizes: Dict[int, int]) -> List[float]:
-    """The numbers that a method reads of its module, and that are no sizes."""
-    values = (vars(module).get(name) for name in sorted(purity.reads(method, module) or ()))
-    numbers = [float(value) for value in values if type(value) in (int, float) and value not in sizes]
-    return list(dict.fromkeys(number for number in numbers if 0.0 < number < math.inf))
-
-
-def _with_loop(
-    found: Experts, module: nn.Module, small: nn.Module, own: FunctionType, sizes: Dict[int, int]
-) -> Experts:
-    """Whether the class's own loop computes that too, and how."""
-    if purity.reads(own, module) is None:
-        return found
-    up = getattr(small, found.weights.up)
-    x = _normal(12, up.shape[1 if found.form.transposed else 2]) * _scales(12, _numbers(module, own, sizes)) / 3.0
-    index, weights = routing(12, up.shape[0], 2)
-    given = (x, index, weights)
-    try:
-        with torch.no_grad():
-            got = own(small, *given)
-            expected = computed(small, found, _traceable, *given, tensors_of(small, found.weights))
-            if not _error(got, expected) <= _TOLERANCE:
-                return found
-            rounded = [value.bfloat16() if value.is_floating_point() else value for value in given]
-            small.bfloat16()
-            got = own(small, *rounded)
-            wide = (value.to(_DTYPE) if value.is_floating_point() else value for value in rounded)
-            expected = computed(small.to(_DTYPE), found, _traceable, *wide, tensors_of(small, found.weights))
-    except Exception:  # whatever it needs, it cannot be seen
-        return found
-    exact = float((got == expected.bfloat16()).double().mean())
-    return Experts(found.weights, found.form, True, exact > 0.9)
-
-
-def _traceable(*arguments: Any) -> Tensor:
-    return traceable(*arguments, reference.act_and_mul)
-
-
-def _normal(rows: int, columns: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(2)
-    return torch.randn(rows, columns, generator=generator, dtype=_DTYPE, device="cpu")
-
-
-def _scales(rows: int, numbers: List[float]) -> Tensor:
-    """Scales of rows: gates within the bend of an activation, beyond it, and beyond every bound."""
-    scales = torch.tensor([1.0, 1.0, 4.0, 3.0 * max(numbers, default=1.0)], dtype=_DTYPE, device="cpu")
-    return scales.repeat(rows // 4 + 1)[:rows].unsqueeze(1)
-
-
-def _error(got: Any, expected: Tensor) -> float:
-    """The largest relative error of a row; infinite for what is no such tensor."""
-    if not isinstance(got, Tensor) or got.shape != expected.shape:
-        return math.inf
-    error = (got.to(_DTYPE) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
-    return float(error.max()) if bool(error.isfinite().all()) else math.inf
+    width, hidden = up[in_dim], down[in_dim]
+    return down[out_dim] == width and up[out_dim] == (2 * hidden if gated else hidden)

@@ -1,7 +1,8 @@
 """The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
 
 It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
-of groups too. Composed of parts, as where autograd follows on a CPU, it is such products itself, in a slower form.
+of groups too. Composed of parts, as where autograd follows on a CPU, it keeps more for the backward than either: there
+the forward runs as it was written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .. import calls, dispatch
 from ..backends import reference
 from . import experts, interface, obstacles, settled, switching
 from .experts import Experts, Unknown
+from .reading.mixtures import SKIPS_ALL
 from .source import remembered
 
 _is_compiling = torch.compiler.is_compiling
@@ -127,16 +129,15 @@ def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
     ``asked`` is the name of what stands in the place of the implementation that it is set to, if anything does.
     """
     found = experts.of(module)
-    if not isinstance(found, Experts):
-        return found.reason if isinstance(found, Unknown) else "code in a form that is not known"
+    if isinstance(found, Unknown):
+        return found.reason
     tensors, way = experts.tensors_of(module, found.weights), _way(module)
     return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
 
 
-def trains_as_written(module: nn.Module, asked: Optional[str] = None) -> bool:
+def trains_as_written(module: nn.Module) -> bool:
     """Whether a module of experts that has no obstacle runs as it was written where autograd follows: on a CPU."""
-    up = experts.tensors_of(module, experts.of(module).weights)[0]
-    return up.is_cpu and _are_products(asked or _way(module))
+    return experts.tensors_of(module, experts.of(module).weights)[0].is_cpu
 
 
 def _fused(
@@ -146,20 +147,35 @@ def _fused(
     way = _way(module)
     if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
         return None
-    if x.is_cpu and _are_products(asked or way) and calls.autograd_follows(x, weights, *module._parameters.values()):
+    follows = calls.autograd_follows(x, weights, *module._parameters.values())
+    if x.is_cpu and follows:
         return None
-    found = experts.constantly_of(module) if _is_compiling() else experts.of(module)
+    proof = None if _is_compiling() else experts.proof_of(module)
+    found = experts.constantly_of(module) if proof is None else proof.found
     if type(found) is not Experts:
         return None
     tensors = experts.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    trained = way == interface.NAME and calls.autograd_follows(x, weights, *tensors)
+    if follows and not all(tensor is None or tensor.requires_grad for tensor in tensors):
+        return None  # frozen weights, of which the unfused way keeps less
+    last = _last_index(module, found, way)
+    if proof is not None and last is not None and not settled.are_experts(index, last):
+        return None
+    trained = way == interface.NAME and follows
     call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
     result = experts.computed(module, found, call, x, index, weights, tensors)
-    if result is not None and not _is_compiling() and not calls.autograd_follows(x, weights, *tensors):
-        settled.settle(module, found, x, index)
+    if result is not None and proof is not None and not follows:
+        settled.settle(module, proof, last, x, index)
     return result
+
+
+def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
+    """The largest index of an expert that the unfused way takes without an error; None if it takes any."""
+    if way in (_OWN_LOOP, "eager"):
+        return None if found.skips == SKIPS_ALL else found.experts - 1 + found.skips
+    parallel = module.__dict__.get("_is_expert_parallel") is True
+    return None if way == interface.NAME else found.experts - 1 + parallel
 
 
 def _way(module: nn.Module) -> str:
@@ -192,11 +208,12 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
             return f"a weight of {tensor.layout}"
         if tensor.dtype not in _DTYPES or tensor.dtype != up.dtype:
             return f"a weight of {tensor.dtype}"
-    if getattr(module, "num_experts", up.shape[0]) != up.shape[0]:
-        return f"weights of {up.shape[0]} experts, not of {module.num_experts}"
+    number = module.__dict__.get("num_experts", found.experts)
+    if up.shape[0] != found.experts or number != found.experts:
+        return f"weights of {up.shape[0]} experts, not of {number}"
     if way in (_OWN_LOOP, "eager"):
-        if not found.loop:
-            return "a loop of its own that computes something else"
+        if found.other_loop is not None:
+            return f"a loop of its own: {found.other_loop}"
         if found.wide and up.dtype != torch.float32:
             return "a loop of its own that computes in float32"
     elif not interface.is_own(way, experts.method_of(module)):

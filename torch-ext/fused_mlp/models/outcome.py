@@ -141,7 +141,7 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """Whether a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
     obstacle = mixtures.obstacle(module, asked)
     if obstacle is None:
-        return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module, asked) else _EXPERTS)
+        return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
     return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
 
 

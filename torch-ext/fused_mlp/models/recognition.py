@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from ..activations import ACTIVATIONS, Activation, get_activation
 from . import obstacles
 from .attributes import children_of, parameters_of
-from .formulas import Formula, formula_of
+from .reading import activations as reading
+from .reading.values import Dependency, holds
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
@@ -31,8 +32,9 @@ _FUNCTIONS: Dict[Callable, str] = {
 
 _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 
-# What was read: functions, and the forwards of classes, that are a row of the table written out, with what they were.
-_WRITTEN_OUT: Dict[FunctionType, Tuple[CodeType, str]] = {}
+# What was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
+# rests on.
+_WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
 _classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
 
@@ -73,36 +75,40 @@ def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation
 
     What is read there is remembered: from then on :func:`activation_of` tells it.
     """
-    formula = _formula(function)
-    if formula is not None and formula.row is not None:
-        code = _code_of(function)
-        _WRITTEN_OUT[code] = code.__code__, formula.row.name
+    found = None if _code_of(function) is None else reading.read(function)
+    if found is not None and found.row is not None and found.is_closed:
+        _WRITTEN_OUT[_code_of(function)] = (
+            found.row.name,
+            tuple(each for each in found.dependencies if type(each.owner) is not tuple),
+        )
     return activation_of(function)
 
 
 def _written_out(function: Any) -> Optional[str]:
-    code, name = _WRITTEN_OUT.get(function, (None, None)) if type(function) is FunctionType else (None, None)
-    return name if code is None or function.__code__ is code else None
+    """The name of the row that was read of a function, if all that it rests on is as it was."""
+    found = _WRITTEN_OUT.get(function) if type(function) is FunctionType else None
+    if found is None or not (torch.compiler.is_compiling() or holds(found[1], None)):
+        return None
+    return found[0]
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
     """Whether something that is no row of the table computes a function of each element of its input."""
     if not isinstance(function, torch.nn.Module):
-        return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _formula(function) is not None)
+        return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
     kind = type(function)
     if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
         return True
     if kind.__module__ == torch.nn.GELU.__module__:
         return kind.__name__ not in _NOT_ELEMENTWISE
     parameters = list(parameters_of(function))  # a learnt slope, scale or bias, if any
-    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or _formula(function) is None:
+    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or not _is_elementwise(function):
         return False
     return all(recognise(part) is not None or looks_like_activation(part) for part in children_of(function).values())
 
 
-def _formula(function: Union[torch.nn.Module, Callable]) -> Optional[Formula]:
-    code = _code_of(function)
-    return None if code is None else formula_of(code, isinstance(function, torch.nn.Module))
+def _is_elementwise(function: Union[torch.nn.Module, Callable]) -> bool:
+    return _code_of(function) is not None and reading.read(function) is not None
 
 
 def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionType]:

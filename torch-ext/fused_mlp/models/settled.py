@@ -7,7 +7,8 @@ but read; the op asks of them, and of the inputs, what there is to ask.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple
+from types import CellType
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from .. import dispatch, training
 from ..backends import native
 from ..operands import is_narrowed
 from . import experts, interface, obstacles, shortcut, switching
-from .recognition import activation_of
+from .reading.values import MISSING, held_at
 
 # Bound once: a name of another module costs two look-ups more.
 _is_recording = training.is_recording
@@ -32,6 +33,7 @@ class _Settled(NamedTuple):
     kind: type
     dtype: torch.dtype
     experts: int
+    last: Optional[int]  # the largest index that is no error; None if none is
     weights: Tuple[Optional[str], ...]  # their names
     form: experts.Form
     own: _Pairs  # in the module's ``__dict__``: to hold that would hold the weights
@@ -39,6 +41,7 @@ class _Settled(NamedTuple):
     activations: Tuple[nn.Module, ...]  # nobody may have put hooks on them
     items: Tuple[Tuple[Dict[str, Any], _Pairs], ...]  # in other dictionaries
     attributes: Tuple[Tuple[Any, str, Any], ...]
+    absent: Tuple[Tuple[str, Mapping[str, Any]], ...]  # what classes must not have
 
 
 # By module, and by what transformers is set to: it is set to another way for the time in which it decodes.
@@ -75,10 +78,20 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return None
     if form.transposed and native.has_many_rows(index, up):
         return None
+    if settled.last is not None and not are_experts(index, settled.last):
+        return None
     try:
         return _compute(x, index, weights, *tensors, *form)
     except RuntimeError:  # the long way says what is wrong with the operands
         return None
+
+
+def are_experts(index: Tensor, last: int) -> bool:
+    """Whether indices are none but from 0 to ``last``. On a GPU nobody asks: the host would have to wait."""
+    if not index.is_cpu or index.numel() == 0:
+        return True
+    low, high = torch.aminmax(index)
+    return int(low) >= 0 and int(high) <= last
 
 
 def _set_to(state: Dict[str, Any]) -> Optional[str]:
@@ -95,60 +108,77 @@ def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
             and all(_plain.are_items(*items) for items in settled.items)
             and all(map(_plain.is_bare, settled.activations))
             and _plain.are_unchanged(settled.attributes)
+            and not any(name in found for name, found in settled.absent)
         )
     except AttributeError:  # one is gone
         return False
 
 
-def settle(module: nn.Module, found: experts.Experts, x: Tensor, index: Tensor) -> None:
+def settle(module: nn.Module, proof: experts.Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
     """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
     if dispatch.select("experts_mlp", x) is not native:
         return
-    original, state, parameters = switching.class_of(module), module.__dict__, module.__dict__["_parameters"]
-    method, way = experts.method_of(module), _set_to(state)
-    read, weights = experts.names_read(method, getattr(original, "_apply_gate", None)), found.weights[:4]
-    parts = {name: state["_modules"][name] for name in read if name in state["_modules"]}
-    # What is nowhere is no attribute of the module's, but of something else that has a name in its methods.
-    names = {*_ALWAYS, *filter(None, weights), *(name for name in read if name in state or hasattr(original, name))}
+    found, state, parameters = proof.found, module.__dict__, module.__dict__["_parameters"]
+    method, way, weights = experts.method_of(module), _set_to(state), found.weights[:4]
     if found.weights.norm is not None or not all(name is None or _is_plain(parameters, name) for name in weights):
         return
-    if any(type(state.get(name)) not in _VALUES for name in names if name not in ("config", switching.FUSED)):
+    own, parts = dict.fromkeys((*_ALWAYS, *filter(None, weights))), {}
+    items: List[Tuple[Dict[str, Any], Tuple[str, ...]]] = []
+    attributes = [(owner, name, getattr(owner, name)) for owner, name, _ in obstacles._ORIGINALS]
+    absent, called = [], []
+    for each in proof.dependencies:
+        owner = each.owner
+        if type(owner) is tuple and each.part in ("class", "call"):
+            if owner and isinstance(held_at(module, owner), nn.Module):
+                part = held_at(module, owner)
+                attributes.append((part, "__class__", type(part)))
+                called += [part] if each.part == "call" else []
+        elif type(owner) is tuple:
+            held = held_at(module, owner).__dict__
+            if each.part in held:
+                items.append((held[each.part], (each.name,)))
+            elif owner:
+                items.append((held, (each.name,)))
+            else:
+                own[each.name] = None
+        elif isinstance(owner, dict):
+            items.append((owner, (each.name,)))
+        elif each.value is MISSING:
+            absent += [(each.name, vars(base)) for base in owner.__mro__[:-2]]  # but for those of torch and Python
+        else:
+            name = "cell_contents" if isinstance(owner, CellType) else each.name
+            attributes.append((owner, name, getattr(owner, name)))
+        if type(owner) is tuple and owner and owner[0] in state["_modules"]:
+            parts[owner[0]] = state["_modules"][owner[0]]
+    if any(isinstance(state.get(name), (Tensor, nn.Module)) for name in own) or not all(map(_plain.is_bare, called)):
         return
-    activations = tuple(parts.values())
-    if any(act is None or activation_of(act) is None or not _plain.is_bare(act) for act in activations):
-        return
-    items = [(act.__dict__, (("approximate", act.approximate),)) for act in activations if type(act) is nn.GELU]
     if interface.decorates(method):
         decided = interface.decided_by(way, method) if way == interface.implementation_of(module) else None
         if decided is None:
             return
-        items += [(table, _pairs(table, (name,))) for table, name in decided]
+        items += [(table, (name,)) for table, name in decided]
     up, down = (parameters[name] for name in weights[:2])
     if native.experts_refusal(x, index, up, down, found.form.interleaved, found.form.transposed) is not None:
         return
-    classes = [(original, name) for name in names if hasattr(original, name)] + [(original, "forward")]
-    classes += [(act, "__class__") for act in activations]
-    classes += [(owner, name) for owner, name, _ in obstacles._ORIGINALS]
-    classes += [(type(act), name) for act in activations for name in ("forward", "__call__")]
+    attributes.append((switching.class_of(module), "forward", method))
     _known.setdefault(module, {})[way] = _Settled(
         kind=type(module),
         dtype=up.dtype,
         experts=up.shape[0],
+        last=last,
         weights=weights,
         form=found.form,
-        own=_pairs(state, names),
+        own=_pairs(state, own),
         parts=_pairs(parts, parts),
-        activations=activations,
-        items=tuple(items),
-        attributes=tuple((owner, name, getattr(owner, name)) for owner, name in classes),
+        activations=tuple(called),
+        items=tuple((held, _pairs(held, names)) for held, names in items),
+        attributes=tuple(attributes),
+        absent=tuple(absent),
     )
 
 
-# What decides besides the attributes that the methods of a class read.
-_ALWAYS = ("config", "num_experts", "_apply_gate", "parametrizations", switching.FUSED)
-
-# Values that stay what they are, and hold no module: what held it would keep it.
-_VALUES = (bool, int, float, str, type(None))
+# What decides besides what was read.
+_ALWAYS = ("config", "parametrizations", "_is_expert_parallel", switching.FUSED)
 
 
 def _pairs(dictionary: Dict[str, Any], names: Iterable[str]) -> _Pairs:

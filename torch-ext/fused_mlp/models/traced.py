@@ -23,7 +23,9 @@ from .. import calls, dispatch, training
 from ..activations import BY_CODE, Activation
 from ..backends import native
 from ..dispatch import _open_blocks
-from . import formulas, switching
+from . import switching
+from .reading import activations, algebra, operations
+from .reading.values import Node, NotProved
 
 is_traced = torch.compiler.is_dynamo_compiling
 
@@ -155,7 +157,10 @@ class _Hidden(NamedTuple):
     up_first: Optional[bool] = None
 
 
-_OPERATORS = {operator.add, operator.mul, operator.neg, operator.pow, operator.sub, operator.truediv}
+_OPERATORS = {
+    operator.truediv: "div",
+    **{getattr(operator, name): name for name in ("add", "mul", "neg", "pow", "sub")},
+}
 _VIEWS = {"view", "reshape", "contiguous"}
 _NO_MLP = ("linear", "sigmoid")  # the activations of no MLP without a gate: sigmoids are those of attention
 _LONGEST = 16  # more nodes than the formula of any row has
@@ -208,11 +213,17 @@ def _formula(root: fx.Node, fresh: Set[fx.Node]) -> Tuple[List[fx.Node], Set[fx.
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    if any(value is True for value in (*node.args, *node.kwargs.values())):  # inplace
-        return False
-    if node.op == "call_method":
-        return node.target in formulas.METHODS
-    return node.op == "call_function" and (node.target in formulas.ELEMENTWISE or node.target in _OPERATORS)
+    inplace = any(value is True for value in (*node.args, *node.kwargs.values()))
+    return not inplace and _operation(node) in algebra.ELEMENTWISE | _CASTS
+
+
+def _operation(node: fx.Node) -> Optional[str]:
+    if node.op != "call_function":
+        return node.target if node.op == "call_method" else None
+    return _OPERATORS.get(node.target) or operations.operation_of(node.target)
+
+
+_CASTS = {"float", "double", "type_as"}
 
 
 def _row(nodes: List[fx.Node], given: fx.Node) -> Optional[Activation]:
@@ -220,18 +231,16 @@ def _row(nodes: List[fx.Node], given: fx.Node) -> Optional[Activation]:
     first, last = _value(given), _value(nodes[-1])
     if len(nodes) > _LONGEST or (first.dtype, first.device) != (last.dtype, last.device):
         return None
-
-    def compute(x: Tensor) -> Tensor:
-        values = {given: x}
+    x = Node("input", ("x",))
+    values = {given: x}
+    try:
         for node in nodes:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            if node.op == "call_method":
-                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*args, **kwargs)
-        return values[nodes[-1]]
-
-    return formulas.row_computed(compute)
+            args, options = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            args = [Node("dtype", (x,)) if value is first.dtype else value for value in args]
+            values[node] = operations.applied(_operation(node), args, options)
+        return activations.row_of(values[nodes[-1]], x)
+    except NotProved:
+        return None
 
 
 def _projection(node: Any) -> Optional[_Projection]:

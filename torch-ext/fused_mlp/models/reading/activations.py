@@ -1,0 +1,105 @@
+"""Which row of the table of activations a function computes, by the form of what it returns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ...activations import ACTIVATIONS, Activation
+from . import algebra
+from .algebra import Form, Sum
+from .evaluation import Evaluation, inputs
+from .values import Dependency, Held, Node, NotProved, Value, class_of, holds, looked_up
+
+(_X,) = inputs("x")
+
+
+class Read(NamedTuple):
+    """What a function computes of each element of its tensor: ``row`` of the table, if it is one of these."""
+
+    row: Optional[Activation]
+    is_closed: bool  # whether the instance has no part in it
+    dependencies: Tuple[Dependency, ...]
+
+
+def read(callee: Any) -> Optional[Read]:
+    """What a function, or the forward of a module, of one tensor computes, element by element; None if it does
+    anything else, or may, or is linear."""
+    root = callee if isinstance(callee, nn.Module) else None
+    known = _known.setdefault(callee if root is None else looked_up(class_of(root), "forward"), [])
+    for found, dependencies in known:
+        if holds(dependencies, root):
+            return found
+    evaluation = Evaluation(root, leaf=_part)
+    found = _read(evaluation, callee if root is None else Held((), root))
+    known.insert(0, (found, evaluation.dependencies))
+    del known[_MOST:]
+    return found
+
+
+_known: Dict[Any, List[Tuple[Optional[Read], Tuple[Dependency, ...]]]] = {}
+_MOST = 4  # of one function, for as many configurations
+
+
+def _read(evaluation: Evaluation, callee: Value) -> Optional[Read]:
+    try:
+        value = evaluation.returned(callee, (_X,))
+        if not _is_elementwise(value) or _is_linear(value):
+            return None
+    except NotProved:
+        return None
+    own = [each for each in evaluation.dependencies if type(each.owner) is tuple]
+    is_closed = all(each.owner == () and each.part in ("class", "call") for each in own)
+    return Read(row_of(value), is_closed, evaluation.dependencies)
+
+
+def _part(part: Held, given: Tuple[Value, ...]) -> Optional[Value]:
+    """A part of a module that computes an activation: who asks knows the parts."""
+    return Node("elementwise", (type(part.value), *given)) if part.path and len(given) == 1 else None
+
+
+def row_of(value: Node, x: Node = _X) -> Optional[Activation]:
+    """The row of the table that an expression of ``x`` is, in the dtype of x."""
+    try:
+        if algebra.dtype_of(value, x.__eq__) != algebra.OWN:
+            return None
+        form = Form(lambda node, form: algebra.atom("x") if node == x else None)
+        return rows().get(algebra.compared(form(value)))
+    except NotProved:
+        return None
+
+
+@functools.cache
+def rows() -> Dict[Sum, Activation]:
+    """The rows of the table by their forms, of an atom named x."""
+    return {algebra.compared(form_of(row, algebra.atom("x"))): row for row in ACTIVATIONS}
+
+
+def form_of(row: Activation, x: Sum) -> Sum:
+    """The form of a row of the table, of a given x."""
+    return Form(lambda node, form: x if node == _X else None)(_returned(row))
+
+
+@functools.cache
+def _returned(row: Activation) -> Value:
+    return Evaluation().returned(row.function, (_X,))
+
+
+def _is_elementwise(value: Value) -> bool:
+    if not isinstance(value, Node):
+        return type(value) in (int, float, str, bool, type(None), torch.dtype) or isinstance(value, type)
+    if value == _X or value.op == "parameter":
+        return True
+    if value.op == "dtype":
+        return _is_elementwise(value.args[0])
+    return value.op in algebra.ELEMENTWISE and all(map(_is_elementwise, value.args))
+
+
+_LINEAR = {"add", "sub", "mul", "div", "neg", "to", "clone", "contiguous", "input", "parameter"}
+
+
+def _is_linear(value: Value) -> bool:
+    return not isinstance(value, Node) or (value.op in _LINEAR and all(map(_is_linear, value.args)))

@@ -1,0 +1,295 @@
+"""Expressions in one form, however they are written: sums of products of powers, with numbers in front.
+
+Casts are left out of the form. ``dtype_of`` says in which precision an expression is computed, and refuses those that
+lose digits on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, Dict, FrozenSet, Optional, Tuple
+
+import torch
+
+from .values import Node, NotProved
+
+Atom = Any  # a name of an operation, and what it is given
+Product = FrozenSet[Tuple[Atom, float]]  # atoms with their exponents
+Sum = FrozenSet[Tuple[Product, float]]  # products with their factors
+
+ELEMENTWISE = {"abs", "add", "celu", "clamp", "cos", "div", "elementwise", "elu", "erf", "erfc", "exp", "expm1", "gelu"}
+ELEMENTWISE |= {"hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log1p", "logsigmoid", "maximum", "minimum"}
+ELEMENTWISE |= {"mish", "mul", "neg", "pow", "reciprocal", "relu", "relu6", "rsqrt", "selu", "sigmoid", "silu", "sin"}
+ELEMENTWISE |= {"softplus", "softsign", "sqrt", "square", "sub", "tanh", "tanhshrink", "to", "clone", "contiguous"}
+
+_SAME = {"to", "clone", "contiguous"}
+_LONGEST = 200  # terms of a sum
+
+OWN = "own"  # the dtype of what a function is given
+
+
+def number(value: float) -> Sum:
+    return frozenset() if value == 0 else frozenset({(frozenset(), _rounded(value))})
+
+
+def atom(value: Atom) -> Sum:
+    return frozenset({(frozenset({(value, 1)}), 1.0)})
+
+
+def as_number(value: Sum) -> Optional[float]:
+    """The number that a sum is, if it is one."""
+    if not value:
+        return 0.0
+    ((factors, scale), *more) = value
+    return scale if not factors and not more else None
+
+
+def as_product(value: Sum) -> Optional[Tuple[Dict[Atom, float], float]]:
+    """The atoms with their exponents, and the number in front, of a sum of one product."""
+    if len(value) != 1:
+        return None
+    ((factors, scale),) = value
+    return dict(factors), scale
+
+
+def as_atom(value: Sum) -> Atom:
+    """The atom that a sum is; None if it is anything else."""
+    found = as_product(value)
+    return next(iter(found[0])) if found is not None and found[1] == 1 and list(found[0].values()) == [1] else None
+
+
+def plus(a: Sum, b: Sum, scale: float = 1.0) -> Sum:
+    terms = dict(a)
+    for factors, value in b:
+        terms[factors] = terms.get(factors, 0.0) + scale * value
+    return _sum(terms)
+
+
+def times(a: Sum, b: Sum) -> Sum:
+    terms: Dict[Product, float] = {}
+    for one, x in a:
+        for other, y in b:
+            powers = dict(one)
+            for part, exponent in other:
+                powers[part] = powers.get(part, 0) + exponent
+            if any(exponent == 0 for exponent in powers.values()):
+                raise NotProved("a quotient of equal factors")
+            product = frozenset(powers.items())
+            terms[product] = terms.get(product, 0.0) + x * y
+    if not a or not b:
+        raise NotProved("a product with zero")
+    return _sum(terms)
+
+
+def power(base: Sum, exponent: float) -> Sum:
+    scale = as_number(base)
+    if scale is not None:
+        return number(scale**exponent)
+    if exponent == int(exponent) and 0 < exponent <= 6:
+        return functools.reduce(times, [base] * int(exponent))
+    if exponent == -1:
+        inverse = _sigmoid_in(base)
+        if inverse is not None:
+            return inverse
+    product = as_product(base)
+    if product is not None and exponent == int(exponent) and product[1] != 1:  # (2x)^-1
+        unscaled = frozenset({(frozenset(product[0].items()), 1.0)})
+        return times(number(product[1] ** exponent), atom(("pow", unscaled, exponent)))
+    return atom(("pow", base, exponent))
+
+
+def sigmoid(value: Sum) -> Sum:
+    if _is_negative(value):  # 1 - sigmoid(-x)
+        return plus(number(1.0), sigmoid(times(number(-1.0), value)), -1.0)
+    return atom(("sigmoid", value))
+
+
+def _sigmoid_in(base: Sum) -> Optional[Sum]:
+    """1 / (1 + exp(-x))"""
+    terms = dict(base)
+    exponentials = [factors for factors in terms if factors]
+    if len(terms) != 2 or terms.get(frozenset()) != 1 or len(exponentials) != 1 or terms[exponentials[0]] != 1:
+        return None
+    ((part, exponent),) = tuple(exponentials[0])[:1]
+    if len(exponentials[0]) != 1 or exponent != 1 or part[0] != "exp":
+        return None
+    return sigmoid(times(number(-1.0), part[1]))
+
+
+def _odd(name: str, value: Sum) -> Sum:
+    return times(number(-1.0), atom((name, times(number(-1.0), value)))) if _is_negative(value) else atom((name, value))
+
+
+def _is_negative(value: Sum) -> bool:
+    """One of the signs of an expression, to tell f(x) from f(-x) always in the same way."""
+    terms = sorted(value, key=lambda term: (len(term[0]), sorted(exponent for _, exponent in term[0]), abs(term[1])))
+    return bool(terms) and terms[0][1] < 0
+
+
+def _sum(terms: Dict[Product, float]) -> Sum:
+    if len(terms) > _LONGEST:
+        raise NotProved("an expression that is too long")
+    found = {factors: _rounded(scale) for factors, scale in terms.items()}
+    if any(scale == 0 and factors for factors, scale in found.items()):
+        raise NotProved("terms that cancel")
+    return frozenset((factors, scale) for factors, scale in found.items() if scale != 0)
+
+
+def _rounded(value: float, digits: int = 13) -> float:
+    """Without the last digits, in which the order of operations shows."""
+    return float(f"{value:.{digits - 1}e}") if math.isfinite(value) else value
+
+
+def compared(value: Any) -> Any:
+    """A form, by which expressions are told apart: constants are often written out to seven digits, or computed in
+    float32 in between."""
+    if isinstance(value, frozenset):
+        return frozenset(
+            (frozenset((compared(part), exponent) for part, exponent in factors), _rounded(scale, 7))
+            for factors, scale in value
+        )
+    return tuple(map(compared, value)) if isinstance(value, tuple) else value
+
+
+Leaf = Callable[[Node, "Form"], Optional[Sum]]
+
+
+class Form:
+    """The form of expressions; ``leaf`` gives that of nodes which are not to be looked into."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._known: Dict[int, Tuple[Node, Sum]] = {}
+
+    def __call__(self, value: Any) -> Sum:
+        if isinstance(value, Node):
+            if id(value) not in self._known:
+                found = self._leaf(value, self)
+                self._known[id(value)] = value, self._of(value) if found is None else found
+            return self._known[id(value)][1]
+        if type(value) in (int, float) and math.isfinite(value):
+            return number(float(value))
+        raise NotProved(f"{value!r} as an operand")
+
+    def _of(self, node: Node) -> Sum:
+        name, args = node.op, node.args
+        if name in _SAME:
+            return self(args[0])
+        if name in ("add", "sub"):
+            return plus(self(args[0]), self(args[1]), 1.0 if name == "add" else -1.0)
+        if name == "mul":
+            return times(self(args[0]), self(args[1]))
+        if name == "div":
+            return times(self(args[0]), power(self(args[1]), -1))
+        if name == "neg":
+            return times(number(-1.0), self(args[0]))
+        if name in _POWERS:
+            return power(self(args[0]), _POWERS[name])
+        if name == "pow" and type(args[1]) in (int, float):
+            return power(self(args[0]), args[1])
+        if name in _EXPANDED:
+            return _EXPANDED[name](self(args[0]), *args[1:])
+        if name in ELEMENTWISE:
+            return atom((name, *(self(part) if isinstance(part, Node) else part for part in args)))
+        raise NotProved(f"{name}, which is not known here")
+
+
+_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}
+
+
+def _tanh(x: Sum) -> Sum:
+    return plus(times(number(2.0), sigmoid(times(number(2.0), x))), number(1.0), -1.0)
+
+
+def _gelu(x: Sum, approximate: str) -> Sum:
+    half = times(number(0.5), x)
+    if approximate == "none":
+        return plus(half, times(half, _odd("erf", times(number(math.sqrt(0.5)), x))))
+    if approximate != "tanh":
+        raise NotProved("a gelu that is not known")
+    inner = plus(x, times(number(0.044715), power(x, 3)))
+    return times(x, sigmoid(times(number(2.0 * math.sqrt(2.0 / math.pi)), inner)))
+
+
+def _clamp(x: Sum, low: Any, high: Any) -> Sum:
+    for bound in (low, high):
+        if bound is not None and type(bound) not in (int, float):
+            raise NotProved("a clamp by what is no number")
+    if low is high is None:
+        raise NotProved("a clamp without bounds")
+    low = None if low is None or low == -math.inf else float(low)
+    high = None if high is None or high == math.inf else float(high)
+    if low is high is None:
+        return x
+    return atom(("relu", x)) if (low, high) == (0.0, None) else atom(("clamp", x, low, high))
+
+
+def _softplus(x: Sum, beta: float, threshold: float) -> Sum:
+    return atom(("softplus", x, float(beta), float(threshold)))
+
+
+_EXPANDED: Dict[str, Callable[..., Sum]] = {
+    "clamp": _clamp,
+    "erf": lambda x: _odd("erf", x),
+    "erfc": lambda x: plus(number(1.0), _odd("erf", x), -1.0),
+    "gelu": _gelu,
+    "mish": lambda x: times(x, _tanh(_softplus(x, 1.0, 20.0))),
+    "sigmoid": sigmoid,
+    "silu": lambda x: times(x, sigmoid(x)),
+    "softplus": _softplus,
+    "tanh": _tanh,
+}
+
+
+def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
+    """In what dtype a node is computed: ``OWN``, or a wider one; None for a number. ``own`` says which are given.
+
+    Raises:
+        NotProved: that is not known, or digits are lost on the way.
+    """
+    if not isinstance(value, Node):
+        return None
+    if own(value):
+        return OWN
+    if value.op == "to":
+        return _cast(dtype_of(value.args[0], own), value.args[1], own)
+    if value.op in (
+        "getitem",
+        "item of",
+        "chunk",
+        "detach",
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "reshape",
+        "index_select",
+        "transpose",
+    ):
+        return dtype_of(value.args[0], own)
+    if value.op == "loop":
+        return dtype_of(value.args[1], own)
+    if value.op == "if":
+        return _wider(dtype_of(value.args[1], own), dtype_of(value.args[2], own))
+    if value.op == "zeros_like":
+        given = value.args[1]
+        return dtype_of(value.args[0], own) if given is None else _cast(OWN, given, own)
+    if value.op in ELEMENTWISE or value.op in ("linear", "matmul", "module", "mean", "sum"):
+        found = {dtype_of(part, own) for part in value.args if isinstance(part, Node) and part.op != "dtype"} - {None}
+        return functools.reduce(_wider, found)
+    raise NotProved(f"{value.op}, whose dtype is not known")
+
+
+def _cast(source: Any, target: Any, own: Callable[[Node], bool]) -> Any:
+    if isinstance(target, Node):
+        if target.op != "dtype":
+            raise NotProved("a cast to what is no dtype")
+        return dtype_of(target.args[0], own)
+    if target not in (torch.float32, torch.float64):
+        raise NotProved(f"a cast to {target}")
+    return target
+
+
+def _wider(a: Any, b: Any) -> Any:
+    order = (OWN, torch.float32, torch.float64)
+    return max(a, b, key=order.index)

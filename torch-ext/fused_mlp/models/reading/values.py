@@ -1,0 +1,134 @@
+"""The values that a function computes with while it is read, and what a proof rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from .. import obstacles, switching
+
+
+class NotProved(Exception):
+    """It is not understood what a function computes; the message says which construct is not, and where."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A tensor, or a part of one such as its dtype: an operation and what it is given.
+
+    Operations have one name each, and their arguments one order, however they are written.
+    """
+
+    op: str
+    args: Tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An object that the root of the proof holds under a path of attributes: a module, or a configuration."""
+
+    path: Tuple[str, ...]
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A method and what it is bound to."""
+
+    function: FunctionType
+    owner: Held
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a tensor that is computed."""
+
+    name: str
+    owner: Node
+
+
+MISSING = object()
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+class Dependency:
+    """Something that was read, and has to be there for the proof to hold.
+
+    ``owner`` is the path of an object from the root, or a dictionary, a class, a function or a cell. ``part`` says
+    what of the object: an item of its dictionary if empty, or of ``_parameters``; the "type" of one; its own "class";
+    or what a "call" of it does beyond its forward.
+    """
+
+    __slots__ = ("name", "owner", "part", "value")
+
+    def __init__(self, owner: Any, part: str, name: str, value: Any) -> None:
+        self.owner, self.part, self.name, self.value = owner, part, name, value
+
+    @property
+    def key(self) -> Tuple[Any, ...]:
+        return (self.owner if type(self.owner) is tuple else id(self.owner), self.part, self.name)
+
+    def holds(self, root: Optional[nn.Module]) -> bool:
+        owner = self.owner
+        if type(owner) is tuple:
+            owner = held_at(root, owner)
+            if owner is MISSING:
+                return False
+            if self.part == "class":
+                return class_of(owner) is self.value
+            if self.part == "call":
+                return obstacles.of_call(owner, kernelizable=True) == self.value
+            if self.part == "type":
+                return type(owner.__dict__.get(self.name)) is self.value
+            owner = owner.__dict__
+            owner = owner if self.part == "" else owner[self.part]
+        return is_same(looked_up(owner, self.name), self.value)
+
+
+def holds(dependencies: Tuple[Dependency, ...], root: Optional[nn.Module]) -> bool:
+    """Whether all that a proof rests on is as it was read."""
+    return all(dependency.holds(root) for dependency in dependencies)
+
+
+def looked_up(owner: Any, name: str) -> Any:
+    """What a dictionary, a class, a function or a cell has under a name. No descriptor runs."""
+    if isinstance(owner, dict):
+        return owner.get(name, MISSING)
+    if isinstance(owner, CellType):
+        return owner.cell_contents if owner != CellType() else MISSING
+    if isinstance(owner, type):
+        return next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), MISSING)
+    return getattr(owner, name)  # a function's code and defaults
+
+
+def is_same(found: Any, value: Any) -> bool:
+    if found is value:
+        return True
+    if type(found) is not type(value):
+        return False
+    if type(value) in (tuple, list):
+        return len(found) == len(value) and all(map(is_same, found, value))
+    return type(value) in PLAIN and found == value
+
+
+def class_of(value: Any) -> type:
+    return switching.class_of(value) if isinstance(value, nn.Module) else type(value)
+
+
+def held_at(root: Any, path: Tuple[str, ...]) -> Any:
+    """The object at a path of attributes that are in dictionaries."""
+    for name in path:
+        state = root.__dict__
+        root = state[name] if name in state else state.get("_modules", {}).get(name, MISSING)
+        if root is MISSING or not hasattr(type(root), "__dict__") or not hasattr(root, "__dict__"):
+            return MISSING
+    return root
+
+
+Value = Union[Node, Held, Bound, Method, Any]
+Names = Dict[str, Value]
+Dependencies = List[Dependency]
