@@ -85,7 +85,7 @@ def test_lazy_modules(fused_mlp, device):
     """They have no weights yet, and are right when they have."""
     model = nn.Sequential(lazy(), nn.LazyLinear(8), nn.LazyBatchNorm1d(), Plain(sizes=(8, 16, 32))).to(device)
     report = fused_mlp.fuse_mlps(model)
-    assert [entry.path for entry in report.fused] == ["0", "3"]
+    assert [entry.path for entry in report.modules] == ["0", "3"]
     x = torch.randn(3, 32, device=device)
     model(x)
     torch.testing.assert_close(model[0](x), Gated.forward(model[0], x))

@@ -85,8 +85,9 @@ def test_classes_that_write_an_activation_out(fused_mlp, device, forward, kind, 
     expected = module(x)
     exact = module.double()(x.double())
     module.to(dtype)
-    report = fused_mlp.fuse_mlps(module)
-    assert [entry.extent for entry in report.modules] == ["full"]
+    (entry,) = fused_mlp.fuse_mlps(module).modules
+    has_kernel = device.type == "cuda" or dtype != torch.float16
+    assert entry.extent == ("full" if has_kernel else "none") and (has_kernel or "float16" in entry.reason)
     error = ((module(x).double() - exact).norm() / exact.norm()).item()
     assert error <= 1.1 * ((expected.double() - exact).norm() / exact.norm()).item() + torch.finfo(dtype).eps / 8
 

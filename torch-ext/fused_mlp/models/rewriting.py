@@ -370,7 +370,7 @@ def _rewritten(
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
-        made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions))
+        made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions), tree)
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
@@ -386,9 +386,10 @@ def method_of(
     sites: Tuple[AnySite, ...],
     memory: str,
     conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
+    fused: Optional[ast.FunctionDef] = None,
 ) -> FunctionType:
-    """The fused method that a changed definition makes, known as one."""
-    made = function_of(tree, function, names, instead)
+    """The fused method that a changed definition makes, known as one; ``fused`` as :func:`function_of` has it."""
+    made = function_of(tree, function, names, instead, fused)
     setattr(made, _SITES, sites)
     setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)

@@ -79,14 +79,15 @@ def function_of(
     original: FunctionType,
     names: Dict[str, Any],
     instead: Optional[Instead] = None,
+    fused: Optional[ast.FunctionDef] = None,
 ) -> FunctionType:
     """The function that a changed definition of a method makes.
 
     It sees ``names`` beside what the original sees. Where another is to run instead, it calls that, and does nothing
-    else.
+    else. ``fused`` is the definition without what runs where nothing is fused: by what it does not look up any more.
     """
     if instead is not None:
-        looked_up = not_looked_up(definition, original)
+        looked_up = not_looked_up(fused or definition, original)
         attributes = (attribute for each in looked_up for attribute in each.attributes)
         method = instead.method._replace(looked_up=tuple(attributes))
         names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
