@@ -122,7 +122,7 @@ def test_a_weight_of_another_dtype(fused_mlp, device, calls, kind):
     assert got.dtype == expected.dtype == torch.float32
     assert_close(got, expected, tolerance=2e-2)
     assert calls == [KINDS[kind][2]]
-    (outcome,) = fused_mlp.fuse_mlps(copy.deepcopy(module)).fused
+    (outcome,) = fused_mlp.fuse_mlps(copy.deepcopy(module)).left
     assert outcome.extent == "partly" and "cast" in outcome.reasons[0].part
 
 

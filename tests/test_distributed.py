@@ -52,11 +52,11 @@ def test_distributed(backend, case):
     seen = [result[case] for result in results(backend)]
     assert not any(isinstance(one, str) for one in seen), "\n".join(str(one) for one in seen)
     assert seen[0] == seen[1]
-    expected = "partly fused" if case.startswith(("tensor", "transformers")) else "fused"
+    is_fused = not case.startswith(("tensor", "transformers"))
     if case.startswith("FSDP2") and "by model" not in case:  # shards but during a call; a root model keeps them whole
-        expected = "partly fused"
+        is_fused = False
         assert all("DTensor" in reason or "FSDPLinear" in reason for reason in seen[0]["reasons"])
-    assert seen[0]["states"] == [expected]
+    assert ("fused" in seen[0]["states"]) == is_fused
 
 
 @has_gpus

@@ -181,7 +181,7 @@ def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
     module = kind().eval()
     fused = copy.deepcopy(module)
     with products_in_bfloat16() if when == "before" else contextlib.nullcontext():
-        assert fused_mlp.fuse_mlps(fused).fused
+        assert fused_mlp.fuse_mlps(fused).modules
     x = x_of(torch.device("cpu"))
     with torch.set_grad_enabled(with_grad):
         assert_close(fused(x), module(x))

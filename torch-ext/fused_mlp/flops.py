@@ -31,8 +31,8 @@ def _of_three(x: Sequence[int], first: _Shape, up: _Shape, second: _Shape, *_: A
 
 def _of_training_backward(
     grad: Sequence[int],
-    x: Sequence[int],
-    weight: Sequence[int],
+    x: _Shape,
+    weight: _Shape,
     up_weight: _Shape,
     second_weight: _Shape,
     bias: _Shape,
@@ -46,15 +46,19 @@ def _of_training_backward(
 ) -> int:
     of_x, of_weight, of_up, of_second, *of_biases = (bool(needs >> place & 1) for place in range(6))
     is_before = of_x or of_weight or of_up or any(of_biases)  # a gradient from before the activation
+    # An operand that no gradient needs is not there: its shape is told by the others.
+    hidden = next(shape[-1] for shape in (gate, up, weight and weight[:1], grad) if shape is not None)
+    first = (hidden, x[-1]) if weight is None and x is not None else weight
+    second = (grad[-1], hidden if up_first is None else hidden // 2)
     computed = (
-        (gate is None and (is_before or of_second), (weight, up_weight)),  # the first layer, once more
+        (gate is None and up is None and (is_before or of_second), (weight, up_weight)),  # the first layer, once more
         (is_before, (second_weight,)),
         (of_x, (weight, up_weight)),
-        (of_weight, (weight,)),
-        (of_up, (up_weight,)),
-        (of_second, (second_weight,)),
+        (of_weight, (first,)),
+        (of_up, (first,)),
+        (of_second, (second,)),
     )
-    return sum(_of_layers(x, *weights) for is_computed, weights in computed if is_computed)
+    return sum(_of_layers(grad, *weights) for is_computed, weights in computed if is_computed)
 
 
 def _of_experts(

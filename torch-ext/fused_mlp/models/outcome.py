@@ -287,7 +287,7 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP]) -> Tuple[Reason, ...]:
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
     weight = None if first is None else attribute_of(first, "weight")
-    return weight if weight is not None and not is_lazy(weight) and weight.dim() == 2 else None
+    return weight if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2 else None
 
 
 def _pattern(mlps: Iterable[FoundMLP]) -> str:

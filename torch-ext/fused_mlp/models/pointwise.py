@@ -11,11 +11,13 @@ from .. import calls, dispatch
 from ..backends import reference
 from . import forms, obstacles
 
+is_traced = torch._C._is_tracing  # a size is a tensor then
+
 
 def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
     """True if one kernel takes less time for a product of this size; the last of the values is the gate."""
     gate = values[-1]
-    if type(gate) is not Tensor or dispatch.is_small_product(gate):
+    if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
         return False
     if forms.row_of(act) is None or getattr(act, "inplace", False) or obstacles.of_input(gate) is not None:
         return False
