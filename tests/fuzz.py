@@ -296,7 +296,8 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     report = fused_mlp.fuse_mlps(fused.root, verify=source.seed % 2 == 0)
     assert_same_state(identity(fused.root, mark), before)
     assert fused.names["record"] == [], "fusing calls the module"
-    assert report.modules or not source.is_clear, "neither fused nor reported"
+    # A single layer whose activation has no kernel is no MLP.
+    assert report.modules or not source.is_clear or "linear" in source.kind, "neither fused nor reported"
     for entry in report.left:
         assert entry.reason, "left without a reason"
         assert "error" not in {reason.code for reason in entry.reasons}, (
@@ -305,9 +306,13 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     # What is in another branch now may run later.
     waiting = any(reason.code == "other branch" for entry in report.left for reason in entry.reasons)
-    bitwise = not report.fused and not waiting
+    # Autocast may cast what has no kernel to a dtype that has one.
+    without_kernel = any(reason.code == "no kernel" for entry in report.left for reason in entry.reasons)
+    bitwise = all(entry.extent == "none" for entry in report.modules) and not waiting and not without_kernel
     in_block = any("residual" in entry.pattern for entry in report.fused)
-    assert text and not (bitwise and any(mark in vars(part) for part in fused.root.modules()))
+    # What runs as it was written for now, for its hooks, dtype or device, holds the method that asks for that.
+    asks = any(reason.code in ("called", "no kernel") for entry in report.left for reason in entry.reasons)
+    assert text and (asks or not (bitwise and any(mark in vars(part) for part in fused.root.modules())))
 
     outcomes = []
     casts = "autocast" in source.ambient or "autocast" in source.text

@@ -168,7 +168,7 @@ def refused(fused_mlp, module):
     """A pickled copy, fused again."""
     copied = pickle.loads(pickle.dumps(module))
     assert fused_mlp.explain(copied).implementation == "original"
-    assert fused_mlp.fuse_mlps(copied).fused
+    assert fused_mlp.fuse_mlps(copied).modules
     return copied
 
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "settings.h"
+#include "surroundings.h"
 
 namespace fused_mlp {
 namespace {
@@ -200,6 +201,8 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   read = are_unchanged(PyTuple_GetItem(other, 0));
   if (read != kYes) return read;
   if (PyTuple_GetItem(other, 1) == Py_False) return answer(PyTuple_GetItem(operands, bias_place) == Py_None);
+  read = is_quiet();  // a trace would record what follows
+  if (read != kYes) return read;
   const Owned weight(PyObject_CallMethodObjArgs(PyTuple_GetItem(operands, weight_place), names().transpose, nullptr));
   return weight ? put(operands, weight_place, weight.get()) : kError;
 }

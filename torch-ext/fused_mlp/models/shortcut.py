@@ -214,6 +214,8 @@ def _is_asked_again(names: Tuple[str, ...]) -> bool:
 
     It also learns of classes, when a miss has occurred once, twice, four times, ...
     """
+    if torch._C._get_tracing_state() is not None:  # which names what it records by the attributes that are read
+        return False
     if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
         return True
     count = _missed[names] = _missed.get(names, 0) + 1
