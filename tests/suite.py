@@ -79,7 +79,7 @@ def fused_mlp():
 @pytest.fixture
 def tell_ops(fused_mlp, monkeypatch):
     """A function that makes every op call tell(name, operands) first: those of the short way, or of another table."""
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
 
     def spy(tell, ops=shortcut._ops):
         for name, op in ops.items():

@@ -53,7 +53,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def shortcut(fused_mlp):
-    module = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    module = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     yield module
     module.plain.configure(module._settings)
 

@@ -179,7 +179,7 @@ def test_every_kernel_that_adds_the_residual(fused_mlp, ops, architecture, featu
     """The op has a kernel for the sum instead. There is a factor, and the rows of the residual are apart."""
     if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
         pytest.skip("not on this GPU")
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     torch.manual_seed(0)
     layers = x_of(192, 64) / 8, x_of(features, 192) / 8, x_of(192), x_of(features), 4
     nothing = None, None, 0.0, 0, None, None, 0.0, 0, False
@@ -233,7 +233,7 @@ def test_negative_bits(fused_mlp, ops, kind):
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 6, 8, 9, 12, 13])
 def test_each_tensor_is_asked_for_its_negative_bit(fused_mlp, place):
     """Input, weights, biases, residual, and weight and bias of both norms."""
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     vectors = [x_of(64) for _ in range(5)]
     layers = x_of(192, 64), x_of(64, 192), x_of(192), vectors[0], 4
     norms = *vectors[1:3], 1e-5, 1, *vectors[3:], 1e-5, 1, True

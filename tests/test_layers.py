@@ -131,7 +131,7 @@ def test_kernelize(fused_mlp, device, layer, make, width, mode):
 @pytest.fixture
 def no_long_way(fused_mlp, monkeypatch):
     """Calls have to go by the short way from here on."""
-    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.forwards")
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
     return lambda: monkeypatch.setattr(forwards, "fused", None)
 
 

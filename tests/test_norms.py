@@ -29,7 +29,7 @@ LAYER, RMS, RMS_OF_ONE_MORE, SCALE = range(1, 5)
 
 @pytest.fixture
 def norms(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.models.norms")
+    return importlib.import_module(f"{fused_mlp.__name__}.models.parts.norms")
 
 
 KNOWN = {

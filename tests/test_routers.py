@@ -27,7 +27,7 @@ def pair(fused_mlp, device, model_type="qwen3_moe", **options):
 
 def taken(fused_mlp, monkeypatch):
     """The calls of the op from now on."""
-    module, calls = sys.modules[f"{fused_mlp.__name__}.models.routers"], []
+    module, calls = sys.modules[f"{fused_mlp.__name__}.models.experts.routers"], []
     op = module.native.top_k_router
     monkeypatch.setattr(module.native, "top_k_router", lambda *given: calls.append(given) or op(*given))
     return calls

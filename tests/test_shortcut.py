@@ -54,7 +54,7 @@ KINDS = [
 @pytest.fixture
 def long_way(fused_mlp, monkeypatch):
     """The patterns of the calls that forwards.fused gets."""
-    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.forwards")
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
     taken, fused = [], forwards.fused
 
     def spy(pattern, *args):
@@ -242,7 +242,7 @@ def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain, Halves])
 def test_small_ones_for_which_autocast_casts_run_as_they_were_written(fused_mlp, device, pays_from, monkeypatch, kind):
-    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.shortcut")
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     gated = kind in (Gated, PackedGated)
     module, fused = fused_pair(fused_mlp, kind(), device)
     x = x_of(device)
@@ -378,7 +378,7 @@ class Product(nn.Module):
 def test_a_small_product_is_left(fused_mlp, device, monkeypatch):
     """One kernel for two operations saves less than its call takes."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
-    pointwise = importlib.import_module(f"{fused_mlp.__name__}.models.pointwise")
+    pointwise = importlib.import_module(f"{fused_mlp.__name__}.models.running.pointwise")
     monkeypatch.setitem(dispatch.LEAST_PRODUCT, torch.float32, 65)
     taken, act_and_mul = [], pointwise.calls.act_and_mul
     monkeypatch.setattr(

@@ -312,7 +312,7 @@ STARTS = {
 
 def found(fused_mlp, body):
     """The sites of a method with this body, and the method with `fused` in their places."""
-    substitution = importlib.import_module(f"{fused_mlp.__name__}.models.substitution")
+    substitution = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting.substitution")
     tree = ast.parse("def forward(self, x, y=None):\n" + textwrap.indent(body, "    ")).body[0]
     made = substitution.rewrite(
         tree, lambda node: ROLES.get(ast.unparse(node)), lambda site: True, lambda site: ast.Name("fused", ast.Load())
@@ -361,7 +361,7 @@ def test_blocks(fused_mlp, expression):
 
 @pytest.mark.parametrize("body", STARTS)
 def test_starts(fused_mlp, body):
-    matches = importlib.import_module(f"{fused_mlp.__name__}.models.matches")
+    matches = importlib.import_module(f"{fused_mlp.__name__}.models.parts.matches")
     tree = ast.parse("def forward(self, h, y=None):\n" + textwrap.indent(body.replace("; ", "\n"), "    ")).body[0]
     start = matches.start_of(tree, lambda node: ROLES.get(ast.unparse(node)))
     assert (start is not None) == STARTS[body]

@@ -289,7 +289,7 @@ def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, act, activation, cou
 @pytest.mark.parametrize("trained, written", [("fc1", True), ("", False)])
 def test_a_little_mlp_whose_input_needs_no_gradient(fused_mlp, device, monkeypatch, trained, written):
     """It runs as written, wherever its parameters stand, if they are trained."""
-    plain = sys.modules[f"{fused_mlp.__name__}.models.shortcut"].plain
+    plain = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"].plain
     module, x = nn.Sequential(Plain()).to(device), torch.randn(2, 32, device=device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(bool(trained) and trained in name)

@@ -10,7 +10,7 @@
 namespace fused_mlp {
 namespace {
 
-// Parts of a half (models/halves.py).
+// Parts of a half (models/running/halves.py).
 constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kRead = 7;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
@@ -85,7 +85,7 @@ Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
   return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
 }
 
-// Where an MLP stands among modules that run in turn, if that is all they are (models/sequences.py). Where `act` is
+// Where an MLP stands among modules that run in turn, if that is all they are (models/running/sequences.py). Where `act` is
 // negative, the first hands over its activation.
 struct Place {
   Py_ssize_t act, second;
@@ -107,7 +107,7 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
 
 // Returns use(mlp, rest), given the MLP that the modules of a nn.ModuleList are if they run in turn, and the modules
 // behind it; nullptr without an error where they are no MLP. `places` says by the classes of modules where MLPs are
-// among them (models/sequences.py); `plain` is the pattern of an MLP without a gate.
+// among them (models/running/sequences.py); `plain` is the pattern of an MLP without a gate.
 template <typename Use>
 PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* plain, PyObject* x, bool recording,
                   const Use& use) {

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
-from .models import outcome, patching, report
-from .models.attributes import attribute_of, children_of, method_in, modules_of, state_of
-from .models.interface import NAME
+from .models import fuse as patching
+from .models import outcome, report
+from .models.experts.interface import NAME
 from .models.outcome import Outcome
-from .models.recognition import activation_of
+from .models.parts.recognition import activation_of
+from .models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
 
 
 @dataclass(frozen=True)

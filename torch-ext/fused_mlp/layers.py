@@ -16,9 +16,11 @@ from torch import nn
 
 from . import functional
 from .activations import get_activation
-from .models import forwards, mixtures, obstacles, shortcut
 from .models.checkpoints import PackedWeights
-from .models.pattern import Pattern
+from .models.experts import mixtures
+from .models.parts import obstacles
+from .models.parts.pattern import Pattern
+from .models.running import forwards, shortcut
 
 
 class _Parts(NamedTuple):

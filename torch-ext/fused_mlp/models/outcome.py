@@ -13,10 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from .. import dispatch
 from ..backends import reference
-from . import endings, forwards, mixtures, norms, obstacles, recognition, rewriting, routers, shape
-from .attributes import attribute_of
-from .found import FoundMLP, around_of
-from .source import tree_of
+from .experts import mixtures, routers
+from .parts import norms, obstacles, recognition
+from .reading.attributes import attribute_of
+from .reading.source import tree_of
+from .rewriting import endings, shape
+from .rewriting import methods as rewriting
+from .rewriting.found import FoundMLP, around_of
+from .running import forwards
 
 # Extents: what of an MLP is one call of a kernel.
 FULL = "full"  # its GEMMs, with the activation in their epilogue

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from .. import calls
 from ..backends import reference
 from ..experts import traceable
-from . import experts, forwards, mixtures, obstacles
-from .found import FoundMLP
+from .experts import mixtures
+from .experts import proofs as experts
+from .parts import obstacles
+from .rewriting.found import FoundMLP
+from .running import forwards
 
 # Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -103,9 +106,7 @@ def _casts(mlp: FoundMLP) -> List[Callable[[Tensor], Tensor]]:
     return [lambda hidden: hidden.to(last.weight.dtype) for part in mlp.between.values() if part is forwards.cast]
 
 
-def _difference_between(
-    fused: Callable[[], Optional[Tensor]], plain: Callable[[], Tensor], x: Tensor
-) -> Optional[str]:
+def _difference_between(fused: Callable[[], Optional[Tensor]], plain: Callable[[], Tensor], x: Tensor) -> Optional[str]:
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             got, expected = fused(), plain()

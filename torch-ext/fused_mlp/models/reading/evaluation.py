@@ -18,10 +18,10 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from .. import obstacles
-from ..effects import bound
-from ..source import tree_of
+from ..parts import obstacles
 from . import operations
+from .effects import bound
+from .source import tree_of
 from .values import MISSING, PLAIN, Bound, Dependency, Held, Method, Node, NotProved, Value, class_of, looked_up
 
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

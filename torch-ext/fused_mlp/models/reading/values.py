@@ -9,7 +9,8 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from .. import obstacles, switching
+from ..parts import obstacles
+from ..running import switching
 
 
 class NotProved(Exception):

@@ -1,0 +1,1 @@
+"""Mixtures of experts: what they compute, proved from source, and their fused forwards."""

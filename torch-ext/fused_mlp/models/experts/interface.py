@@ -1,0 +1,116 @@
+"""The experts interface of transformers: which classes it decorates, and the function of this package under a name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from types import CodeType, FunctionType
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..reading.source import inside
+
+NAME = "fused_mlp"
+
+SET_TO = "_experts_implementation_internal"  # where a configuration holds the name of the implementation
+
+_MODULE = "transformers.integrations.moe"
+PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own, of which one runs unless asked for another
+
+
+def functions() -> Any:
+    """The interface's table of functions, with transformers imported.
+
+    Raises ImportError where it is not there, or has none.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"register_experts needs transformers, which cannot be imported: {error}") from error
+    try:
+        return importlib.import_module(_MODULE).ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"register_experts needs transformers 5.0 or later, whose experts have an interface; this is "
+            f"{transformers.__version__}"
+        ) from error
+
+
+def constant(function: FunctionType) -> FunctionType:
+    """Has torch.compile take what a function returns for a constant.
+
+    It is what ``torch.compiler.assume_constant_result`` does, but for importing the compiler.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+def original_of(method: Any) -> Optional[FunctionType]:
+    """The method of a class that the interface's decorator stands around; None for anything else."""
+    return _original_of(method) if isinstance(method, FunctionType) else None
+
+
+@functools.cache
+def _original_of(method: FunctionType) -> Optional[FunctionType]:
+    decorate = getattr(sys.modules.get(_MODULE), "use_experts_implementation", None)
+    if decorate is None:
+        return None
+    return inside(method) if method.__code__ in _codes(inspect.unwrap(decorate).__code__) else None
+
+
+@constant
+def decorates(method: Any) -> bool:
+    """Whether a method is what the interface's decorator made."""
+    return original_of(method) is not None
+
+
+def implementation_of(module: nn.Module) -> str:
+    """The name of the implementation that a decorated module is set to."""
+    return getattr(module.__dict__.get("config"), "_experts_implementation", None) or "eager"
+
+
+@constant
+def is_own(name: str, method: FunctionType) -> bool:
+    """Whether a name stands for a function of transformers, or of this package, that computes what the class does."""
+    if name == "eager":
+        return True
+    table = _table_of(method)
+    function = None if table is None else table.get(name)
+    if name == NAME:
+        return getattr(function, "__module__", "").startswith(f"{__package__}.")
+    return name in PRODUCTS and function is getattr(sys.modules.get(_MODULE), f"{name}_experts_forward", None)
+
+
+def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
+    """What :func:`is_own` of a way is decided by: dictionaries and names in them; None where that cannot be told."""
+    if way == "eager":
+        return []
+    table, module = _table_of(method), sys.modules.get(_MODULE)
+    if way not in (*PRODUCTS, NAME) or not is_own(way, method):
+        return None
+    tables = (getattr(table, "_local_mapping", None), getattr(table, "_global_mapping", None))
+    if not all(type(mapping) is dict for mapping in tables):
+        return None
+    return [*((mapping, way) for mapping in tables), (vars(module), f"{way}_experts_forward")]
+
+
+def fallback(method: FunctionType, x: Any) -> FunctionType:
+    """What computes the experts of a class with this method where ``experts_mlp`` does not."""
+    if x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return sys.modules[_MODULE].grouped_mm_experts_forward
+    return original_of(method)
+
+
+@functools.cache
+def _table_of(method: FunctionType) -> Any:
+    """The functions that a decorated method chooses from."""
+    return inspect.getclosurevars(method).nonlocals.get("experts_interface")
+
+
+def _codes(code: CodeType) -> List[CodeType]:
+    found = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return found + [inner for part in found for inner in _codes(part)]

@@ -1,0 +1,248 @@
+"""The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
+
+It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
+of groups too. Composed of parts, as where autograd follows on a CPU, it keeps more for the backward than either: there
+the forward runs as it was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import FunctionType
+from typing import Any, Dict, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import calls, dispatch
+from ...backends import reference
+from ..parts import obstacles
+from ..reading.mixtures import SKIPS_ALL
+from ..reading.source import remembered
+from ..running import switching
+from . import interface, settled
+from . import proofs as experts
+from .proofs import Experts, Unknown
+
+_is_compiling = torch.compiler.is_compiling
+_PLAIN = (Tensor, nn.Parameter)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The method to put into a module of experts; none where it is no such, or not understood."""
+    found = experts.of(module) if experts.looks_like_experts(module) else None
+    return {"forward": fused_method(experts.method_of(module))} if isinstance(found, Experts) else {}
+
+
+def is_fused(function: Any) -> bool:
+    """Whether a function is one that :func:`fused_method` makes."""
+    return function in _made
+
+
+_made: Set[FunctionType] = set()
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether a module of experts asks transformers for the function of this package."""
+    method = getattr(type(module), "forward", None)
+    if interface.original_of(method) is None or interface.implementation_of(module) != interface.NAME:
+        return False
+    return interface.is_own(interface.NAME, method)
+
+
+def are_left(module: nn.Module) -> bool:
+    """Whether a module that was not fused is one of experts by the interface of transformers, or by its name."""
+    method = getattr(type(module), "forward", None)
+    if interface.original_of(method) is not None:
+        return True
+    if not type(module).__name__.endswith("Experts") or not isinstance(method, FunctionType):
+        return False
+    # Those with weights of four bits are called with other arguments; their last weight has its name all the same.
+    are_experts = experts.takes_routing(method) or hasattr(module, "down_proj")
+    return are_experts and not any(isinstance(part, nn.Linear) for part in module.modules())
+
+
+@remembered
+def fused_method(method: FunctionType) -> FunctionType:
+    """The forward of a class of experts made anew: with one call of ``experts_mlp`` where it may be."""
+    own = interface.original_of(method)
+    names = tuple(inspect.signature(own or method).parameters)[1:]
+    written = switching.as_written("forward", method)
+    instead = switching.instead_of(written)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if not _is_compiling() and len(args) == 3 and not kwargs:
+            result = settled.output(self, *args)
+            if result is not None:
+                return result
+        another = instead(self)
+        if another is not None:
+            return another(self, *args, **kwargs)
+        given = args if len(args) == 3 and not kwargs else _in_order(names, args, kwargs)
+        result = None if given is None else _fused(self, *given)
+        return method(self, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    _made.add(forward)
+    switching.written[forward] = written
+    return forward
+
+
+def registered(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Any, **named: Any
+) -> Tensor:
+    """The function that transformers has under the name of this package: of any class with its experts interface."""
+    given = (hidden_states, top_k_index, top_k_weights)
+    result = None
+    if not (others or named):
+        result = None if _is_compiling() else settled.output(self, *given)
+        result = _fused(self, *given) if result is None else result
+    if result is not None:
+        return result
+    method = experts.method_of(self)
+    return interface.fallback(method, hidden_states)(self, *given, *others, **named)
+
+
+def routed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The output of a module of experts, called by a layer of this package: on every device by ``experts_mlp``."""
+    called = obstacles.of_call(module) is not None or type(module).__call__ is not nn.Module.__call__
+    result = None if called else _fused(module, x, index, weights, interface.NAME)
+    return module(x, index, weights) if result is None else result
+
+
+def register_experts() -> None:
+    """Makes ``experts_mlp`` known to transformers as an implementation of experts, under the name ``"fused_mlp"``.
+
+    From then on ``from_pretrained(..., experts_implementation="fused_mlp")`` and
+    ``model.set_experts_implementation("fused_mlp")`` take it, for every class with the experts interface. What a class
+    computes is found out at its first call; where that is not understood, or a weight must not be read (quantised, or
+    of a type of its own), transformers' ``grouped_mm`` runs: ``explain(model)`` says so.
+
+    Raises:
+        ImportError: transformers is not there, or has no such interface.
+    """
+    interface.functions().register(interface.NAME, registered)
+
+
+def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
+    """Why the forward of a module of experts runs as it was written, in its present state; None if it does not.
+
+    ``asked`` is the name of what stands in the place of the implementation that it is set to, if anything does.
+    """
+    found = experts.of(module)
+    if isinstance(found, Unknown):
+        return found.reason
+    tensors, way = experts.tensors_of(module, found.weights), _way(module)
+    return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
+
+
+def trains_as_written(module: nn.Module) -> bool:
+    """Whether a module of experts that has no obstacle runs as it was written where autograd follows: on a CPU."""
+    return experts.tensors_of(module, experts.of(module).weights)[0].is_cpu
+
+
+def _fused(
+    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, asked: Optional[str] = None
+) -> Optional[Tensor]:
+    """The output of experts by one call; None where their forward is to run as it was written."""
+    way = _way(module)
+    if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
+        return None
+    follows = calls.autograd_follows(x, weights, *module._parameters.values())
+    if x.is_cpu and follows:
+        return None
+    proof = None if _is_compiling() else experts.proof_of(module)
+    found = experts.constantly_of(module) if proof is None else proof.found
+    if type(found) is not Experts:
+        return None
+    tensors = experts.tensors_of(module, found.weights)
+    if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
+        return None
+    if follows and not all(tensor is None or tensor.requires_grad for tensor in tensors):
+        return None  # frozen weights, of which the unfused way keeps less
+    last = _last_index(module, found, way)
+    if proof is not None and last is not None and not settled.are_experts(index, last):
+        return None
+    trained = way == interface.NAME and follows
+    call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    result = experts.computed(module, found, call, x, index, weights, tensors)
+    if result is not None and proof is not None and not follows:
+        settled.settle(module, proof, last, x, index)
+    return result
+
+
+def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
+    """The largest index of an expert that the unfused way takes without an error; None if it takes any."""
+    if way in (_OWN_LOOP, "eager"):
+        return None if found.skips == SKIPS_ALL else found.experts - 1 + found.skips
+    parallel = module.__dict__.get("_is_expert_parallel") is True
+    return None if way == interface.NAME else found.experts - 1 + parallel
+
+
+def _way(module: nn.Module) -> str:
+    """By which name transformers computes a module of experts; another word where it has no part in it."""
+    decorated = interface.decorates(experts.method_of(module))
+    return interface.implementation_of(module) if decorated else _OWN_LOOP
+
+
+_OWN_LOOP = "own loop"
+
+
+def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Any, ...]]:
+    """Tokens, experts and their weights, however they are given; None if that, or more, is not given."""
+    named = dict(zip(names, args), **kwargs)
+    return tuple(named[name] for name in names[:3]) if len(named) == 3 and {*named} == {*names[:3]} else None
+
+
+def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
+    """What keeps a module from being computed by ``experts_mlp``, whatever it is called with."""
+    around = obstacles.of_surroundings()
+    if around is not None:
+        return around
+    up = tensors[0]
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            return f"a weight of type {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"a weight of {tensor.layout}"
+        if tensor.dtype not in _DTYPES or tensor.dtype != up.dtype:
+            return f"a weight of {tensor.dtype}"
+    number = module.__dict__.get("num_experts", found.experts)
+    if up.shape[0] != found.experts or number != found.experts:
+        return f"weights of {up.shape[0]} experts, not of {number}"
+    if way in (_OWN_LOOP, "eager"):
+        if found.other_loop is not None:
+            return f"a loop of its own: {found.other_loop}"
+        if found.wide and up.dtype != torch.float32:
+            return "a loop of its own that computes in float32"
+    elif not interface.is_own(way, experts.method_of(module)):
+        return f"experts_implementation {way!r}"
+    return None
+
+
+def _of_device(x: Tensor, way: str) -> Optional[str]:
+    """Why what runs anyway is left to run, on the device and in the dtype of x."""
+    if not _are_products(way):
+        return None
+    if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
+        return f"{way} of {x.dtype} on {x.device.type}, for which there is no kernel"
+    return None
+
+
+def _are_products(way: str) -> bool:
+    """Whether a way is transformers' by products of groups, and no backend is forced in its place."""
+    return way in interface.PRODUCTS and dispatch._open_blocks[-1].name == "auto"
+
+
+def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
+    """What keeps a call from being one of ``experts_mlp``."""
+    for tensor in (x, index, weights):
+        if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
+            return "operands of another kind"
+    if x.dtype != up.dtype or not (x.is_cpu or x.is_cuda):
+        return "operands of another kind"
+    return "autocast" if calls.autocasts(x) else calls._ambient_reason()

@@ -1,0 +1,296 @@
+"""What a module with stacks of experts' weights computes: proved from the source of its class.
+
+A class that transformers decorates with its experts interface says how its weights lie; its gate is read, and whether
+its own loop over the experts does the same. Of any other class the loop is all there is to read. What is not proved to
+be the sum that ``experts_mlp`` computes is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...experts import Form
+from ..reading import mixtures as reading
+from ..reading.evaluation import Evaluation
+from ..reading.mixtures import SKIPS_NONE, Loop, Sizes
+from ..reading.values import MISSING, PLAIN, Bound, Dependency, NotProved, holds
+from ..running import switching
+from . import interface
+
+
+class Weights(NamedTuple):
+    """The names of a module's parameters; of the part that normalises what an expert gives, if one does."""
+
+    up: str
+    down: str
+    up_bias: Optional[str] = None
+    down_bias: Optional[str] = None
+    norm: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What experts compute.
+
+    ``other_loop``: why the class's own loop over them is not known to compute it too; None where it is. ``wide``: it
+    does so in float32 throughout. ``skips``: which indices that no expert has it skips.
+    """
+
+    weights: Weights
+    form: Form
+    experts: int
+    other_loop: Optional[str] = None
+    wide: bool = False
+    skips: int = SKIPS_NONE
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why it is not understood what a module computes that looks like experts."""
+
+    reason: str
+
+
+class Proof(NamedTuple):
+    """What was found out, and all that it rests on."""
+
+    found: Union[Experts, Unknown]
+    dependencies: Tuple[Dependency, ...]
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """Whether a module's class has the experts interface, or holds two stacks of weights and takes a routing."""
+    method = method_of(module)
+    if not isinstance(method, FunctionType):
+        return False
+    return interface.original_of(method) is not None or (len(_stacks(module)) == 2 and takes_routing(method))
+
+
+def of(module: nn.Module) -> Union[Experts, Unknown]:
+    """What a module computes that looks like experts."""
+    return proof_of(module).found
+
+
+def proof_of(module: nn.Module) -> Proof:
+    """The proof of what a module computes, which holds as long as its dependencies do. Those of a class are kept."""
+    proofs = _known.setdefault(switching.class_of(module), {}).setdefault(_shapes(module), [])
+    for proof in proofs:
+        if holds(proof.dependencies, module):
+            return proof
+    proofs.insert(0, _proved(module))
+    del proofs[_MOST:]
+    return proofs[0]
+
+
+_known: Dict[type, Dict[Tuple[Any, ...], List[Proof]]] = {}
+_MOST = 8  # of one class, for as many configurations
+
+
+def _shapes(module: nn.Module) -> Tuple[Any, ...]:
+    """The shapes of a module's parameters, and what says which ones torch parametrizes."""
+    parts = module._modules.get("parametrizations", ())
+    return tuple((name, value if value is None else value.shape) for name, value in module._parameters.items()), *parts
+
+
+def computed(
+    module: nn.Module,
+    found: Experts,
+    call: Callable[..., Optional[Tensor]],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    tensors: Tuple[Optional[Tensor], ...],
+) -> Optional[Tensor]:
+    """The output of experts, by a function with the arguments of ``calls.experts_mlp``; None where it gives none."""
+    if found.weights.norm is None:
+        return call(x, index, weights, *tensors, found.form)
+    tokens, top_k = index.shape  # every slot is a token of one expert, since a norm stands before the sum
+    ones = torch.ones_like(weights, dtype=x.dtype)
+    of_slots = call(x.repeat_interleave(top_k, 0), index.reshape(-1, 1), ones.reshape(-1, 1), *tensors, found.form)
+    if of_slots is None:
+        return None
+    products = getattr(module, found.weights.norm)(of_slots) * weights.reshape(-1, 1)
+    products = products.masked_fill((index >= tensors[0].shape[0]).reshape(-1, 1), 0.0)
+    return products.view(tokens, top_k, -1).sum(1).to(x.dtype)
+
+
+def tensors_of(module: nn.Module, weights: Weights) -> Tuple[Optional[Tensor], ...]:
+    """The weights of a module, as ``experts_mlp`` takes them."""
+    names = (weights.up, weights.down, weights.up_bias, weights.down_bias)
+    return tuple(None if name is None else getattr(module, name) for name in names)
+
+
+# For torch.compile, which takes a proof for a constant. What it rests on in the module is read where Dynamo guards on
+# it, so that modules that are alike share a graph.
+
+_Plain = Tuple[Tuple[Any, ...], Tuple[Any, ...]]  # the fields of Experts, and what is read: paths, names and values
+
+
+class _Known(type):
+    def __instancecheck__(cls, module: Any) -> bool:
+        return isinstance(of(module), Experts)
+
+
+class Known(metaclass=_Known):
+    """Modules whose experts are understood. Dynamo asks ``isinstance`` while it traces, and guards on nothing that the
+    answer depends on: what that is, is read where it does."""
+
+
+def constantly_of(module: nn.Module) -> Optional[Experts]:
+    """:func:`of` for torch.compile; None also where unknown."""
+    if not isinstance(module, Known):
+        return None
+    for fields, read in _plain_proofs(type(module)):
+        if _are_read(module, read):
+            return Experts(Weights(*fields[0]), Form(*fields[1]), *fields[2:])
+    return None
+
+
+def _are_read(module: nn.Module, read: Tuple[Any, ...]) -> bool:
+    for path, name, value in read:
+        owner = module
+        for part in path:
+            owner = getattr(owner, part)
+        if (type(owner) if name is None else getattr(owner, name, None)) != value:
+            return False
+    return True
+
+
+@interface.constant
+def _plain_proofs(kind: type) -> Tuple[_Plain, ...]:
+    found = (proof for proofs in _known.get(kind, {}).values() for proof in proofs)
+    return tuple(plain for plain in map(_plain, found) if plain is not None)
+
+
+def _plain(proof: Proof) -> Optional[_Plain]:
+    """A proof in constants; None where there is none, or what it rests on outside of the module has changed."""
+    found, read = proof.found, []
+    if not isinstance(found, Experts):
+        return None
+    for each in proof.dependencies:
+        if type(each.owner) is not tuple:
+            if not each.holds(None):
+                return None
+        elif each.part == "class" and each.owner:
+            read.append((each.owner, None, each.value))
+        elif type(each.value) in PLAIN and each.value is not MISSING and each.part != "call":
+            read.append((each.owner, each.name, each.value))
+    fields = (tuple(found.weights), tuple(found.form), found.experts, found.other_loop, found.wide, found.skips)
+    return fields, tuple(read)
+
+
+# Which modules are looked at.
+
+
+def method_of(module: nn.Module) -> FunctionType:
+    """The forward that the class of a module has, or had before it was fused."""
+    return switching.class_of(module).forward
+
+
+def _stacks(module: nn.Module) -> List[str]:
+    """The parameters of a module that are stacks of matrices, one for each expert."""
+    found = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    return [name for name, parameter in found.items() if not is_lazy(parameter) and parameter.dim() == 3]
+
+
+@functools.cache
+def takes_routing(method: FunctionType) -> bool:
+    """Whether it takes three arguments: tokens, the experts of each, and their weights."""
+    parameters = list(inspect.signature(method).parameters.values())
+    return len(parameters) == 4 and all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parameters)
+
+
+# Finding out.
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+
+
+def _proved(module: nn.Module) -> Proof:
+    method = method_of(module)
+    own = interface.original_of(method)
+    if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
+        return Proof(Unknown("weights that are not made yet"), ())
+    evaluation = Evaluation(module, decide=Sizes(module).decide)
+    if own is not None:
+        return _of_decorated(module, own, evaluation)
+    try:
+        loop = _loop(module, method, evaluation)
+    except NotProved as error:
+        return Proof(Unknown(f"a loop that is not understood: {error}"), evaluation.dependencies)
+    experts = module_shape(module, loop.names[0])[0]
+    return Proof(
+        Experts(Weights(*loop.names), loop.form, experts, None, loop.wide, loop.skips), evaluation.dependencies
+    )
+
+
+def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) -> Proof:
+    """The experts of a class that says by flags how its weights lie."""
+    try:
+        flags = {flag: evaluation.attribute(flag) for flag in _FLAGS}
+    except NotProved:
+        flags = {}
+    if not flags or not all(type(flag) is bool for flag in flags.values()):
+        return Proof(Unknown("the flags of the experts interface are missing"), evaluation.dependencies)
+    gated, biased = flags["has_gate"], flags["has_bias"]
+    up = "gate_up_proj" if gated else "up_proj"
+    weights = Weights(up, "down_proj", *((f"{up}_bias", "down_proj_bias") if biased else (None, None)))
+    weights = weights._replace(norm="post_expert_norm" if flags["has_post_expert_norm"] else None)
+    parameters = [name for name in weights[:4] if name is not None]
+    is_there = weights.norm is None or weights.norm in module._modules
+    if not is_there or any(module_shape(module, name) is None for name in parameters):
+        return Proof(Unknown("the parameters of the experts interface are missing"), evaluation.dependencies)
+    if not _fit(module, weights, gated, flags["is_transposed"]):
+        return Proof(Unknown("weights of shapes that do not fit each other"), evaluation.dependencies)
+    try:
+        read = reading.gate_of if gated else reading.activation_of
+        form = read(evaluation, "_apply_gate" if gated else "act_fn")
+    except NotProved as error:
+        what = "a gate" if gated else "an activation"
+        reason = str(error) if str(error).startswith(what) else f"{what} that is not known: {error}"
+        return Proof(Unknown(reason), evaluation.dependencies)
+    form = form._replace(transposed=flags["is_transposed"])
+    experts = Experts(weights, form, module_shape(module, up)[0], "it computes something else")
+    of_loop = Evaluation(module, reading.keeps_norm(weights.norm), Sizes(module).decide)
+    try:
+        loop = _loop(module, own, of_loop)
+        if loop.names == tuple(weights) and loop.form == form:
+            experts = Experts(weights, form, experts.experts, None, loop.wide, loop.skips)
+    except NotProved as error:
+        experts = Experts(weights, form, experts.experts, str(error))
+    merged = {each.key: each for each in (*evaluation.dependencies, *of_loop.dependencies)}
+    return Proof(experts, tuple(merged.values()))
+
+
+def _loop(module: nn.Module, method: FunctionType, evaluation: Evaluation) -> Loop:
+    loop = reading.loop_of(evaluation, Bound(method, evaluation.root), Sizes(module))
+    weights = Weights(*loop.names)
+    if any(name is not None and module_shape(module, name) is None for name in weights[:4]):
+        raise NotProved("weights that are no parameters of the module")
+    if not _fit(module, weights, loop.form.gated, loop.form.transposed):
+        raise NotProved("weights of shapes that do not fit each other")
+    return loop
+
+
+def module_shape(module: nn.Module, name: str) -> Optional[torch.Size]:
+    """The shape of a parameter of a module, also of one that torch parametrizes; None where there is none."""
+    if name in module._modules.get("parametrizations", ()):
+        return getattr(module, name).shape
+    parameter = module._parameters.get(name)
+    return None if parameter is None else parameter.shape
+
+
+def _fit(module: nn.Module, weights: Weights, gated: bool, transposed: bool) -> bool:
+    up, down = module_shape(module, weights.up), module_shape(module, weights.down)
+    if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
+        return False
+    in_dim, out_dim = (1, 2) if transposed else (2, 1)
+    width, hidden = up[in_dim], down[in_dim]
+    return down[out_dim] == width and up[out_dim] == (2 * hidden if gated else hidden)

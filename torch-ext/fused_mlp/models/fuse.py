@@ -1,0 +1,226 @@
+"""One call that fuses the MLPs of an existing model.
+
+An MLP is what the code of a module computes, whatever its parts are called: its methods are read, and made anew for the
+instance with fused calls where the output of a projection goes through an activation. All else in them stays as it is
+written, so that a module is never taken for something it is not. Weights stay where they are; ``FusionReport.restore``
+gives the original methods back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from .. import training
+from . import outcome, verification
+from .experts import mixtures, routers
+from .outcome import Outcome, Reason
+from .reading.attributes import finder_of, method_in, modules_of, state_of
+from .report import FusionReport, of_module
+from .rewriting import endings, shape
+from .rewriting import methods as rewriting
+from .running import shortcut, switching
+
+
+def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
+    """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
+
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
+
+    Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
+    cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
+    the report as fused. If the call raises, or is interrupted, the model is as it was. Threads that fuse, restore or
+    explain wait for each other.
+
+    Args:
+        model: any module; its parameters, buffers and attributes are neither copied nor changed, and none of its
+            methods is run.
+        verify: before it is fused, compare each kind of MLP with its parts, called one after the other (on a few random
+            rows, with the module's own weights), and leave alone what does not agree. Nothing is compared where weights
+            are on the meta device, or must not be read.
+        memory: what training keeps, as in :func:`gated_mlp`. Modules that are fused already keep that from now on.
+
+    Returns:
+        A report that prints as a table: what is fused, what is not, and why.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``memory`` is not known.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    training.check_memory(memory)
+    report, check = FusionReport(), verification.Verification() if verify else None
+    scripted = set()  # by id: those inside of a compiled one
+    heads, tails = set(), set()  # by id: first and second halves of MLPs that are fused
+    around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
+    with switching.lock:
+        modules = list(modules_of(model))
+        before = [(module, switching.saved(module)) for _, module in modules]
+        try:
+            for path, module in modules:
+                if id(module) in scripted:
+                    continue
+                if issubclass(type(module), torch.jit.ScriptModule):
+                    scripted.update(id(inner) for _, inner in modules_of(module))
+                found = _fuse(module, check, memory, id(module) in tails)
+                heads.update(map(id, heads_in(module)))
+                for method in switching.methods_in(module).values():
+                    tails.update(map(id, rewriting.tails_in(method, module)))
+                around.update(blocks_around(module))
+                if found is not None and id(module) not in heads:
+                    report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+            for _, module in modules:
+                if _is_idle(module):
+                    switching.switch_back(module)
+                if is_fused(module):
+                    report._restoring.append(partial(_restore, weakref.ref(module)))
+        except BaseException:
+            for module, state in before:
+                switching.put_back(module, state)
+            raise
+    return report
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Return whether a module runs a method that :func:`fuse_mlps` put there; :func:`explain` says how far it is fused.
+
+    Raises TypeError for what is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    return bool(switching.methods_in(module))
+
+
+def heads_in(module: nn.Module) -> List[nn.Module]:
+    """The modules that are first halves of the MLPs that a module runs fused."""
+    methods = switching.methods_in(module).values()
+    return [part for method in methods for part in rewriting.heads_in(method, module)]
+
+
+def blocks_around(module: nn.Module) -> Dict[int, str]:
+    """The MLPs, by id, that the methods of a module compute together with their block, and what else is in it."""
+    found: Dict[int, str] = {}
+    for method in switching.methods_in(module).values():
+        found.update({id(part): words for part, words in rewriting.mlps_around(method, module)})
+    return found
+
+
+def in_block(found: Outcome, words: str) -> Outcome:
+    """The outcome of an MLP that is fused with its block."""
+    return replace(found, pattern=found.pattern + words) if found.extent == outcome.FULL else found
+
+
+def _is_idle(module: nn.Module) -> bool:
+    """Whether all that is fused in a module are blocks around MLPs, of which none is fused."""
+    methods = switching.methods_in(module).values()
+    if not methods or not all(map(rewriting.is_fused, methods)):
+        return False
+    around = [part for method in methods for part, _ in rewriting.mlps_around(method, module)]
+    has_own = any(rewriting.mlps_in(method, module) for method in methods)
+    return bool(around) and not has_own and not any(map(is_fused, around))
+
+
+def outcome_of(module: nn.Module) -> Optional[Outcome]:
+    """How far a module is fused at present, and why not further; None if it is no MLP."""
+    with switching.lock:
+        return _outcome_of(module)
+
+
+def _outcome_of(module: nn.Module) -> Optional[Outcome]:
+    methods = switching.methods_in(module)
+    if methods:
+        return outcome.of_methods(module, methods.values())
+    if mixtures.is_registered(module):
+        return outcome.of_experts(module)
+    methods, found = _plan(module, None, training.KEPT)
+    return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
+
+
+def _fuse(
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
+) -> Optional[Outcome]:
+    """Fuses one module, and says how far; None if it is no MLP, or the second half of one that is fused."""
+    methods = switching.methods_in(module)
+    if methods and all(rewriting.memory_of(method) == memory for method in methods.values()):
+        return outcome.of_methods(module, methods.values())
+    switching.switch_back(module)  # it may hold fused methods that do not run any more
+    methods, found = _plan(module, check, memory, is_tail)
+    if methods:
+        switching.switch(module, methods)
+    return found
+
+
+def _plan(
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool = False
+) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
+    """The methods to put into a module, if there are any, and how far they fuse it, or why they do not.
+
+    Whatever goes wrong with one module is no reason to leave the others.
+    """
+    try:
+        return _plan_of(module, check, memory, is_tail)
+    except Exception as error:
+        return {}, Outcome(outcome.NONE, (outcome.of_error(error),))
+
+
+def _plan_of(
+    module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
+) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
+    if issubclass(type(module), torch.jit.ScriptModule):
+        return {}, Outcome(outcome.NONE, (Reason(outcome.SCRIPTED),))
+    finder = finder_of(type(module))
+    if finder is not None:
+        return {}, outcome.of_finder(module, finder)
+    methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
+    if not methods:
+        methods, unknown = rewriting.fused_methods(module, memory)
+    if unknown and not methods:
+        reasons = tuple(map(outcome.of_activation, unknown))
+        return {}, Outcome(outcome.NONE, reasons) if shape.has_two_projections(module) else None
+    if not methods and not is_tail:
+        methods = endings.fused_methods(module, memory)
+    if not methods:
+        return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+    nothing = outcome.of_nothing_to_fuse(module, methods.values())
+    if nothing is not None:
+        return {}, nothing
+    if issubclass(type(module), torch.fx.GraphModule):
+        return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
+    for name, method in methods.items():
+        own = state_of(module).get(switching.place_of(module, name))
+        if own is not None and not _is_of_class(module, name, own):
+            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
+        if check is None or routers.is_fused(method):
+            words = None
+        elif mixtures.is_fused(method):
+            words = check.disagreement_of_experts(module)
+        else:
+            words = check.disagreement(rewriting.mlps_in(method, module))
+        if words is not None:
+            return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
+    rewritten = filter(rewriting.is_fused, methods.values())
+    for mlp in (mlp for method in rewritten for mlp in rewriting.mlps_in(method, module)):
+        shortcut.learn(mlp.act)
+        shortcut.learn_layers(mlp.projections.values())
+    return rewriting.lean_methods(module, methods), outcome.of_methods(module, methods.values())
+
+
+def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
+    """Whether what a module holds in the place of a method is that of its class, or a fused one, also of the module
+    that it is a shallow copy of."""
+    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in switching.written
+    return is_fused or method_in(module, name) is getattr(type(module), name)
+
+
+def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:
+    module = reference()
+    if module is not None:
+        with switching.lock:
+            switching.switch_back(module)

@@ -1,0 +1,103 @@
+"""Activations that a method spells out, in place of calling a function or a module with one tensor alone.
+
+What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)`` or ``h * torch.sigmoid(h)``: a callable
+that computes what the source says, and knows which row of the table that is, by what the parts are at the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...activations import Activation, get_activation
+from . import obstacles
+from .recognition import activation_of, name_of
+
+# As they were when this was imported: what is put in their place is called.
+_METHODS = {"relu": Tensor.relu, "sigmoid": Tensor.sigmoid}
+_GELU_FUNCTION, _GLU_FUNCTION, _GLU_FORWARD = F.gelu, F.glu, nn.GLU.forward
+_GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
+_INPLACE = (F.relu, F.silu)  # functions with an option of that name
+_SELF_GATED = {1.0: "silu", 1.702: "quick_gelu"}
+
+
+class Form:
+    """``function`` of one tensor; ``activation`` is the row of the table that it computes, if it does.
+
+    ``halves``: it is given gate and up in one tensor, up first, and computes their product.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Tensor], Tensor],
+        activation: Optional[Activation],
+        inplace: bool = False,
+        halves: bool = False,
+    ) -> None:
+        self.__name__, self.function, self.activation, self.inplace = name, function, activation, inplace
+        self.halves = halves
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
+    """The row of the table that an activation of a site computes, or None."""
+    return act.activation if type(act) is Form else activation_of(act)
+
+
+def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
+    """``function(h, *options, **named)``, with at least one option"""
+    row, inplace = activation_of(function), False
+    if function in _INPLACE:
+        inplace, *others = (*options, *named.values())
+        row = None if others else row
+    elif function is _GELU_FUNCTION and not options and named.keys() == {"approximate"}:
+        row = _GELU.get(named["approximate"])
+    else:
+        row = None
+    return Form(name_of(function), lambda h: function(h, *options, **named), row, inplace)
+
+
+def method(name: str) -> Form:
+    """``h.name()``"""
+    row = get_activation(name) if name in _METHODS and getattr(Tensor, name) is _METHODS[name] else None
+    return Form(name, lambda h: getattr(h, name)(), row)
+
+
+def self_gated(function: Callable[[Tensor], Tensor], slope: float) -> Form:
+    """``h * function(slope * h)``"""
+    row = get_activation(_SELF_GATED[slope]) if activation_of(function) is get_activation("sigmoid") else None
+    # Without a slope no product is written, and none is rounded.
+    return Form(_SELF_GATED[slope], lambda h: h * function(h if slope == 1.0 else slope * h), row)
+
+
+def squared(act: Callable[[Tensor], Tensor]) -> Form:
+    """``act(h) ** 2``"""
+    row = get_activation("relu2") if row_of(act) is get_activation("relu") else None
+    return Form("relu2", lambda h: torch.square(act(h)), row, getattr(act, "inplace", False))
+
+
+def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
+    """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
+    given = (*options, *named.values())
+    if type(function) is nn.GLU:
+        dim = function.dim
+        known = not given and nn.GLU.forward is _GLU_FORWARD and obstacles.of_call(function) is None
+    else:
+        dim, known = given[0] if given else -1, function is _GLU_FUNCTION
+    row = get_activation("sigmoid") if known and dim == -1 else None
+    return Form("glu", lambda h: function(h, *options, **named), row, halves=True)
+
+
+FORMS: Dict[str, Callable[..., Form]] = {
+    "call": call,
+    "method": method,
+    "self-gated": self_gated,
+    "squared": squared,
+    "glu": glu,
+}

@@ -1,0 +1,391 @@
+"""Finds MLPs in the source of a function: where the output of a projection goes through an activation.
+
+What is understood is listed; other syntax is left as it is. P is a projection, A an activation.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Dict, Iterator, List, Optional, Tuple, Union
+
+from ..reading.effects import is_harmless, is_plain, is_reached, is_view, uses
+from ..reading.names import SIMPLE, Place, Value, assignment, body_of, expressions, is_name, reads_of
+from . import casts
+from .pattern import Pattern
+from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
+from .sites import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
+
+_METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
+_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}, "gate": set()}  # keywords beside the input
+_QUICK_SLOPE = 1.702
+
+
+def matches(value: Value, role: RoleOf) -> Iterator[AnySite]:
+    """What a value may be, the largest first."""
+    yield from _blocks_of(value, role)
+    for match in (_joint, _whole, _hidden, _pointwise):
+        site = match(value, role)
+        if site is not None:
+            yield site
+
+
+def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
+    """``last(residual + ...(whole of first(x)) * factor)``, with or without norms and a factor."""
+    last, summed = None, value
+    if is_call(value.node, role, Role.NORM):
+        last, summed = value.node.func, value.part(value.node.args[0])
+    summed, narrow = _narrowed(summed)
+    if summed.half is not None or not (isinstance(summed.node, ast.BinOp) and isinstance(summed.node.op, ast.Add)):
+        return
+    left, right = summed.node.left, summed.node.right
+    for residual, other in ((left, right), (right, left)):
+        residual_first, wide = residual is left, narrow is not None
+        residual = _widened(residual, narrow) if wide else residual
+        value = summed.part(other)
+        passed, outer = _through(value, role)
+        for scaled, factor, factor_first in _factored(passed):
+            scaled = _part_widened(scaled) if wide else scaled
+            if residual is None or scaled is None or (wide and (last is not None or factor is None)):
+                continue
+            inner, behind, norm = _behind(value if factor is None else scaled, role)
+            before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
+            if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
+                continue
+            site, first = _whole(inner, role), inner
+            if is_call(inner.node, role, Role.WHOLE):
+                site = Whole(inner.node.func, (inner.node.args[0],), inner.read)
+            elif site is None or site.pattern.gated:
+                continue
+            else:  # the first projection
+                hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
+                _, first = _applied(hidden, role)
+            is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
+            order = (residual_first, factor_first, before_factor)
+            block = Block(site, behind, factor, residual, order, is_normed, last=last, wide=wide)
+            yield from _with_first_norm(block, first.part(first.node.args[0]), role)
+            yield block
+
+
+def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
+    """A block with the norm that its MLP's input comes out of, and what modulates that norm."""
+    inner, narrow = _narrowed(x)
+    for modulation, given in ((None, x), _modulated(inner, role)):
+        if given is None or given.half is not None or not is_call(given.node, role, Role.NORM):
+            continue
+        argument = given.node.args[0]
+        if narrow is not None and given is not x:
+            argument, modulation = _widened(argument, narrow), dataclasses.replace(modulation, wide=True)
+        if argument is not None:
+            normed = dataclasses.replace(block.site, inputs=(argument,), read=block.site.read | given.read)
+            yield dataclasses.replace(block, site=normed, is_normed=True, first=given.node.func, modulation=modulation)
+
+
+def _narrowed(value: Value) -> Tuple[Value, Optional[str]]:
+    """What is cast to the dtype of a name, and that: ``(...).type_as(x)``; another value as it is, without a name."""
+    call = value.node
+    is_method = value.half is None and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    if not is_method or call.func.attr != "type_as" or call.keywords or len(call.args) != 1:
+        return value, None
+    (of,) = call.args
+    return (value.part(call.func.value), of.id) if isinstance(of, ast.Name) else (value, None)
+
+
+def _widened(node: ast.expr, name: Optional[str] = None) -> Optional[ast.expr]:
+    """``h`` of ``h.float()``, if it has this name; None of anything else."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "float"
+    if not is_method or node.args or node.keywords:
+        return None
+    return node.func.value if name is None or is_name(node.func.value, name) else None
+
+
+def _part_widened(value: Value) -> Optional[Value]:
+    node = None if value.half is not None else _widened(value.node)
+    return None if node is None else value.part(node)
+
+
+def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:
+    """What a value is made of by a scale, as one more than it is, and perhaps a shift: these, and that."""
+    shift = None
+    if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Add):
+        shift = value.node.right
+        value = value.part(value.node.left)
+    product = value.node
+    is_product = value.half is None and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)
+    if not is_product or not (shift is None or is_view(shift)):
+        return None, None
+    for factor, other in ((product.right, product.left), (product.left, product.right)):
+        if isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Add):
+            for one, scale in ((factor.left, factor.right), (factor.right, factor.left)):
+                if isinstance(one, ast.Constant) and type(one.value) is int and one.value == 1 and is_view(scale):
+                    return Modulation(scale, shift, factor is product.left), value.part(other)
+    return None, None
+
+
+def _is_sum_of_names(node: ast.expr) -> bool:
+    """Whether it is no matter when an expression is evaluated, for what can be added."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _is_sum_of_names(node.left) and _is_sum_of_names(node.right)
+    return isinstance(node, ast.Name)
+
+
+def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr], bool]]:
+    """What may be multiplied by a number, an attribute or a name before it is added; that factor, whether it is first.
+
+    The value itself comes last, without a factor.
+    """
+    if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
+        left, right = value.node.left, value.node.right
+        for factor, other in ((right, left), (left, right)):
+            if isinstance(factor, (ast.Constant, ast.Attribute)) or is_view(factor):
+                yield value.part(other), factor, factor is left
+    yield value, None, False
+
+
+def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:
+    """What goes into the modules and dropouts that a value comes out of, and these; which may be one norm or scale."""
+    value, outer = _through(value, role)
+    if value.half is not None or not is_call(value.node, role, Role.NORM, Role.SCALE):
+        return value, outer, None
+    norm = value.node.func
+    value, inner = _through(value.part(value.node.args[0]), role)
+    return value, (*inner, norm, *outer), norm
+
+
+def _whole(value: Value, role: RoleOf) -> Optional[Site]:
+    """``P(...(hidden))``"""
+    if not is_call(value.node, role, Role.PROJECTION):
+        return None
+    last = value.node.func
+    value, between = _through(value.part(value.node.args[0]), role, last)
+    site = _hidden(value, role)
+    if site is None:
+        return None
+    pattern = dataclasses.replace(site.pattern, whole=True)
+    return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=between)
+
+
+def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) -> Tuple[Value, Tuple[ast.expr, ...]]:
+    """What goes into the modules, dropouts, and casts for a projection, that a value comes out of; and these."""
+    between: List[ast.expr] = []
+    while True:
+        part = None if value.half is not None else passed_through(value.node, role)
+        cast = None if projection is None else casts.name_of(value.node, projection, asking(role))
+        if part is not None:
+            value = value.part(value.node.args[0])
+        elif cast is not None and value.half is None:
+            part, read = casts.as_function(value.node), value.read | uses(value.node, cast)
+            value = dataclasses.replace(value, read=read).part(value.node.orelse)
+        else:
+            return value, tuple(between)
+        between.insert(0, part)
+
+
+def _joint(value: Value, role: RoleOf) -> Optional[Joint]:
+    """``tail(head(x), ...)``; what the tail is given besides are names, which the head cannot bind anew."""
+    node = value.node
+    if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.TAIL):
+        return None
+    rest, named = tuple(node.args[1:]), tuple(node.keywords)
+    given = [*rest, *(word.value for word in named)]
+    if any(word.arg is None for word in named) or not all(isinstance(each, (ast.Name, ast.Constant)) for each in given):
+        return None
+    inner = value.part(node.args[0])
+    if inner.half is not None or not is_call(inner.node, role, Role.HEAD):
+        return None
+    return Joint(node.func, inner.node.func, inner.node.args[0], rest, named, inner.read)
+
+
+def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
+    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
+    act, inner = _applied(value, role)
+    if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
+        is_halving = act.role in Role.HALVING
+        halves = {"gated": True, "packed": True, "up_first": act.role != Role.GATE_UP} if is_halving else {}
+        return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
+    for act, factor, gate, other in gated(value, role):
+        up = value.part(other)
+        if not (is_call(gate.node, role, Role.PROJECTION) and is_call(up.node, role, Role.PROJECTION)):
+            continue
+        x, read = gate.node.args[0], gate.read | up.read
+        if gate.node is up.node and {gate.half, up.half} == {0, 1}:
+            pattern = Pattern(gated=True, packed=True, up_first=gate.half == 1)
+            return Site(pattern, (x,), (gate.node.func,), act, read=read)
+        same_x = isinstance(x, ast.Name) and is_name(up.node.args[0], x.id)
+        if gate.half is None and up.half is None and same_x and gate.node is not up.node:
+            sides = (0, 1) if other is value.node.right else (1, 0)
+            gate_turn, act_turn = (gate.place.index, sides[0]), (factor.place.index, sides[0])
+            up_turn = (up.place.index, sides[1])
+            pattern = Pattern(
+                gated=True,
+                up_first=up_turn < gate_turn,
+                act_last=up_turn < act_turn,
+                up_left=other is value.node.left,
+            )
+            return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
+    return None
+
+
+def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
+    """``A(gate) * up``, computed in the order of the source, but that A may wait for up."""
+    for act, factor, _, up in gated(value, role):
+        if act.form != "call":
+            continue
+        gate, direct, up_left = factor.node.args[0], factor.place == value.place, up is value.node.left
+        if direct and not up_left:
+            fresh = is_call(gate, role, *Role.LAYERS, Role.PROJECTION) and is_call(up, role, *Role.LAYERS)
+            is_safe = fresh or is_harmless(up, harmless_calls(role, Role.PROJECTION))
+        else:  # in its place, or before a gate that was computed elsewhere
+            is_safe = direct or is_harmless(up, harmless_calls(role, None if up_left else Role.PROJECTION))
+        if is_safe:
+            pattern = Pattern(gated=True, pointwise=True, up_first=up_left)
+            return Site(pattern, (gate, up), (), act, read=factor.read)
+    return None
+
+
+def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.expr]]:
+    """The activation in a product, the factor that it is, what it is applied to, and the other factor."""
+    if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
+        left, right = value.node.left, value.node.right
+        for first, second in ((left, right), (right, left)):
+            factor = value.part(first)
+            act, inner = _applied(factor, role)
+            if act is not None and act.role not in Role.HALVING:
+                yield act, factor, inner, second
+
+
+def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
+    """The activation that gives a value, and what it is applied to."""
+    node = value.node
+    if value.half is None and isinstance(node, ast.Call):
+        found = role(node.func)
+        if found in Role.ACTIVATIONS or found in Role.HALVING:
+            form = {Role.GLU: "glu", Role.UP_GATE: "gate", Role.GATE_UP: "gate"}.get(found, "call")
+            arguments, options = node.args[:1], node.args[1:]
+            given = [*options, *(word.value for word in node.keywords)]
+            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):
+                return None, None
+            if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS[form]:
+                found = Role.UNKNOWN
+            act = Act(form, found, node.func, options=tuple(options), named=tuple(node.keywords))
+            return act, value.part(arguments[0])
+        if found is None and not node.args and not node.keywords and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name in _METHODS:
+                return Act("method", _METHODS[name], name=name), value.part(node.func.value)
+    return _squared(value, role) if value.half is None else (None, None)
+
+
+def _squared(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
+    """``A(h).square()`` and its spellings, and ``h * sigmoid(h)``"""
+    node, base = value.node, None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is_number(node.right, 2):
+        base = node.left
+    elif is_call(node, role, Role.SQUARE):
+        base = node.args[0]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
+        arguments = {"square": 0, "pow": 1}.get(node.func.attr)
+        if len(node.args) == arguments and all(_is_number(each, 2) for each in node.args):
+            base = node.func.value
+    if base is not None:
+        act, inner = _applied(value.part(base), role)
+        if act is not None and act.role == Role.RELU and act.form in ("call", "method"):
+            return Act("squared", Role.ACTIVATION, base=act), inner
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            gate, other = value.part(first), value.part(second)
+            if gate.half is not None or not is_call(gate.node, role, Role.SIGMOID):
+                continue
+            scaled, slope = _scaled(gate.node.args[0])
+            inner = gate.part(scaled)
+            if inner.node is other.node and inner.half == other.half and slope in (1.0, _QUICK_SLOPE):
+                act = Act("self-gated", Role.ACTIVATION, gate.node.func, slope=slope)
+                return act, dataclasses.replace(inner, read=inner.read | other.read)
+    return None, None
+
+
+def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
+    """``h`` and ``c`` of ``c * h``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(first, ast.Constant) and isinstance(first.value, float):
+                return second, first.value
+    return node, 1.0
+
+
+def _is_number(node: ast.expr, number: int) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value == number
+
+
+# What a whole method does.
+
+
+def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:
+    """What a method begins with, if that is a projection of its first argument, or of what comes out of dropouts."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    index = int(ast.get_docstring(function, clean=False) is not None)
+    if len(arguments) < 2 or index == len(function.body) or not isinstance(function.body[index], SIMPLE):
+        return None
+    name, place = arguments[1].arg, Place(function, function.body, index)
+    for node in expressions(function.body[index]):
+        if is_call(node, role, Role.PROJECTION):
+            inner, between = _through(Value(node, place).part(node.args[0]), role)
+            if is_name(inner.node, name) and reads_of(name, Place(function, function.body, -1)) == {inner.node}:
+                reached = is_reached(node, function.body[index], harmless_calls(role))
+                return Start(node, inner.node, node.func, between) if reached else None
+    return None
+
+
+def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional[Ending]:
+    """How a method with two arguments goes on behind its start, if that and nothing else is what it computes."""
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    if len(names) != 3 or given.vararg or given.kwonlyargs or given.kwarg or given.defaults:
+        return None
+    known: Dict[str, Union[str, Ending]] = {names[1]: "given", names[2]: "residual"}
+
+    def computed(node: ast.expr) -> Union[str, Ending, None]:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            left, right = computed(node.left), computed(node.right)
+            if left == "residual" and type(right) is tuple:
+                return Ending(right, True)
+            return Ending(left) if right == "residual" and type(left) is tuple else None
+        if node is start.node:
+            return ()
+        value = computed(node.args[0]) if is_call(node, role, Role.PASSING, Role.NORM) else None
+        if value is not None and role(node.func) == Role.PASSING:
+            return (*value, node.func) if type(value) is tuple else value if value == "given" else None
+        is_sum = type(value) is Ending and value.norm is None
+        return dataclasses.replace(value, norm=node.func) if is_sum else None
+
+    *statements, last = body_of(function)
+    for statement in statements:
+        target, value = assignment(statement)
+        if not isinstance(target, ast.Name) or value is None:
+            return None
+        known[target.id] = computed(value)
+    ending = computed(last.value) if isinstance(last, ast.Return) and last.value is not None else None
+    return ending if type(ending) is Ending else None
+
+
+def returned(function: ast.FunctionDef, role: RoleOf) -> Tuple[Optional[ast.Call], Tuple[ast.expr, ...]]:
+    """The call whose result a function returns, and what passes it on, modules and dropouts; if that is all it does."""
+    found: Optional[ast.Call] = None
+    name, behind = "", []
+    *statements, last = body_of(function) or [ast.Pass()]
+    for statement in (*statements, last):
+        target, value = assignment(statement)
+        passing: List[ast.expr] = []
+        value = value if isinstance(target, ast.Name) else getattr(statement, "value", None)
+        while value is not None and (part := passed_through(value, role)) is not None:
+            passing.insert(0, part)
+            value = value.args[0]
+        is_last = statement is last and isinstance(statement, ast.Return)
+        is_next = found is None if isinstance(value, ast.Call) else value is not None and is_name(value, name)
+        if not is_next or isinstance(target, ast.Name) == is_last:
+            return None, ()
+        found, behind = found or value, [*behind, *passing]
+        name = target.id if isinstance(target, ast.Name) else ""
+    return (found, tuple(behind)) if name == "" else (None, ())

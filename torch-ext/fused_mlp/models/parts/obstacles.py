@@ -1,0 +1,211 @@
+"""When a module must be called as it is: what its call does that reading its weights, or its class, would skip.
+
+A projection may be wrapped by an adapter, quantised, sharded, offloaded or watched by hooks. The rule is narrow on
+purpose: what is not known to be plain is called. The answers are noun phrases, for reports.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, MethodType
+from typing import Any, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+from torch.utils._device import DeviceContext
+
+from ... import functional
+from ...activations import ACTIVATIONS
+from ...operands import NARROWED, is_narrowed
+from ..reading.attributes import state_of
+from ..running.switching import written
+
+# Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
+# to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
+_OTHER_LINEARS = {
+    "transformers.pytorch_utils.Conv1D": True,  # GPT-2's
+    "transformers.models.falcon.modeling_falcon.FalconLinear": False,
+}
+
+
+def unpatched(owner: Any, name: str, home: Any) -> Any:
+    """What ``owner`` has under a name, if it was written in the module ``home``; None if somebody put it there."""
+    function = getattr(owner, name)
+    if isinstance(function, FunctionType):
+        return None if hasattr(function, "__wrapped__") or function.__globals__ is not vars(home) else function
+    return function if inspect.isbuiltin(function) else None
+
+
+# What the parts of an MLP call, activations included. Profilers that count operations, quantisers and loggers put
+# functions of their own in these places.
+_PATCHABLE = (
+    (nn.Linear, "__call__", _torch_module),  # and with it that of every module
+    (nn.Linear, "forward", nn.modules.linear),
+    *((F, name, F) for name in ("linear", "dropout")),
+    (torch, "addmm", torch),
+    *((owner, name, owner) for owner, name in dict.fromkeys(call for row in ACTIVATIONS for call in row.calls)),
+)
+_ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
+_CALL = _ORIGINALS[0][2]
+
+
+def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
+    """The forward of the layer that ``kernels.kernelize`` puts into linear layers: they stay plain."""
+    return functional.linear(input, self.weight, self.bias)
+
+
+linear_forward.__name__ = "forward"  # the name under which a bound method is pickled
+
+
+def of_surroundings() -> Optional[str]:
+    """What watches or changes every call of a module or of a function of torch, or None."""
+    if (
+        _torch_module._global_forward_hooks
+        or _torch_module._global_forward_pre_hooks
+        or _torch_module._global_backward_hooks
+        or _torch_module._global_backward_pre_hooks
+    ):
+        return "global module hooks"
+    for owner, name, original in _ORIGINALS:
+        if getattr(owner, name) is not original:
+            return f"a patched {owner.__name__}.{name}"
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
+            return f"the mode {type(mode).__name__}"
+    if torch._C._get_tracing_state() is not None:
+        return "a trace of torch.jit"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    # What torch.compile records is run under modes of its own.
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode"
+    return None
+
+
+def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
+    """What calling ``module`` does beyond the forward that its class was written with, or None.
+
+    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
+    of the forward, computes the same.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "hooks"
+    function = own_method(module, "forward")
+    if function is not None:
+        known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
+        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
+        if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
+            return "a forward of its own"
+    return None
+
+
+_NO_METHOD = object()
+
+
+def own_method(module: nn.Module, name: str) -> Any:
+    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
+
+    What else it may hold, like a method of another module, is told as an object that is no function.
+    """
+    own = module.__dict__.get(name)
+    if own is None:
+        return None
+    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
+
+
+def of_projection(projection: nn.Module) -> Optional[str]:
+    """Why the weight of ``projection`` must not be used without calling it, or None if it is a plain linear layer."""
+    found = parameters_of(projection)
+    return found if isinstance(found, str) else None
+
+
+def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
+    """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
+    kind = type(projection)
+    if kind is not nn.Linear:
+        if not is_other_linear(projection):
+            return f"a {_name(kind)}"
+        if not is_as_written(kind):
+            return f"a patched {_name(kind)}"
+    obstacle = of_call(projection)
+    if obstacle is not None:
+        return obstacle
+    weight = projection.weight
+    if type(weight) not in (nn.Parameter, Tensor):
+        return f"a weight of type {type(weight).__name__}"
+    if not weight.dtype.is_floating_point:
+        return f"a weight of {weight.dtype}"
+    if weight.layout is not torch.strided:
+        return f"a weight of {weight.layout}"
+    if is_narrowed(weight):
+        return NARROWED
+    weight = weight.t() if kind is not nn.Linear and is_transposed(kind) else weight
+    bias = projection.bias
+    if bias is not None and weight.dim() == 2 and bias.shape != weight.shape[:1]:  # torch broadcasts it
+        return f"a bias of shape {list(bias.shape)}"
+    return weight, bias
+
+
+def is_foreign(projection: nn.Module) -> bool:
+    """Whether ``projection`` is of a class that is no plain linear layer, whatever its hooks and its weight are."""
+    return type(projection) is not nn.Linear and not is_other_linear(projection)
+
+
+def is_wrapped(projection: nn.Module) -> bool:
+    """True for a layer that multiplies in a way of its own as long as it is there: an adapter, quantised weights."""
+    if not isinstance(projection, nn.Module) or is_foreign(projection):
+        return True
+    kind = type(state_of(projection)["_parameters"].get("weight"))
+    # Those that are sharded over devices are whole again while a method runs.
+    return issubclass(kind, Tensor) and kind not in (nn.Parameter, Tensor) and kind.__name__ != "DTensor"
+
+
+def has_own_product(projection: nn.Module) -> bool:
+    """Whether ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
+    kind = type(projection)
+    return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
+
+
+def weight_of(projection: nn.Module) -> Tensor:
+    """The weight of a plain projection as ``[out, in]``."""
+    weight, _ = parameters_of(projection)
+    return weight
+
+
+def of_input(x: Tensor) -> Optional[str]:
+    """Why no kernel takes ``x``, whatever it is multiplied with, or None: what it is, or what is around the call."""
+    if not isinstance(x, Tensor):
+        return f"an input of type {type(x).__name__}"
+    if x.layout is not torch.strided:
+        return f"an input of {x.layout}"
+    return "a nested input" if x.is_nested else of_surroundings()
+
+
+def _is_of_a_layer(function: Any) -> bool:
+    """Whether it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_other_linear(projection: nn.Module) -> bool:
+    """Whether ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
+    kind = type(projection)
+    return _name(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
+
+
+def is_transposed(kind: type) -> bool:
+    """Whether such a class has a weight that is [in, out]."""
+    return _OTHER_LINEARS[_name(kind)]
+
+
+def is_as_written(kind: type) -> bool:
+    """Whether the forward of a class is of the module that the class is of."""
+    return kind.forward.__module__ == kind.__module__

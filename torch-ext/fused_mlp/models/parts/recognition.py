@@ -1,0 +1,168 @@
+"""Which row of the table of activations a module or a function computes."""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
+
+from ...activations import ACTIVATIONS, Activation, get_activation
+from ..reading import activations as reading
+from ..reading.attributes import children_of, parameters_of
+from ..reading.values import Dependency, holds
+from . import obstacles
+
+# Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
+_BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
+# Those that do so by several operations of torch, by the name by which compiled code looks them up.
+COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
+
+# Functions and methods that compute a row of the table, of packages that may not be there.
+_BY_QUALIFIED_NAME: Dict[str, str] = {
+    "diffusers.models.activations.GEGLU.gelu": "gelu",
+}
+
+_FUNCTIONS: Dict[Callable, str] = {
+    function: row.name for row in ACTIVATIONS for function in (row.function, *row.spellings)
+}
+
+
+_CALLABLES = (FunctionType, MethodType, type(torch.relu))
+
+# What was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
+# rests on.
+_WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
+
+_classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
+
+_NOT_ELEMENTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
+_OTHER_FUNCTIONS = {
+    *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish, F.relu6, F.selu),
+    *(F.softplus, F.softsign, F.tanh, F.tanhshrink, torch.celu, torch.selu, torch.tanh),
+}
+
+
+def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
+    """The row of the table that a module's activation attribute computes, or None where that cannot be told.
+
+    Modules are told by their class, functions by identity, or by what :func:`recognise` read of either, so the answer
+    costs no computation and torch.compile can follow it. A module with hooks or with a forward of its own is not
+    recognised, but for one whose class is made for that: a forward that ``kernels.kernelize`` put there computes what
+    the class does.
+    """
+    if not isinstance(function, torch.nn.Module):
+        if type(function) not in _CALLABLES:  # which may have code of its own where they are compared
+            return None
+        name = _FUNCTIONS.get(function) or _written_out(function)
+        if name is None and type(function) is not type(torch.relu):
+            name = _by_qualified_name(function)
+        return None if name is None else get_activation(name)
+    name = row_of_class(function)
+    return None if name is None or _alteration(function) is not None else get_activation(name)
+
+
+def named_function(function: Callable) -> Optional[Activation]:
+    """The row of the table that a function of torch, or of this package, computes, whatever is around the call."""
+    name = _FUNCTIONS.get(function)
+    return None if name is None else get_activation(name)
+
+
+def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
+    """:func:`activation_of`, once the source of a function, or of the forward of a module's class, has been read.
+
+    What is read there is remembered: from then on :func:`activation_of` tells it.
+    """
+    found = None if _code_of(function) is None else reading.read(function)
+    if found is not None and found.row is not None and found.is_closed:
+        _WRITTEN_OUT[_code_of(function)] = (
+            found.row.name,
+            tuple(each for each in found.dependencies if type(each.owner) is not tuple),
+        )
+    return activation_of(function)
+
+
+def _written_out(function: Any) -> Optional[str]:
+    """The name of the row that was read of a function, if all that it rests on is as it was."""
+    found = _WRITTEN_OUT.get(function) if type(function) is FunctionType else None
+    if found is None or not (torch.compiler.is_compiling() or holds(found[1], None)):
+        return None
+    return found[0]
+
+
+def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
+    """Whether something that is no row of the table computes a function of each element of its input."""
+    if not isinstance(function, torch.nn.Module):
+        return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
+    kind = type(function)
+    if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
+        return True
+    if kind.__module__ == torch.nn.GELU.__module__:
+        return kind.__name__ not in _NOT_ELEMENTWISE
+    parameters = list(parameters_of(function))  # a learnt slope, scale or bias, if any
+    if any(is_lazy(parameter) or parameter.numel() > 1 for parameter in parameters) or not _is_elementwise(function):
+        return False
+    return all(recognise(part) is not None or looks_like_activation(part) for part in children_of(function).values())
+
+
+def _is_elementwise(function: Union[torch.nn.Module, Callable]) -> bool:
+    return _code_of(function) is not None and reading.read(function) is not None
+
+
+def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionType]:
+    """The Python function that calling something runs; None if there is none, or it is not alone."""
+    if isinstance(function, torch.nn.Module):
+        kind = type(function)
+        runs_forward = kind.__call__ is torch.nn.Module.__call__ and not issubclass(kind, torch.jit.ScriptModule)
+        function = kind.forward if runs_forward else None
+    return function if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
+
+
+def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
+    """What keeps a module of a class in the table from being recognised, as a noun phrase; None for any other."""
+    if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
+        return None
+    return _alteration(function)
+
+
+def row_of_class(module: torch.nn.Module) -> Optional[str]:
+    """The name of the row that the class of a module computes, whatever was done to the module."""
+    kind = type(module)
+    if kind is torch.nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
+    if kind in _classes:
+        return _classes[kind]
+    name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if name is not None and not torch.compiler.is_compiling():
+        _classes[kind] = name
+    if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
+        return name
+    return _written_out(kind.forward)
+
+
+def _alteration(module: torch.nn.Module) -> Optional[str]:
+    kind = type(module)
+    forward = kind.forward
+    if kind.__call__ is not torch.nn.Linear.__call__ or hasattr(forward, "__wrapped__"):
+        return "a patched class"
+    if forward.__module__ != kind.__module__ and _written_out(forward) is None:
+        return "a patched class"
+    return obstacles.of_call(module, kernelizable=True)
+
+
+def _by_qualified_name(function: Callable) -> Optional[str]:
+    if hasattr(function, "__wrapped__") or not hasattr(function, "__qualname__"):
+        return None  # another's function under its name, or a method made of no function
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name == "diffusers.models.activations.GELU.gelu":
+        return "gelu" if function.__self__.approximate == "none" else "gelu_pytorch_tanh"
+    return _BY_QUALIFIED_NAME.get(name)
+
+
+def name_of(function: Union[torch.nn.Module, Callable]) -> str:
+    """A short name of an activation for messages: its class, or its function's name."""
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    return getattr(function, "__name__", type(function).__name__)

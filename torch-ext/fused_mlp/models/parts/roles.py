@@ -1,0 +1,76 @@
+"""What the callee of a call may be in code with an MLP in it, and what a call of it is then."""
+
+from __future__ import annotations
+
+import ast
+from typing import Callable, Optional
+
+from ..reading.effects import is_harmless
+
+
+class Role:
+    """What the callee of a call may be.
+
+    SIGMOID, RELU: activations that others are made of; BOUND: one that is a method; UNKNOWN: one that is not in the
+    table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; UP_GATE, GATE_UP: a
+    module that halves what it is given, in this order (`gates`); SQUARE: torch.square; ASKING: isinstance; FLAG: a
+    function that returns a global; NORM, SCALE: see `norms`; LAYER: another module, with parameters; HEAD: one that
+    computes the hidden values of an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is
+    an MLP and no more; SEQUENCE: a list of modules with MLPs among them, if they run one after the other; OTHER: what
+    is known to be none of these.
+    """
+
+    PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
+    HEAD, TAIL, WHOLE, NORM, SCALE = "head", "tail", "whole", "norm", "scale"
+    LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM, SCALE)
+    SEQUENCE = "sequence"
+    ACTIVATION, SIGMOID, RELU, BOUND = "activation", "sigmoid", "relu", "bound activation"
+    UNKNOWN, GLU, SQUARE = "unknown activation", "glu", "square"
+    UP_GATE, GATE_UP = "up and gate", "gate and up"
+    ASKING, FLAG, OTHER = "asking", "flag", "other"
+    ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, RELU, BOUND, UNKNOWN))
+    HALVING = frozenset((GLU, UP_GATE, GATE_UP))
+
+
+RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee
+
+# Methods of tensors that change nothing.
+_HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "type_as", "unsqueeze", "view"}
+
+
+def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:
+    """Whether a node is a call with one argument and no more, of something with one of these roles."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or role(node.func) not in wanted:
+        return False
+    return not isinstance(node.args[0], ast.Starred)
+
+
+def passed_through(node: ast.expr, role: RoleOf) -> Optional[ast.expr]:
+    """A module that the hidden values go through, or the probability of a dropout that is a function."""
+    if is_call(node, role, Role.PASSING):
+        return node.func
+    if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.DROPOUT):
+        return None
+    given = [*zip(("input", "p", "training"), node.args), *((word.arg, word.value) for word in node.keywords)]
+    named = dict(given)
+    if len(given) != 3 or named.keys() != {"input", "p", "training"}:
+        return None
+    if not all(is_harmless(named[name], harmless_calls(role)) for name in ("p", "training")):
+        return None
+    return ast.IfExp(named["training"], named["p"], ast.Constant(0.0))
+
+
+def asking(role: RoleOf) -> Callable[[ast.expr], bool]:
+    """Tells calls of isinstance by their callees."""
+    return lambda callee: role(callee) == Role.ASKING
+
+
+def harmless_calls(role: RoleOf, also: Optional[str] = None) -> Callable[[ast.expr], bool]:
+    """Tells calls of methods of tensors, and of what has the role ``also``, by their callees."""
+
+    def tells(callee: ast.expr) -> bool:
+        found = role(callee)
+        of_tensor = found is None and isinstance(callee, ast.Attribute) and callee.attr in _HARMLESS_METHODS
+        return of_tensor or (also is not None and found == also)
+
+    return tells

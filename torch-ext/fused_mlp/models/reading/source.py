@@ -1,0 +1,343 @@
+"""Functions and their syntax trees, both ways."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import builtins
+import copy
+import functools
+import linecache
+import sys
+import warnings
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+
+from torch import nn
+
+from ..running.switching import FUSED, Written, instead_of, written
+from .attributes import attribute_of, children_of, is_module
+
+# By which a changed method asks whether another is to run in its place: no source spells them.
+_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
+
+_FUTURES = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+_trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
+
+
+class Instead(NamedTuple):
+    """What else may run in place of a changed method: the one that it is made from, or that a class is patched with.
+
+    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
+    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
+    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
+    so of the first argument, ``self`` and ``gated``.
+    """
+
+    method: Written
+    traced: CellType
+    memory: Optional[str]
+    runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
+    gated: bool
+
+
+_Definitions = List[Tuple[ast.FunctionDef, CodeType]]
+
+
+def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``functools.cache``, which knows functions by what they are made of too: notebooks replace that in place."""
+    known: Dict[Tuple[Any, ...], Tuple[Any, List[Any]]] = {}
+
+    @functools.wraps(compute)
+    def call(*args: Any) -> Any:
+        functions = (arg for arg in args if type(arg) is FunctionType)
+        parts = [part for each in functions for part in (each.__code__, each.__defaults__, each.__kwdefaults__)]
+        key = (*args, *map(id, parts))
+        if key not in known:
+            known[key] = compute(*args), parts  # whose ids are theirs for as long as they are here
+        return known[key][0]
+
+    return call
+
+
+def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
+    """The definition of a function; None where it cannot be had, or is not certainly what the function runs."""
+    code = function.__code__
+    key = (code, code.co_filename)  # equal codes may stand in several files
+    if key not in _trees:
+        linecache.checkcache(code.co_filename)
+        lines = linecache.getlines(code.co_filename, function.__globals__)
+        _trees[key] = _definition(code, "".join(lines)) if lines else None
+    return _trees[key]
+
+
+def function_of(
+    definition: ast.FunctionDef,
+    original: FunctionType,
+    names: Dict[str, Any],
+    instead: Optional[Instead] = None,
+    fused: Optional[ast.FunctionDef] = None,
+) -> FunctionType:
+    """The function that a changed definition of a method makes.
+
+    It sees ``names`` beside what the original sees. Where another is to run instead, it calls that, and does nothing
+    else. ``fused`` is the definition without what runs where nothing is fused: by what it does not look up any more.
+    """
+    if instead is not None:
+        looked_up = not_looked_up(fused or definition, original)
+        attributes = (attribute for each in looked_up for attribute in each.attributes)
+        method = instead.method._replace(looked_up=tuple(attributes))
+        names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
+        names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
+        names.update({f"@{attribute}": value for attribute, value in method.parts().items()})
+        names.update({f"@{ast.unparse(each.node)}": each.value for each in looked_up})
+        definition.body[:0] = _calls_of_others(definition, instead, looked_up)
+    code = _compiled(definition, original, tuple(names))
+    cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
+    # Dynamo guards once on what is in a cell, however many functions share it.
+    cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = _like(original, code, closure)
+    if instead is not None:
+        made.__name__ = method.name  # by which a bound method is pickled
+        written[made] = method
+    return made
+
+
+class LookUp(NamedTuple):
+    """A name that a function looks up around it, ``F.dropout`` say, what that stands for, and in which attributes."""
+
+    node: ast.expr
+    value: Any
+    attributes: Tuple[Tuple[Any, str, Any], ...]
+
+
+def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
+    """What a function looks up, and a changed definition of it does not, where it is known."""
+    still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
+    nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
+    found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
+    return [each for each in found if each is not None]
+
+
+def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
+    """What has to be as it is for changed definitions of a function to compute what it does: owners, names, values."""
+    looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
+    return ((function, "__code__", function.__code__), *looked_up)
+
+
+def _paths(node: ast.AST) -> Iterator[ast.expr]:
+    """The longest paths of names in a node."""
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield node
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _paths(child)
+
+
+def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
+    value = value_of(node, function, None)
+    if isinstance(node, ast.Attribute):
+        owner = _look_up(node.value, function)
+        known = owner is not None and value is not None
+        return LookUp(node, value, (*owner.attributes, (owner.value, node.attr, value))) if known else None
+    code = function.__code__
+    if node.id in code.co_freevars and value is not None:
+        return LookUp(node, value, ((function.__closure__[code.co_freevars.index(node.id)], "cell_contents", value),))
+    home = sys.modules.get(function.__module__)
+    owner = home if home is not None and vars(home) is function.__globals__ else function.__globals__
+    is_global = value is not None and function.__globals__.get(node.id) is value
+    return LookUp(node, value, ((owner, node.id, value),)) if is_global else None
+
+
+def inside(function: FunctionType) -> Optional[FunctionType]:
+    """What a decorator's function stands around: functools.wraps says so, and its closure holds it."""
+    inner = getattr(function, "__wrapped__", None)
+    held = any(_holds(cell, inner) for cell in function.__closure__ or ())
+    return inner if held and isinstance(inner, FunctionType) else None
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    return cell != CellType() and cell.cell_contents is value  # an empty cell equals a new one, and has no contents
+
+
+def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
+    """What names and attributes in a function stand for, given its first argument; None where that is not known."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        return -node.operand.value
+    if isinstance(node, ast.Attribute):
+        owner = value_of(node.value, function, first)
+        if is_module(owner):
+            return attribute_of(owner, node.attr)
+        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
+    if not isinstance(node, ast.Name):
+        return None
+    code = function.__code__
+    if node.id in (*code.co_varnames, *code.co_cellvars):
+        return first if code.co_argcount and node.id == code.co_varnames[0] else None
+    if node.id in code.co_freevars:
+        cell = function.__closure__[code.co_freevars.index(node.id)]
+        return None if cell == CellType() else cell.cell_contents
+    return function.__globals__.get(node.id, getattr(builtins, node.id, None))
+
+
+def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
+    """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
+    tree = tree_of(function)
+    loops = {} if tree is None else _loops(tree)
+    if isinstance(node, ast.Name) and node.id in loops:
+        parts = value_of(loops[node.id], function, first)
+        path = ast.unparse(loops[node.id]).partition(".")[2]
+        parts = children_of(parts).values() if issubclass(type(parts), nn.ModuleList) else ()
+        return {f"{path}.{k}": part for k, part in enumerate(parts)}
+    return {ast.unparse(node).partition(".")[2] or ast.unparse(node): value_of(node, function, first)}
+
+
+@functools.cache
+def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
+    """What is looped over, by the names of variables that are nothing but loop variables."""
+    found: Dict[str, ast.expr] = {}
+    nodes = list(ast.walk(tree))
+    stored = [name for node in nodes for name in bound_names(node)]
+    for loop in (node for node in nodes if isinstance(node, ast.For)):
+        target, over = loop.target, loop.iter
+        if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and isinstance(target, ast.Tuple):
+            target, over = target.elts[-1], over.args[0]
+        if isinstance(target, ast.Name) and stored.count(target.id) == 1:
+            found[target.id] = over
+    return found
+
+
+# Strings in a tree that bind no name. Any other may, whatever syntax Python will have.
+_BINDS_NOTHING = {
+    (ast.Attribute, "attr"),
+    (ast.Constant, "value"),
+    (ast.Constant, "kind"),
+    (ast.ImportFrom, "module"),
+    (ast.keyword, "arg"),
+}
+
+
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """The names that a node itself binds or deletes, or declares to be another scope's."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return
+    for field, value in ast.iter_fields(node):
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and (type(node), field) not in _BINDS_NOTHING:
+                yield name.partition(".")[0]  # import a.b binds a
+
+
+def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
+    """A function that differs from the original in its code and its closure alone.
+
+    It is no wrapper of the original, as ``functools.wraps`` would say: transformers asks for the signature of a layer's
+    method at every call, and is to find it as soon.
+    """
+    made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        if hasattr(original, name):
+            setattr(made, name, getattr(original, name))
+    vars(made).update(vars(original))
+    return made
+
+
+def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: List[LookUp]) -> List[ast.stmt]:
+    def name(text: str) -> ast.Name:
+        return ast.Name(text, ast.Load())
+
+    arguments = definition.args
+    given: List[ast.expr] = [name(argument.arg) for argument in (*arguments.posonlyargs, *arguments.args)]
+    another = ast.Call(name(_INSTEAD), given[:1], [])
+    given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
+    named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
+    named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
+    method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
+    kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
+    kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    kept.update({f"@{ast.unparse(each.node)}": copy.deepcopy(each.node) for each in looked_up})
+    changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
+    state = ast.Attribute(given[0], "__dict__", ast.Load())
+    restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
+    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
+    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
+    statements: List[ast.stmt] = [
+        ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
+        ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
+    ]
+    if instead.runs_as_written is not None and len(arguments.posonlyargs) + len(arguments.args) > 1:
+        runs_as_written = ast.Call(name(_RUNS_AS_WRITTEN), [given[1], given[0], ast.Constant(instead.gated)], [])
+        statements.append(ast.If(runs_as_written, [ast.Return(ast.Call(name(_METHOD), given, named))], []))
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        ast.copy_location(node, definition)
+    return statements
+
+
+def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:
+    """The code of a definition; the free names of the original, and ``names``, are those of a function around it."""
+    outer = ast.parse("def around(): pass")
+    outer.body[0].args.args = [ast.arg(name) for name in (*original.__code__.co_freevars, *names)]
+    outer.body[0].body = [definition]
+    ast.fix_missing_locations(outer)
+    flags = original.__code__.co_flags & _FUTURES
+    code = compile(outer, original.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    for name in ("around", definition.name):  # by name: Python 3.14 has code for annotations beside it
+        code = next(part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name)
+    return code
+
+
+# Which definition in a file, or in a cell of a notebook, a function was made of: that which compiles to the same code.
+# Code depends on what it is compiled with (on imports elsewhere in the file, say), so all of that is compiled again.
+
+
+def _definition(code: CodeType, source: str) -> Optional[ast.FunctionDef]:
+    flags = code.co_flags & _FUTURES
+    # A file is compiled as one; IPython and Python's own prompt compile one statement after the other.
+    for line in (None, code.co_firstlineno):
+        found = [tree for tree, made in _definitions(source, code.co_filename, flags, line) if made == code]
+        if len(found) == 1:
+            found[0].decorator_list = []  # what they make of it is another function
+            return found[0]
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(source: str, filename: str, flags: int, line: Optional[int]) -> _Definitions:
+    """The definitions in a file with their codes; of the top-level statement at ``line`` alone, if given."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # were shown when it was compiled first
+            tree = compile(source, filename, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+            if line is not None:
+                tree.body = [node for node in tree.body if _first_line(node) <= line <= node.end_lineno]
+            codes = list(_codes(compile(tree, filename, "exec", flags, dont_inherit=True)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    by_place: Dict[Tuple[str, int], _Definitions] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            by_place.setdefault((node.name, _first_line(node)), []).append(node)
+    found = ((by_place.get((code.co_name, code.co_firstlineno), ()), code) for code in codes)
+    return [(*nodes, code) for nodes, code in found if len(nodes) == 1]  # else two definitions share a line
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield part
+            yield from _codes(part)
+
+
+def _first_line(node: Union[ast.stmt, ast.FunctionDef]) -> int:
+    """The line that its code begins with."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

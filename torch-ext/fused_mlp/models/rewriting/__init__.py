@@ -1,0 +1,1 @@
+"""Methods made anew, with fused calls in them."""

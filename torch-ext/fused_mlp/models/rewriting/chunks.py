@@ -1,0 +1,115 @@
+"""Methods that have another one run on chunks of their values, as those of transformers' encoders do.
+
+transformers' function asks for the signature of the other method at each call, which takes 16 us of a layer in a
+running model (measured on a Zen 5). Where the values are one chunk, and the other method is the fused one, that is
+called at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType, MethodType
+from typing import Any, Callable, Dict, Optional, Set, Tuple
+
+from ..reading.effects import readable
+from ..reading.source import value_of
+
+_NAME = "apply_chunking_to_forward"
+_known: Set[Callable[..., Any]] = set()  # those of that name which were seen to do no more with one chunk
+
+
+def in_one(fused: FunctionType, apply: Callable[..., Any], method: Any, size: Any, dim: Any, *inputs: Any) -> Any:
+    """``apply(method, size, dim, *inputs)``, where ``fused`` is what ``method`` was when this was written."""
+    is_one = type(size) is int and size == 0
+    if is_one and type(method) is MethodType and method.__func__ is fused and _is_known(apply):
+        return method(*inputs)
+    return apply(method, size, dim, *inputs)
+
+
+def _is_known(apply: Any) -> bool:
+    return type(apply) is FunctionType and apply in _known
+
+
+def run_alone(function: FunctionType) -> Optional[Tuple[str, str, FunctionType]]:
+    """The names of the method that another one runs on chunks of its argument, doing nothing else, and of the size of
+    these, both of the module's; and the function that does it.
+    """
+    tree = readable(function) if _NAME in function.__code__.co_names else None
+    *_, last = [None] if tree is None else tree.body
+    call = last.value if isinstance(last, ast.Return) and len(tree.body) == 1 else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords or len(call.args) != 4:
+        return None
+    owner, *given = function.__code__.co_varnames[: function.__code__.co_argcount]
+    method, size, dim, x = (ast.unparse(argument).split(".") for argument in call.args)
+    plain = all(len(path) == 2 and path[0] == owner for path in (method, size, dim)) and [x[0]] == given and len(x) == 1
+    apply = _known_function(call.func, function)
+    return (method[1], size[1], apply) if plain and apply is not None else None
+
+
+def _known_function(callee: ast.Name, function: FunctionType) -> Optional[FunctionType]:
+    apply = value_of(callee, function, None) if callee.id == _NAME else None
+    if type(apply) is FunctionType and not _is_known(apply) and _hands_on(apply):
+        _known.add(apply)
+    return apply if _is_known(apply) else None
+
+
+def rewritten(
+    function: FunctionType, methods: Dict[str, FunctionType], call: Callable[..., ast.expr]
+) -> Tuple[Optional[ast.FunctionDef], Dict[str, FunctionType]]:
+    """A method that has fused ones run on chunks, with ``call`` in their places; and these by names in it.
+
+    None where it has none.
+    """
+    tree = readable(function) if _NAME in function.__code__.co_names else None
+    if tree is None:
+        return None, {}
+    rewriter = _Rewriter(function, methods, call)
+    tree = rewriter.visit(copy.deepcopy(tree))
+    return (tree, rewriter.names) if rewriter.names else (None, {})
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, function: FunctionType, methods: Dict[str, FunctionType], call: Callable[..., ast.expr]) -> None:
+        self._function, self._methods, self._call = function, methods, call
+        self.names: Dict[str, FunctionType] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.keywords or len(node.args) < 4:
+            return node
+        method, _, _, *inputs = node.args
+        owner = self._function.__code__.co_varnames[0]
+        name = method.attr if isinstance(method, ast.Attribute) and ast.unparse(method.value) == owner else None
+        fused = self._methods.get(name)
+        is_plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
+        if fused is None or not is_plain or not _takes(fused, len(inputs)):
+            return node
+        if _known_function(node.func, self._function) is None:
+            return node
+        self.names[f"@{name}"] = fused
+        return self._call(ast.Name(f"@{name}", ast.Load()), node.func, *node.args)
+
+
+def _takes(function: FunctionType, inputs: int) -> bool:
+    code = function.__code__
+    others = code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or hasattr(function, "__wrapped__")
+    return code.co_argcount == 1 + inputs and not others
+
+
+class _Probe:
+    def __init__(self) -> None:
+        self.given: list = []
+
+    def method(self, value: Any) -> Any:
+        self.given.append(value)
+        return self
+
+
+def _hands_on(apply: FunctionType) -> bool:
+    """Whether a function, told to make no chunks, calls the method once, and returns what that does."""
+    probe, value = _Probe(), object()
+    return apply.__module__ == "transformers.pytorch_utils" and (
+        apply(probe.method, 0, 1, value) is probe and probe.given == [value]
+    )

@@ -1,0 +1,81 @@
+"""The ends of attention in encoders: modules that are ``norm(projection(x) + residual)``, in one call.
+
+The second half of an encoder's MLP is such a module too. Where the code around it hands it the first half, both are one
+call of that (``halves``), and it is left as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from types import FunctionType
+from typing import Any, Dict, Optional, Tuple
+
+from torch import nn
+
+from ..parts import obstacles
+from ..parts.roles import Role
+from ..reading import effects
+from ..reading.attributes import attribute_of
+from ..reading.source import Instead, remembered
+from ..running import halves, shortcut, switching
+from . import methods as rewriting
+from .fused_calls import NAMES, made_call
+
+
+def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
+    """The method to put into such a module; none where it is no such.
+
+    ``memory``: what training keeps of the MLPs around it, by which a second call knows that nothing has changed.
+    """
+    forward = getattr(switching.class_of(module), "forward", None)
+    if shortcut.plain is None or not isinstance(forward, FunctionType):
+        return {}
+    made = _made(forward, rewriting.roles_in(forward, module), memory)
+    projection = None if made is None else attribute_of(module, _names[made][0])
+    if projection is None or obstacles.has_own_product(projection):
+        return {}
+    shortcut.learn_layers((projection,))
+    return {"forward": made}
+
+
+def is_fused(function: Any) -> bool:
+    """Whether a function is one that :func:`fused_methods` gives."""
+    return function in _names
+
+
+def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
+    """What a fused method calls of its module: the projection, what passes its result on, and the norm."""
+    return {name: attribute_of(module, name) for name in _names[function]}
+
+
+_FOUND = "@found"  # a name that no source spells
+_names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their parts
+
+
+@remembered
+def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str) -> Optional[FunctionType]:
+    """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
+    if rewriting.half_of(forward, roles) != Role.TAIL:
+        return None
+    half = halves.tails[forward]
+    if not half.ending or half.names is None or half.found.between:
+        return None
+    projection, *behind, norm = half.names
+    tree = copy.deepcopy(effects.readable(forward))
+    given = [ast.Name(name, ast.Load()) for name in forward.__code__.co_varnames[:3]]
+    constants = map(ast.Constant, ((projection,), tuple(behind), norm, half.names))
+    place = int(ast.get_docstring(tree, clean=False) is not None)
+    tree.body[place:place] = [
+        ast.Assign([ast.Name(_FOUND, ast.Store())], made_call("ending", *given, *constants)),
+        ast.If(
+            ast.Compare(ast.Name(_FOUND, ast.Load()), [ast.IsNot()], [ast.Constant(None)]),
+            [ast.Return(ast.Name(_FOUND, ast.Load()))],
+            [],
+        ),
+    ]
+    instead = Instead(switching.as_written("forward", forward), rewriting.TRACED, None, None, False)
+    made = rewriting.method_of(tree, forward, NAMES, instead, (), memory)
+    _names[made] = half.names
+    halves.tails[made] = half
+    return made

@@ -1,0 +1,164 @@
+"""What a forward that was rewritten is to code that calls its module: a head, or a whole MLP (``halves``)."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import sys
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from ..parts.matches import returned
+from ..parts.roles import Role, RoleOf
+from ..parts.sites import AnySite, Site, Turns
+from ..reading.effects import is_harmless, uses
+from ..reading.names import assignment, body_of, is_name
+from ..reading.source import function_of, read_of, value_of
+from ..running import forwards, halves, sequences
+from .fused_calls import arguments_of, name_of_pattern
+
+_NOTHING = ast.parse("def nothing(): pass").body[0]
+
+
+def head_of(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
+) -> Optional[halves.Half]:
+    """What a forward that was rewritten hands over as a head; None if it is none: it does more with what it computes
+    than to return it."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
+    if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
+        return None
+    tree, site = copy.deepcopy((tree, site))
+    call, behind = returned(tree, role)
+    is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
+    if is_alone:
+        tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
+        node.args = arguments_of(site)[:-1]
+    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
+    called = (site.act.callee,) if site.act.is_callee else ()
+    parts = names_of((*called, *site.projections), forward) if called and is_alone else None
+    own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
+    known = {**names, **whole}
+    only_handing_on = _only_handing_on(copy.deepcopy(tree), forward, role)
+    asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
+    is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
+    before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
+    function, read = function_of(tree, forward, known), read_of(forward, tree, only_handing_on)
+    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, read=read)
+
+
+def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
+    """A head's code that returns None in branches in which it hands nothing over."""
+    tree.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
+    for node in list(ast.walk(tree)):
+        for branch in (node.body, node.orelse) if isinstance(node, ast.If) else ():
+            names = (part.id for statement in branch for part in ast.walk(statement) if isinstance(part, ast.Name))
+            if branch and "@fused" not in names:
+                branch[:] = [ast.copy_location(ast.Return(ast.Constant(None)), branch[0])]
+    return tree
+
+
+def _may_run_again(statement: ast.stmt, role: RoleOf) -> bool:
+    """Whether a statement that hands over what is fused may run twice, and nobody would see it."""
+    if isinstance(statement, ast.If):
+        parts = all(_may_run_again(part, role) for part in (*statement.body, *statement.orelse))
+        return parts and is_harmless(statement.test, lambda callee: role(callee) == Role.FLAG)
+    made = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func)[0] == "@"]
+    value = statement.value if isinstance(statement, ast.Return) else assignment(statement)[1]
+    is_bound = isinstance(statement, ast.Return) or isinstance(assignment(statement)[0], ast.Name)
+    return is_bound and (value in made or (value is not None and is_harmless(value, lambda callee: False)))
+
+
+def _is_returned(tree: ast.FunctionDef) -> bool:
+    """Whether what a fused call computes is returned, or bound and returned next, under conditions at most."""
+
+    def ends(block: List[ast.stmt]) -> Iterator[ast.expr]:
+        for statement, following in itertools.zip_longest(block, block[1:]):
+            if isinstance(statement, ast.If):
+                yield from (*ends(statement.body), *ends(statement.orelse))
+            target, value = assignment(statement)
+            if isinstance(statement, ast.Return):
+                yield statement.value
+            elif isinstance(following, ast.Return) and isinstance(target, ast.Name):
+                yield from [value] if is_name(following.value, target.id) else []
+
+    calls = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")}
+    return calls <= set(ends(tree.body))
+
+
+def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf) -> Optional[halves.Half]:
+    """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
+    pass its result on."""
+    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    if isinstance(site, Turns):
+        return _whole_in_turn(tree, forward, site, role)
+    call, behind = returned(tree, role)
+    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.is_callee
+    if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
+        return None
+    if ast.unparse(site.inputs[0]) != arguments[1].arg:
+        return None
+    passing = (*site.between, *behind)
+    casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
+    dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
+    modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
+    act, unchanged = _function(site.act.callee, forward) or (None, ())
+    parts = names_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
+    if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
+        return None
+    parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
+    names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
+    return halves.Half(forward, names, None, site, read=read_of(forward, _NOTHING))
+
+
+def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
+    """The same of a forward that runs children in turn, which are an MLP together.
+
+    It may have more arguments, which a call as a block's MLP does not give.
+    """
+    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], names_of((site.modules,), forward)
+    taken = copy.copy(tree)
+    taken.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
+    call, behind = returned(taken, role)
+    is_alone = call is not None and is_name(call.func, "@in turn") and not behind and len(arguments) == 2
+    if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
+        return None
+    turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
+    return halves.Half(forward, turns, None, site, read=read_of(forward, _NOTHING))
+
+
+def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:
+    """Whether a statement does nothing where a call has no arguments beyond those with names."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    more = {given.arg: empty for given, empty in ((arguments.vararg, ()), (arguments.kwarg, {})) if given is not None}
+    names = {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)} - more.keys()
+    if not names <= {"len"} or ("len" in names and value_of(ast.Name("len", ast.Load()), forward, None) is not len):
+        return False
+    code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(statement.test))), "<condition>", "eval")
+    try:
+        return not eval(code, {"__builtins__": {}, "len": len, **more})
+    except Exception:  # then so does the method
+        return False
+
+
+def names_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
+    """The names of what nodes stand for, where all are attributes of the first argument."""
+    first = function.__code__.co_varnames[0]
+    plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
+    return tuple(node.attr for node in nodes) if plain else None
+
+
+def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, str, Any], ...]]]:
+    """The function that ``F.silu`` stands for, and what has to stay as it is for that; None if it is no such name."""
+    home = sys.modules.get(function.__module__)
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)) or home is None:
+        return None
+    name, owner = node.value.id, value_of(node.value, function, None)
+    found = value_of(node, function, None) if isinstance(owner, ModuleType) else None
+    is_global = vars(home) is function.__globals__ and vars(home).get(name) is owner
+    return (found, ((home, name, owner), (owner, node.attr, found))) if found is not None and is_global else None

@@ -1,0 +1,515 @@
+"""Methods made anew with fused calls in the place of MLPs, everything else in them as it was written.
+
+A rewritten method computes what its original computes, for any arguments and in any state of the module: a fused call
+reads the parts that the original reads, and decides from what they are then how far to fuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import itertools
+import sys
+from dataclasses import replace
+from types import CellType, FunctionType, MethodType
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...training import KEPT
+from ..experts.interface import original_of
+from ..parts import gates, norms, obstacles
+from ..parts.matches import ending_of, start_of
+from ..parts.recognition import looks_like_activation, name_of, recognise
+from ..parts.roles import Role, RoleOf
+from ..parts.sites import Act, AnySite, Block, Joint, Site, Turns, Whole
+from ..reading import effects
+from ..reading.attributes import children_of, finder_of, is_module, parameters_of, state_of
+from ..reading.names import body_of
+from ..reading.source import Instead, function_of, read_of, remembered, tree_of, values_of
+from ..running import halves, sequences, shortcut, switching, traced
+from . import branches, chunks, loops, substitution
+from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
+from .fused_calls import NAMES, call_of, made_call, name_of_pattern
+from .heads import head_of, names_of, whole_of
+
+_SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
+_BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
+_MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
+TRACED = CellType(traced)
+_made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
+
+
+def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
+    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
+    methods = _functions(type(module))
+    if methods.get("forward") is nn.Sequential.forward:
+        if _mlps_in_turn(children_of(module)):
+            return {"forward": sequences.SEQUENTIAL[memory]}, []
+        return {}, _unknown_in_sequence(module)
+    state = state_of(module)
+    parts = {name: role_of(part) for name, part in {**state["_modules"], **state}.items()}
+    wanted = {name for name, role in parts.items() if role in _WANTED}
+    has_layers = not {Role.PROJECTION, Role.SEQUENCE, *Role.LAYERS}.isdisjoint(parts.values())
+    # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
+    # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
+    stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
+    made, unknown = {}, {}
+    for name, function in methods.items() if wanted and (has_layers or stacked) else ():
+        if not has_layers and _has_loop(function):
+            continue
+        if stacked or wanted.intersection(function.__code__.co_names):
+            rewritten, left = _rewritten(function, name, roles_in(function, module), memory, _answers(function, module))
+            made.update({name: rewritten} if rewritten is not None else {})
+            unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
+    fused = tuple(made.items())
+    for name in [name for name in methods if made and name not in made]:
+        whole = _unchunked(methods[name], name, fused, memory)
+        if whole is not None and obstacles.own_method(module, name) is None:
+            made[name] = whole
+    return made, list(unknown.values())
+
+
+def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[str, FunctionType]:
+    """Fused methods of a module without the MLPs that have wrapped projections, which run as they were written.
+
+    ``methods`` are those with them, and what the lean ones are reported to be.
+    """
+    made = {}
+    for name, method in methods.items():
+        mlps = mlps_in(method, module) if method in _made else []
+        if not any(obstacles.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
+            made[name] = method
+            continue
+        original = switching.written[method].function
+        roles = roles_in(original, module, _role_unwrapped)
+        lean, _ = _rewritten(original, name, roles, memory_of(method), _answers(original, module))
+        if lean is not None:
+            for attribute in (_SITES, _BRANCHES):
+                setattr(lean, attribute, getattr(method, attribute))
+            made[name] = lean
+    return made
+
+
+def _role_unwrapped(part: Any) -> Optional[str]:
+    role = role_of(part)
+    return Role.LAYER if role == Role.PROJECTION and obstacles.is_wrapped(part) else role
+
+
+def is_fused(function: Any) -> bool:
+    """Whether a function is one that :func:`fused_methods` makes."""
+    return function in sequences.SEQUENTIAL.values() or function in _made
+
+
+def memory_of(function: FunctionType) -> str:
+    """What training keeps in a fused method."""
+    return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
+
+
+def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    """What a fused method fuses of its module."""
+    if function in sequences.SEQUENTIAL.values():
+        return _mlps_in_turn(children_of(module))
+    original, found = switching.written[function].function, []
+    for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
+        unmet = [branches.unmet(conditions, original, module) for conditions in branch]
+        aside = None if None in unmet else unmet[0]
+        found += [replace(mlp, aside=aside) for mlp in _mlps_of(site, original, module)]
+    return found
+
+
+def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    if not isinstance(site, Turns):
+        return mlps_of(site, function, module)
+    ((path, parts),) = values_of(site.modules, function, module).items()
+    parts = children_of(parts).values() if type(parts) is nn.ModuleList else ()
+    return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)})
+
+
+def heads_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The modules that are first halves of the MLPs in a fused method of a module."""
+    return _halves_in("head", function, module)
+
+
+def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The modules that are second halves of the MLPs in a fused method of a module."""
+    return _halves_in("tail", function, module)
+
+
+def _halves_in(half: str, function: FunctionType, module: nn.Module) -> List[Any]:
+    nodes = [getattr(site, half) for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
+    return [part for node in nodes for part in values_of(node, switching.written[function].function, module).values()]
+
+
+def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
+    """The modules that are MLPs, around which a fused method of a module has blocks; with what is around them."""
+    blocks = [site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
+    return [
+        (part, around_of(True, block.is_normed))
+        for block in blocks
+        if isinstance(block.site, Whole)
+        for part in values_of(block.site.module, switching.written[function].function, module).values()
+    ]
+
+
+def role_of(part: Any) -> Optional[str]:
+    """What a part of a module may be in a site."""
+    if part is None:
+        return None
+    if issubclass(type(part), nn.ModuleList):
+        return _role_of_list(part)
+    if is_module(part):
+        return _role_of_module(part)
+    if type(part) not in (FunctionType, MethodType, type(torch.relu)):
+        return Role.OTHER
+    role = _ROLES.get(part)
+    if role is None:
+        activation = recognise(part)
+        if activation is not None:
+            return Role.BOUND if isinstance(part, MethodType) else _BY_ROW.get(activation.name, Role.ACTIVATION)
+        role = Role.UNKNOWN if looks_like_activation(part) else Role.FLAG if _is_flag(part) else Role.OTHER
+    return role
+
+
+def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
+    """That of all its parts, or of what they are together."""
+    parts = children_of(modules)
+    roles = set(map(role_of, parts.values()))
+    if len(roles) == 1:
+        return roles.pop()
+    return Role.SEQUENCE if _mlps_in_turn(parts) else Role.OTHER
+
+
+def _is_flag(part: Any) -> bool:
+    """Whether a function takes nothing, and returns a global."""
+    if not isinstance(part, FunctionType) or part.__code__.co_freevars or part.__code__.co_varnames:
+        return False
+    tree = tree_of(part)
+    body = [] if tree is None else body_of(tree)
+    return len(body) == 1 and isinstance(body[0], ast.Return) and isinstance(body[0].value, ast.Name)
+
+
+def _role_of_module(part: nn.Module) -> str:
+    if finder_of(type(part)) is not None:  # whatever it has is what its class's code says
+        return Role.PROJECTION if "in_features" in state_of(part) else Role.LAYER
+    if issubclass(type(part), (nn.Dropout, nn.Identity)):
+        return Role.PASSING
+    if type(part) is nn.GLU:
+        return Role.GLU
+    up_first = gates.order_of(type(part))
+    if up_first is not None:
+        return Role.UP_GATE if up_first else Role.GATE_UP
+    code = norms.code_of(type(part))
+    if code is not None and code != norms.SCALE:
+        return Role.NORM
+    activation = recognise(part)
+    if activation is not None:
+        return Role.RELU if activation.name == "relu" else Role.ACTIVATION
+    if looks_like_activation(part):
+        return Role.UNKNOWN
+    if "in_features" in state_of(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
+        return Role.PROJECTION
+    if code is not None:
+        return Role.SCALE
+    return _role_of_layer(part) if next(parameters_of(part), None) is not None else Role.OTHER
+
+
+def _role_of_layer(part: nn.Module) -> str:
+    """Whether a layer is half of an MLP: by its forward, if it has a projection itself."""
+    forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
+    if not isinstance(forward, FunctionType):
+        return Role.LAYER
+    children = children_of(part).values()
+    in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
+    if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
+        return Role.LAYER
+    if any(role_of(child) == Role.PROJECTION and obstacles.is_wrapped(child) for child in children):
+        return Role.LAYER
+    if forward is nn.Sequential.forward:
+        return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
+    run = chunks.run_alone(forward)
+    if run is None:
+        return half_of(forward, roles_in(forward, part))
+    method = getattr(type(part), run[0], None)
+    if not isinstance(method, FunctionType):
+        return Role.LAYER
+    made, _ = _rewritten(method, run[0], roles_in(method, part), "activations")
+    return Role.WHOLE if made in halves.wholes else Role.LAYER
+
+
+_WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
+_BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
+_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
+
+
+def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
+    return type(parameter) is nn.Parameter and parameter.dim() == 3
+
+
+# Rewriting.
+
+
+def _functions(kind: type) -> Dict[str, FunctionType]:
+    """The methods that a class of modules adds to nn.Module, as they are now: some patch classes."""
+    inherited = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+        inherited.update(vars(base))
+    return {name: value for name, value in inherited.items() if isinstance(value, FunctionType) and name[:2] != "__"}
+
+
+@remembered
+def _callees(function: FunctionType) -> Dict[str, ast.expr]:
+    """What a function calls, or runs in a loop, by name or attribute, by its source."""
+    tree = effects.readable(function)
+    nodes = [] if tree is None else list(ast.walk(tree))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    calls += [node.iter for node in nodes if isinstance(node, ast.For)]
+    return {ast.unparse(node): node for node in calls if isinstance(node, (ast.Name, ast.Attribute))}
+
+
+def roles_in(
+    function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
+) -> Tuple[Tuple[str, str], ...]:
+    """What the callees of a method may be in a site, by their texts."""
+    return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
+
+
+def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
+    """What the conditions are that a method's module decides, where they are many."""
+    return branches.answers_of(_many_conditions(function, roles_in(function, module)), function, module)
+
+
+@remembered
+def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
+    tree = effects.readable(function)
+    return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
+
+
+def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
+    """What callees may be in a site, where all their values are alike."""
+    roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
+    return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
+
+
+@remembered
+def _has_loop(function: FunctionType) -> bool:
+    tree = effects.readable(function)
+    return tree is not None and any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
+
+
+@remembered
+def _rewritten(
+    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
+) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
+    """The function with its MLPs fused, if it has any; and the activations in it that are not known.
+
+    The outcome depends on nothing else but what its callees and its conditions are, so that the layers of a model share
+    it.
+    """
+    if _WANTED.isdisjoint(kind for _, kind in roles):
+        return None, ()
+    role = _role_by_text(roles)
+
+    def is_known(site: AnySite) -> bool:
+        site = site.site if isinstance(site, Block) else site
+        if not isinstance(site, Site):
+            return True
+        if site.act.role == Role.SIGMOID:
+            return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
+        return site.act.role != Role.UNKNOWN
+
+    def is_unknown(site: AnySite) -> bool:
+        return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
+
+    calls: List[Tuple[AnySite, ast.expr]] = []
+
+    def replacement(site: AnySite) -> ast.expr:
+        calls.append((site, call_of(memory, function, site)))
+        return calls[-1][1]
+
+    written = effects.readable(function)
+    tree = copy.deepcopy(written)
+    found = substitution.rewrite(tree, role, is_known, replacement)
+    for other in branches.parted(written, role, answers):
+        other_tree = copy.deepcopy(other)
+        there = substitution.rewrite(other_tree, role, is_known, replacement)
+        if _worth(there) > _worth(found):
+            written, tree, found = other, other_tree, _once(there)
+    found += loops.rewrite(tree, role, replacement)
+    left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
+    made = None
+    if found:
+        written = copy.deepcopy(written)
+        substitution.rewrite(written, role, is_known, replacement, otherwise=True)
+        loops.rewrite(written, role, replacement)
+        computed = [site.site if isinstance(site, Block) else site for site, _ in calls]
+        patterns = [site.pattern for site in computed if isinstance(site, Site)]
+        names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
+        head = head_of(tree, function, found, names, role) if name == "forward" else None
+        whole = whole_of(tree, function, found, role)
+        # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
+        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
+        runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
+        instead = Instead(switching.as_written(name, function), TRACED, memory, runs_as_written, gated)
+        conditions = [
+            tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
+        ]
+        made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions), tree)
+        if head is not None:
+            halves.heads[function] = halves.heads[made] = head
+        if whole is not None:
+            halves.wholes[made] = whole
+    return made, tuple(site.act for site in left)
+
+
+def method_of(
+    tree: ast.FunctionDef,
+    function: FunctionType,
+    names: Dict[str, Any],
+    instead: Instead,
+    sites: Tuple[AnySite, ...],
+    memory: str,
+    conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
+    fused: Optional[ast.FunctionDef] = None,
+) -> FunctionType:
+    """The fused method that a changed definition makes, known as one; ``fused`` as :func:`function_of` has it."""
+    made = function_of(tree, function, names, instead, fused)
+    setattr(made, _SITES, sites)
+    setattr(made, _BRANCHES, conditions)
+    setattr(made, _MEMORY, memory)
+    _made.add(made)
+    return made
+
+
+@remembered
+def _unchunked(
+    function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
+) -> Optional[FunctionType]:
+    """A method that has fused ones run on chunks, which calls them at once where there is one chunk."""
+    tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
+    if tree is None:
+        return None
+    instead = Instead(switching.as_written(name, function), TRACED, None, None, False)
+    made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
+    run = chunks.run_alone(function)
+    whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
+    home = sys.modules.get(function.__module__)
+    if whole is not None and whole.names[0] is not None and home is not None and vars(home) is function.__globals__:
+        method, size, apply = run
+        *of_method, unchanged, _, _ = whole.names
+        unchanged = (*unchanged, (home, apply.__name__, apply))
+        names = (*of_method, unchanged, ((size, 0),), (method, whole.forward, dict(methods)[method]))
+        halves.wholes[made] = whole._replace(forward=function, names=names, read=read_of(function, tree))
+    return made
+
+
+def _worth(sites: List[AnySite]) -> Tuple[int, int, int]:
+    """How many modules that are MLPs have blocks around them, how many products are fused, and how many of the former
+    blocks begin with a norm."""
+    blocks = [site for site in sites if isinstance(site, Block) and isinstance(site.site, Whole)]
+    modules, normed = (
+        {ast.unparse(block.site.module) for block in blocks if block.first is not None or not with_norm}
+        for with_norm in (False, True)
+    )
+    products = sum(isinstance(site, Site) and not site.pattern.pointwise for site in _once(sites))
+    return len(modules), products, len(normed)
+
+
+def _once(sites: List[AnySite]) -> List[AnySite]:
+    """Sites without those of other branches that have the same parts."""
+    return list({_key(site): site for site in sites}.values())
+
+
+def _key(site: AnySite) -> Tuple[Any, ...]:
+    computed = site.site if isinstance(site, Block) else site
+    return (type(site), getattr(computed, "pattern", None), *map(ast.unparse, site.parts))
+
+
+def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
+    """What stands for a site in a tree, in each branch."""
+    nodes = set(ast.walk(tree))
+    return [node for other, node in calls if node in nodes and _key(other) == _key(site)]
+
+
+def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
+    named = dict(roles)
+    return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
+
+
+# Halves of MLPs.
+
+
+def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
+    """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
+    role, half = _half_of(forward, roles)
+    if half is not None:
+        (halves.heads if role == Role.HEAD else halves.tails)[forward] = half
+    return role
+
+
+@remembered
+def _half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[str, Optional[halves.Half]]:
+    if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
+        return Role.LAYER, None
+    made, _ = _rewritten(forward, "forward", roles, "activations")
+    if made is not None:
+        whole, head = Role.WHOLE if made in halves.wholes else Role.LAYER, halves.heads.get(made)
+        return (whole, None) if head is None else (Role.HEAD, head)
+    tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
+    start = start_of(tree, role)
+    if start is None:
+        return Role.LAYER, None
+    finished = made_call("finished", start.argument, start.projection, ast.Tuple(list(start.between), ast.Load()))
+    whole, node, rest, same_node = copy.deepcopy((tree, start.node)) + copy.deepcopy((tree, start.node))
+    function = function_of(substitution.replace(whole, node, finished), forward, NAMES)
+    rest, behind = substitution.without_passing(
+        substitution.replace(rest, same_node, copy.deepcopy(start.argument)), role
+    )
+    ending = ending_of(tree, start, role)
+    norm = () if ending is None or ending.norm is None else (ending.norm,)
+    names = names_of((start.projection, *start.between, *behind, *norm), forward)
+    ends = None if ending is None else bool(norm)
+    behind, read = function_of(rest, forward, {}), read_of(forward, whole, rest)
+    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, read=read)
+
+
+# Sequences.
+
+
+def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
+    found, parts = [], list(modules.items())
+    for index in range(len(parts) - 1):
+        (name, first), (_, act) = parts[index : index + 2]
+        is_head, up_first = role_of(first) == Role.HEAD, gates.order_of(type(act))
+        if not is_head and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
+            continue
+        rest = parts[index + (1 if is_head else 2) :]
+        passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
+        last, *after = rest[len(passing) :][:2] or [(None, None)]
+        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(_is_activation(part) for _, part in after)
+        if is_mlp and is_head:
+            found.append(mlp_behind(name, first, dict(passing), dict([last])))
+        elif not is_head:
+            act = act if up_first is None else gates.form(act, up_first)
+            pattern = sequences.pattern_of(is_mlp, up_first, KEPT)
+            found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
+    return found
+
+
+def _is_whole(modules: Dict[str, nn.Module]) -> bool:
+    """Whether modules in turn are an MLP and no more."""
+    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of heads
+
+
+def _is_activation(part: nn.Module) -> bool:
+    return recognise(part) is not None or gates.order_of(type(part)) is not None
+
+
+def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
+    """The activations that are not known, behind projections."""
+    pairs = zip(module._modules.values(), list(module._modules.values())[1:])
+    unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (Role.PROJECTION, Role.UNKNOWN))
+    return list({type(act): act for act in unknown}.values())

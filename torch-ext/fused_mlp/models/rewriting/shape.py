@@ -1,0 +1,102 @@
+"""Whether a module is an MLP by what its code does with its parts, in whatever form it is written."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from types import FunctionType
+from typing import Dict, Iterator, Optional, Set
+
+import torch.nn.functional as F
+from torch import nn
+
+from ..parts.roles import Role
+from ..reading.attributes import children_of, state_of
+from ..reading.source import tree_of, values_of
+from . import methods as rewriting
+
+_ACTIVATIONS = {
+    Role.ACTIVATION,
+    Role.BOUND,
+    Role.RELU,
+    Role.UNKNOWN,
+}  # a sigmoid is more often a gate of something else
+
+
+def has_parts_of_mlp(module: nn.Module) -> bool:
+    """True if a module holds two projections, and an activation, or a forward that names a function of torch's."""
+    roles = {rewriting.role_of(part) for part in state_of(module).values()}
+    forward = inspect.getattr_static(type(module), "forward")
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
+    roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
+    roles.update(map(rewriting.role_of, children_of(module).values()))
+    return has_two_projections(module) and not _ACTIVATIONS.isdisjoint(roles)
+
+
+def has_two_projections(module: nn.Module) -> bool:
+    """False for what applies an activation to one layer: poolers, embeddings of time steps, modulations."""
+    parts = list(children_of(module).values())
+    parts += [part for each in parts if type(each) is nn.ModuleList for part in children_of(each).values()]
+    return sum(rewriting.role_of(part) == Role.PROJECTION for part in parts) > 1
+
+
+def applies_activation_to_projection(module: nn.Module) -> bool:
+    """Whether a method of a module hands what comes out of a projection to an activation."""
+    functions = map(inspect.unwrap, _methods(type(module)))  # a decorator calls what it stands around
+    return any(_Flow(function, module).reaches_activation() for function in functions)
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """The methods of a class of modules, with the inherited ones that they call by the same name."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    for name in {name for base in bases for name in vars(base)}:
+        for function in filter(None, (vars(base).get(name) for base in bases)):
+            if not isinstance(function, FunctionType):
+                break
+            yield function
+            if name not in function.__code__.co_names:  # it does not call super().name
+                break
+
+
+class _Flow:
+    """Follows the outputs of projections through the names of a function, whatever the order of its statements."""
+
+    def __init__(self, function: FunctionType, module: nn.Module) -> None:
+        self._function, self._module, self._tree = function, module, tree_of(function)
+        self._hidden: Set[str] = set()  # names that hold the output of a projection, or what was made of it
+        self._aliases: Dict[str, ast.expr] = {}  # names that a function or a module is bound to
+
+    def reaches_activation(self) -> bool:
+        if self._tree is None:
+            return False
+        nodes = list(ast.walk(self._tree))
+        kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
+                self._aliases.update({name.id: node.value for name in node.targets if isinstance(name, ast.Name)})
+        bindings = [node for node in nodes if isinstance(node, kinds) and node.value is not None]
+        before = -1
+        while len(self._hidden) > before:  # a loop may bind a name after it is read
+            before = len(self._hidden)
+            for node in bindings:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+                self._hidden |= names if self._holds(node.value) else set()
+        calls = (node for node in nodes if isinstance(node, ast.Call) and self._role(node.func) in _ACTIVATIONS)
+        return any(self._holds(argument) for call in calls for argument in call.args)
+
+    def _holds(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return node.id in self._hidden
+        if isinstance(node, ast.Call):
+            role = self._role(node.func)
+            if role in (Role.PROJECTION, *Role.LAYERS):  # what comes out of another layer is not hidden any more
+                return role == Role.PROJECTION
+        return any(map(self._holds, ast.iter_child_nodes(node)))
+
+    def _role(self, node: ast.expr) -> Optional[str]:
+        node = self._aliases.get(node.id, node) if isinstance(node, ast.Name) else node
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return None
+        roles = {rewriting.role_of(value) for value in values_of(node, self._function, self._module).values()}
+        return roles.pop() if len(roles) == 1 else None

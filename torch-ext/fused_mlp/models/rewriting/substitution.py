@@ -1,0 +1,213 @@
+"""Puts fused calls in the place of what they compute, in the source of a function.
+
+A site is given up wherever taking the statements of its parts together could change what the function computes, or the
+order in which it calls modules, whatever its arguments are.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from typing import Callable, Iterator, List, Optional, Set, Tuple
+
+from ..parts import casts
+from ..parts.matches import matches
+from ..parts.roles import Role, RoleOf, asking, harmless_calls, is_call
+from ..parts.sites import AnySite, Block, Site
+from ..reading.effects import bound, is_harmless, is_plain, is_reached, uses
+from ..reading.names import SIMPLE, Place, Value, blocks, expressions, reads_of
+
+_BINDING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+
+
+def rewrite(
+    function: ast.FunctionDef,
+    role: RoleOf,
+    wanted: Callable[[AnySite], bool],
+    replacement: Callable[[AnySite], ast.expr],
+    otherwise: bool = False,
+) -> List[AnySite]:
+    """Put ``replacement(site)`` in the place of every wanted site of ``function``, and return these sites.
+
+    ``otherwise``: where that gives None, the statements that stood there run, with what is smaller in them replaced:
+    the MLP of a block, the first layer of an MLP, and the product of an activation.
+    """
+    local = _bound_in_body(function)
+    rewriter = _Rewriter(function, role, replacement, otherwise)
+    for block in list(blocks(function)):
+        rewriter.rewrite(block, wanted)
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
+    _keep_local(function, local - _bound_in_body(function) - arguments)
+    return rewriter.sites
+
+
+class _Rewriter:
+    def __init__(
+        self, function: ast.FunctionDef, role: RoleOf, replacement: Callable[[AnySite], ast.expr], otherwise: bool
+    ) -> None:
+        self._function, self._role, self._replacement, self._otherwise = function, role, replacement, otherwise
+        self.sites: List[AnySite] = []
+        self._left: Set[ast.AST] = set()  # expressions that run where their replacement gives None
+        self._names = (f"@value {number}" for number in itertools.count())  # no source spells them
+
+    def rewrite(self, block: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
+        casts.as_values(block, asking(self._role))
+        index = len(block) - 1
+        while index >= 0:
+            place = Place(self._function, block, index)
+            found = (each for each in _sites(place, self._role, wanted) if each[1] not in self._left)
+            site, node, absorbed = next(found, (None, None, ()))
+            if site is None:
+                index -= 1
+                continue
+            self.sites.append(site)
+            statements, body = self._made(block, index, site, node, absorbed)
+            block[index : index + 1] = statements
+            for k in sorted(absorbed, reverse=True):
+                del block[k]
+            index += len(statements) - 1 - len(absorbed)
+            if body:
+                self._within(body, lambda other, site=site: _is_smaller(other, site) and wanted(other))
+
+    def _within(self, body: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
+        """Rewrite the statements of a site that is not fused; what is in them is no site of its own."""
+        sites = len(self.sites)
+        self.rewrite(body, wanted)
+        del self.sites[sites:]
+
+    def _made(
+        self, block: List[ast.stmt], index: int, site: AnySite, node: ast.expr, absorbed: Set[int]
+    ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
+        """What a statement becomes, and the statements in it that run where its site is not fused."""
+        call, statement = self._replacement(site), block[index]
+        if isinstance(call, ast.IfExp):  # which product it is, is told by the size of one factor
+            self._left.add(call.orelse)
+        if not self._otherwise or isinstance(call, ast.IfExp):
+            return [replace(statement, node, call)], []
+        values, made = next(self._names), []
+        originals = [block[k] for k in sorted(absorbed)]
+        hoisted = bool(absorbed) or is_reached(node, statement, harmless_calls(self._role))
+        for part in (part for part in site.parts if not is_plain(part) and _holds([*originals, node], part)):
+            name = next(self._names)  # evaluated once, whichever way is taken
+            value = _assigned(name, part) if hoisted else ast.NamedExpr(ast.Name(name, ast.Store()), part)
+            made += [value] if hoisted else []
+            call = replace(call, part, ast.Name(name, ast.Load()) if hoisted else value)
+            originals = [replace(each, part, ast.Name(name, ast.Load())) for each in originals]
+            statement = replace(statement, part, ast.Name(name, ast.Load()))
+            node = ast.Name(name, ast.Load()) if node is part else node
+        if not hoisted:
+            self._left.update(ast.walk(node))
+            is_found = ast.NamedExpr(ast.Name(values, ast.Store()), call)
+            test = ast.Compare(is_found, [ast.IsNot()], [ast.Constant(None)])
+            return [replace(statement, node, ast.IfExp(test, ast.Name(values, ast.Load()), node))], []
+        body = [*originals, _assigned(values, node)]
+        test = ast.Compare(ast.Name(values, ast.Load()), [ast.Is()], [ast.Constant(None)])
+        made += [_assigned(values, call), ast.If(test, body, [])]
+        for part in (part for each in made for part in ast.walk(each) if not hasattr(part, "lineno")):
+            ast.copy_location(part, statement)
+        return [*made, replace(statement, node, ast.Name(values, ast.Load()))], body
+
+
+def _is_smaller(site: AnySite, than: AnySite) -> bool:
+    """True for an MLP in the code of its block, and for a part of an MLP."""
+    if isinstance(than, Block):
+        return not isinstance(site, Block)
+    return isinstance(site, Site) and not site.pattern.whole and (site.pattern.pointwise or _is_whole(than))
+
+
+def _is_whole(site: AnySite) -> bool:
+    return isinstance(site, Site) and site.pattern.whole
+
+
+def _holds(nodes: List[ast.AST], part: ast.expr) -> bool:
+    return any(part is each for node in nodes for each in ast.walk(node))
+
+
+def _assigned(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
+    return {name for statement in function.body for name in bound(statement)}
+
+
+def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
+    """Binds names where it is never done: what reads them raises UnboundLocalError as before, and finds no global."""
+    read = [ast.Name(name, ast.Store()) for name in sorted(names) if uses(function, name)]
+    if read:
+        never = ast.If(ast.Constant(False), [ast.Assign(read, ast.Constant(None))], [])
+        for node in ast.walk(never):
+            ast.copy_location(node, function.body[-1])
+        function.body.append(never)
+
+
+def _sites(
+    place: Place, role: RoleOf, wanted: Callable[[AnySite], bool]
+) -> Iterator[Tuple[AnySite, ast.expr, Set[int]]]:
+    """The sites in a statement, the outermost first, and the statements that each takes in."""
+    if not isinstance(place.block[place.index], SIMPLE):
+        return
+    for node in expressions(place.block[place.index]):
+        for site in matches(Value(node, place), role):
+            absorbed = _absorbed(site, node, place, role) if wanted(site) else None
+            if absorbed is not None:
+                yield site, node, absorbed
+
+
+def _absorbed(site: AnySite, node: ast.expr, place: Place, role: RoleOf) -> Optional[Set[int]]:
+    """The statements that a site makes superfluous; None if it must not be where it is, or they are needed."""
+    if any(isinstance(each, _BINDING) for part in site.parts for each in ast.walk(part)):
+        return None
+    absorbed, served, followed = set(), set(), {name.id for name in site.read}
+    for index in range(place.index):
+        there = Place(place.function, place.block, index)
+        reads = {name: reads_of(name, there) for name in bound(place.block[index])}
+        if any(read is None and name in followed for name, read in reads.items()):
+            return None
+        if any(read is not None and read & site.read for read in reads.values()):
+            if any(read is None or not read <= site.read for read in reads.values()):
+                return None
+            absorbed.add(index)
+            served.update(*reads.values())
+    if served != site.read:
+        return None
+    if not absorbed:
+        return absorbed
+    needed = {name.id for part in site.parts for name in ast.walk(part) if isinstance(name, ast.Name)}
+    for index in range(min(absorbed), place.index):
+        if index not in absorbed:
+            statement = place.block[index]
+            if not is_harmless(statement, harmless_calls(role)) or needed & bound(statement):
+                return None
+    return absorbed if is_reached(node, place.block[place.index], harmless_calls(role)) else None
+
+
+def replace(holder: ast.AST, old: ast.expr, new: ast.expr) -> ast.AST:
+    """The holder with another expression in the place of one in it."""
+    return _Replacement(old, new).visit(holder)
+
+
+def without_passing(holder: ast.AST, role: RoleOf) -> Tuple[ast.AST, List[ast.expr]]:
+    """The holder with the arguments of passing modules in the place of their calls; and these modules."""
+    taken = _Taken(role)
+    return taken.visit(holder), taken.modules
+
+
+class _Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.expr, new: ast.expr) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+class _Taken(ast.NodeTransformer):
+    def __init__(self, role: RoleOf) -> None:
+        self.role, self.modules = role, []
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not is_call(node, self.role, Role.PASSING):
+            return node
+        self.modules.append(node.func)
+        return node.args[0]

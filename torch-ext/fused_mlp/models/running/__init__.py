@@ -1,0 +1,1 @@
+"""What fused methods call."""

@@ -1,0 +1,128 @@
+"""An MLP of a module as one op, with the operands that its parts hold at the call.
+
+``activation`` is the row of the table that ``act`` computes, if one does. ``between`` are what the hidden values go
+through before the last projection: dropout modules and their like, probabilities of a dropout, or functions that cast
+them to the dtype of its weight, as :func:`cast` does.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, Callable, List, Optional, Sequence, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import calls
+from ...activations import Activation
+from ..parts import obstacles
+from ..parts.pattern import Pattern
+from ..reading.attributes import attribute_of
+
+LINEAR, PLAIN = Pattern(), Pattern(whole=True)
+GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
+
+Act = Callable[[Tensor], Tensor]
+Part = Union[nn.Module, float, FunctionType]
+Between = Sequence[Part]
+
+
+def fused(
+    pattern: Pattern,
+    x: Tensor,
+    projections: Sequence[nn.Module],
+    activation: Optional[Activation],
+    between: Between = (),
+) -> Optional[Tensor]:
+    """The result of one op, of projections in the order gate, up, down (``packed``: gate and up in one).
+
+    None where a part has to be called, or torch computes the parts.
+    """
+    if activation is None or obstacles.of_input(x) is not None:
+        return None
+    if pattern.whole and not passes(between, x, projections[-1]):
+        return None
+    weights: List[Tensor] = []
+    biases: List[Optional[Tensor]] = []
+    for projection in projections:
+        parameters = obstacles.parameters_of(projection)
+        if type(parameters) is str or parameters[0].dim() != 2:
+            return None
+        weights.append(parameters[0])
+        biases.append(parameters[1])
+    if not pattern.packed:
+        return calls.in_one_op(pattern.op, (x, *weights, *biases), activation, pattern.memory)
+    nothing = () if pattern.whole else (None,)
+    given = (x, weights[0], None, *weights[1:], *nothing, biases[0], None, *biases[1:], *nothing)
+    return calls.in_one_op("gated_mlp", given, activation, pattern.memory, pattern.up_first)
+
+
+def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()) -> Tensor:
+    """The same by its parts, called one after the other."""
+    first, *others = projections
+    if not pattern.gated or getattr(act, "halves", False):
+        hidden = act(first(x))
+    else:
+        if pattern.packed:
+            halves = first(x).chunk(2, dim=-1)
+            gate, up = reversed(halves) if pattern.up_first else halves
+            gate = act(gate)
+        elif pattern.up_first:
+            up, gate = others[0](x), act(first(x))
+        else:
+            gate, up = act(first(x)), others[0](x)
+        hidden = up * gate if pattern.up_left else gate * up
+    return second_half(hidden, between, projections[-1]) if pattern.whole else hidden
+
+
+# The forwards of what hands on what comes in, or None where somebody has patched them.
+_PASSING = {
+    nn.Dropout: obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout),
+    nn.Identity: obstacles.unpatched(nn.Identity, "forward", nn.modules.linear),
+}
+
+
+def cast(hidden: Tensor) -> Tensor:
+    """Stands for a cast of a module's code, among what is between its projections; nothing calls it."""
+    raise NotImplementedError
+
+
+def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
+    """Why hidden values of a dtype do not come out of a part before a projection as they go in; None if they do."""
+    if isinstance(part, FunctionType):
+        if torch._C._is_any_autocast_enabled():
+            return "in autocast"
+        wanted = dtype_of(projection)
+        return None if wanted is dtype else f"from {dtype} to {wanted}"
+    if part is None:
+        return "None, which cannot be called"
+    if not isinstance(part, nn.Module):
+        return "active in training" if part else None
+    kind = type(part)
+    if kind not in _PASSING:
+        return f"a {kind.__name__}"
+    if kind.forward is not _PASSING[kind] or kind.__call__ is not nn.Linear.__call__:
+        return f"a patched {kind.__name__}"
+    return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
+
+
+def dtype_of(projection: Any) -> Optional[torch.dtype]:
+    """The dtype of a weight that a module holds; one that is computed is not asked for, as that may change it."""
+    weight = attribute_of(projection, "weight") if isinstance(projection, nn.Module) else None
+    return weight.dtype if isinstance(weight, Tensor) else None
+
+
+def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
+    """Whether hidden values, of the dtype of x, come out of all these parts before a projection as they go in."""
+    for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
+        if alteration(part, getattr(x, "dtype", None), projection) is not None:
+            return False
+    return True
+
+
+def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
+    """What the last projection gives of hidden values, behind the parts between."""
+    for part in between:
+        hidden = part(hidden) if callable(part) else F.dropout(hidden, part, True)
+    return projection(hidden)

@@ -1,0 +1,163 @@
+"""MLPs whose halves are two modules of a third: BERT's intermediate and output, and their like.
+
+A head computes hidden values, ``act(projection(x))``, and nothing else; a tail begins with the last projection of what
+it is given. Where a module's code hands what comes out of a head to a tail and to nothing else, the two run as one
+fused call: the head hands over its parts in place of hidden values, and the tail's own code goes on behind the
+projection. That skips the calls of two modules, so whatever such a call does beyond the forward that was read, the two
+are called one after the other, as the code says. A linear layer behind a head, in a sequence, is a tail too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+
+from ... import calls, training
+from ..parts import forms, obstacles
+from ..parts.pattern import Pattern
+from ..reading.attributes import state_of
+from . import forwards, shortcut
+from .switching import FUSED, are_unchanged, written
+
+_plain = shortcut.plain
+_call = shortcut._originals[nn.Linear, "__call__"]
+_forward_hooks, _forward_pre_hooks = _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks
+_backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks
+
+
+class Pending(NamedTuple):
+    """What a head hands over: the pattern of the whole MLP, and what there is of it."""
+
+    pattern: Pattern
+    x: Tensor
+    projections: Tuple[nn.Module, ...]
+    act: Callable[[Tensor], Tensor]
+
+
+class Half(NamedTuple):
+    """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
+
+    A head's takes the module and x, and returns :class:`Pending`, or hidden values in branches without an MLP; a tail's
+    is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has none.
+
+    ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
+    projections)); of a whole MLP the same, with what is between and behind its projections after them, the number of
+    these, whether it has dropouts that are functions, for its mode to tell, what else has to stay as it is (attributes
+    of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
+    its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
+    tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
+    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. For a module that
+    runs the modules of a list in turn, which are one MLP, ``names`` is (None, the name of the list,
+    ``sequences.known``, ``heads``, the pattern of an MLP without a gate). ``before_a_norm`` is a head's ``function``
+    for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and returns None in
+    branches without an MLP. ``read`` is what has to be as it was when the forward was
+    read, which notebooks replace in place: owners, names and values.
+    """
+
+    forward: FunctionType
+    names: Optional[Tuple[Any, ...]]
+    ending: Optional[bool]
+    found: Any
+    function: Optional[Callable[..., Any]] = None
+    rest: Optional[Callable[..., Any]] = None
+    before_a_norm: Optional[Callable[..., Any]] = None
+    read: Tuple[Tuple[Any, str, Any], ...] = ()
+
+
+# By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
+heads: Dict[Callable[..., Any], Half] = {}
+tails: Dict[Callable[..., Any], Half] = {}
+wholes: Dict[Callable[..., Any], Half] = {}
+
+
+def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
+    """:func:`joined` of the children of a module under these names."""
+    if _plain is not None:
+        found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
+        if found is not None:
+            if type(found) is not tuple:
+                return found
+            result, half, tail = found
+            return half.rest(tail, result, *rest, **named)
+    tail, head = (getattr(owner, name) for name in names)
+    return joined(memory, tail, head, x, *rest, **named)
+
+
+def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """``tail(head(x), *rest, **named)``; ``memory``: what training keeps. None where the two have to be called."""
+    last = running(tail, tails)
+    handed = None if type(last) is str else _handed(memory, head, x)
+    if type(handed) is Pending:
+        return last.function(tail, handed, *rest, **named) if _is_taken(handed) else None
+    return None if handed is None else tail(handed, *rest, **named)
+
+
+def followed(
+    memory: str, head: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor
+) -> Optional[Tensor]:
+    """``projection(...(head(x)))``, with dropouts and identities between; None where these have to be called.
+
+    ``memory``: what training keeps.
+    """
+    if obstacles.of_projection(projection) is not None or not forwards.passes(between, x, projection):
+        return None
+    handed = _handed(memory, head, x)
+    if type(handed) is Pending:
+        return finished(handed, projection, between)
+    return None if handed is None else forwards.second_half(handed, between, projection)
+
+
+def _is_taken(pending: Pending) -> bool:
+    """True if nothing is known that keeps the parts of a head from being one op with a projection."""
+    return forms.row_of(pending.act) is not None and all(
+        obstacles.of_projection(each) is None for each in pending.projections
+    )
+
+
+def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
+    """What a module hands over to a tail: hidden values where it takes another branch than the one with an MLP in it;
+    None where it is no head, or its call does more than its forward."""
+    half = running(head, heads)
+    if type(half) is str or _are_watched():
+        return None
+    handed = half.function(head, x)
+    if memory != training.KEPT and type(handed) is Pending:
+        handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
+    return handed
+
+
+def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
+    """What comes out of the projection that a tail begins with."""
+    pattern, x, projections, act = pending
+    found = shortcut.fused(pattern, x, (*projections, projection), act, between)
+    return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
+
+
+def is_head(kind: type) -> bool:
+    """Whether the forward of a class is that of heads."""
+    forward = getattr(kind, "forward", None)
+    return type(forward) is FunctionType and forward in heads
+
+
+def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, str]:
+    """The half that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
+    kind = type(part)
+    forward = getattr(kind, "forward", None)
+    own = obstacles.own_method(part, "forward") if isinstance(part, nn.Module) else None
+    is_fused = type(own) is FunctionType and own in written and FUSED in state_of(part)
+    half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
+    if half is None or kind.__call__ is not _call:
+        return f"a {kind.__name__}"
+    if forward is not half.forward or not are_unchanged(half.read):
+        return f"a patched {kind.__name__}"
+    return obstacles.of_call(part) or half
+
+
+def _are_watched() -> bool:
+    """Whether somebody may see every call of a module."""
+    hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
+    return bool(hooks) or calls.pointwise_reason() is not None

@@ -1,0 +1,39 @@
+"""``act(gate) * up`` where the products of an MLP are not fused: one kernel, where that takes less time than two."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from ... import calls, dispatch
+from ...backends import reference
+from ..parts import forms, obstacles
+
+is_traced = torch._C._is_tracing  # a size is a tensor then
+
+
+def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
+    """True if one kernel takes less time for a product of this size; the last of the values is the gate."""
+    gate = values[-1]
+    if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
+        return False
+    if forms.row_of(act) is None or getattr(act, "inplace", False) or obstacles.of_input(gate) is not None:
+        return False
+    return dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is not reference
+
+
+def product(gate: Tensor, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
+    """``act(gate) * up``, or ``up * act(gate)`` where ``up_left``, if a kernel pays for the gate."""
+    if not _are_alike(gate, up, up_left):
+        return up * act(gate) if up_left else act(gate) * up
+    return calls.act_and_mul(gate, up, forms.row_of(act))
+
+
+def _are_alike(gate: Tensor, up: Any, up_left: bool) -> bool:
+    if type(up) is not Tensor or up.layout is not torch.strided:
+        return False
+    if (gate.dtype, gate.device, gate.shape) != (up.dtype, up.device, up.shape):
+        return False
+    return not up_left or gate.stride() == up.stride()  # the product lies in memory as its left factor does

@@ -1,0 +1,183 @@
+"""Modules that run one after the other: which of them are MLPs is decided by their classes, as they are at each call.
+
+So run the parts of a ``nn.Sequential``, and those of a ``nn.ModuleList`` in a loop that does nothing else.
+
+Where MLPs can be among parts of some classes is found once and kept. Whether the parts there are plain is asked at each
+call, by what fuses them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
+
+from torch import Tensor, nn
+
+from ... import training
+from ..parts import gates, obstacles
+from ..parts.pattern import Pattern
+from ..parts.recognition import row_of_class
+from . import halves, shortcut, switching, traced
+from .forwards import LINEAR, PACKED_GATED, PLAIN
+
+
+def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
+    """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
+    return _sequential(self, input, PLAIN)
+
+
+def sequential_recomputed(self: nn.Sequential, input: Tensor) -> Tensor:
+    """The same, keeping less for the backward."""
+    return _sequential(self, input, _RECOMPUTED)
+
+
+_RECOMPUTED = replace(PLAIN, memory=training.RECOMPUTED)
+
+
+def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
+    if traced.is_traced():
+        return traced.run(plain.memory, "forward", nn.Sequential.forward, _instead_of_sequential, self, input)
+    instead = _instead_of_sequential(self)
+    if instead is not None:
+        return instead(self, input)
+    runs_as_written = (
+        plain.memory == training.KEPT
+        and shortcut.plain is not None
+        and shortcut.plain.runs_as_written(input, self, False)
+    )
+    if runs_as_written:
+        return nn.Sequential.forward(self, input)
+    return _in_turn(tuple(self), input, plain)
+
+
+def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """What ``for module in modules: x = module(x)`` makes of x; ``memory``: what training keeps."""
+    if type(modules) is nn.ModuleList:
+        if shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced():
+            found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
+            if type(found) is tuple:
+                pattern, operands = found
+                found = shortcut.recorded_or_packed(pattern, *operands)
+            if found is not None:
+                return found
+        return _in_turn(tuple(modules), x, PLAIN if memory == training.KEPT else _RECOMPUTED)
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
+    index = 0
+    for first, act, second, up_first in _places(parts):
+        for part in parts[index:first]:
+            x = part(x)
+        index = (act if second is None else second) + 1
+        if act is None:
+            found = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
+        else:
+            pattern = pattern_of(second is not None, up_first, plain.memory)
+            activation = parts[act] if up_first is None else gates.form(parts[act], up_first)
+            projections = (parts[first],) if second is None else (parts[first], parts[second])
+            between = () if second is None else parts[act + 1 : second]
+            found = shortcut.fused(pattern, x, projections, activation, between)
+        for part in parts[first:index] if found is None else ():
+            x = part(x)
+        x = x if found is None else found
+    for part in parts[index:]:
+        x = part(x)
+    return x
+
+
+@functools.cache
+def pattern_of(is_whole: bool, up_first: Optional[bool], memory: str) -> Pattern:
+    """What a linear layer, an activation and perhaps another layer compute; ``up_first``: of one that halves."""
+    if up_first is None:
+        return replace(PLAIN, memory=memory) if is_whole else LINEAR
+    return replace(PACKED_GATED, whole=is_whole, up_first=up_first, memory=memory)
+
+
+class Whole(NamedTuple):
+    """The parts of a sequence that is an MLP and no more. Those behind it are dropouts and identities."""
+
+    projections: Tuple[nn.Module, nn.Module]
+    act: nn.Module
+    between: Tuple[nn.Module, ...]
+    behind: Tuple[nn.Module, ...]
+
+
+def whole(module: nn.Sequential) -> Optional[Whole]:
+    """What a sequence is by the classes of its parts; None if it is no such, or its first part is a head."""
+    parts = tuple(module._modules.values())
+    if not is_whole(parts) or _places(parts)[0].act is None:
+        return None
+    ((_, act, second, _),) = _places(parts)
+    return Whole((parts[0], parts[second]), parts[act], parts[act + 1 : second], parts[second + 1 :])
+
+
+def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
+    """Whether modules in turn are an MLP and no more, by their classes."""
+    first, *others = _places(parts) or (None,)
+    is_mlp = first is not None and not others and first.first == 0 and first.second is not None
+    return is_mlp and first.up_first is None and _behind_passing(parts, first.second + 1) == len(parts)
+
+
+class _Place(NamedTuple):
+    """Where an MLP stands among parts: the indices of its first linear layer, of the activation behind it, and of its
+    second linear layer. That is None where there is only the first. Where the first part is a head, there is no index
+    of an activation. ``up_first``: of an activation that halves what it is given (``gates``)."""
+
+    first: int
+    act: Optional[int]
+    second: Optional[int]
+    up_first: Optional[bool]
+
+
+known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
+
+
+def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
+    """Where there can be MLPs and layers to fuse among parts of these classes, in their order."""
+    kinds = tuple(map(type, parts))
+    if kinds not in known:
+        known[kinds] = tuple(_found_places(parts))
+    return known[kinds]
+
+
+def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
+    index = 0
+    while index < len(parts):
+        is_head = halves.is_head(type(parts[index]))
+        act = None if is_head else index + 1
+        if not is_head and (obstacles.is_foreign(parts[index]) or not _is_activation(parts[act : act + 1])):
+            index += 1
+            continue
+        last = index if is_head else act
+        second = _behind_passing(parts, last + 1)
+        is_mlp = second < len(parts) and not obstacles.is_foreign(parts[second])
+        # A second layer with an activation of its own begins the next MLP.
+        is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
+        if is_mlp or not is_head:
+            up_first = None if is_head else gates.order_of(type(parts[act]))
+            yield _Place(index, act, second if is_mlp else None, up_first)
+        index = (second if is_mlp else last) + 1
+
+
+def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
+    """Whether a slice of parts has one whose class computes a row of the table, or halves what it is given."""
+    modules = (each for each in part if isinstance(each, nn.Module))
+    return any(row_of_class(each) is not None or gates.order_of(type(each)) is not None for each in modules)
+
+
+def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
+    while index < len(parts) and type(parts[index]) in (nn.Dropout, nn.Identity):
+        index += 1
+    return index
+
+
+SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
+for _forward in SEQUENTIAL.values():
+    _forward.__name__ = "forward"  # the name under which a bound method is pickled
+    _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
+    switching.written[_forward] = switching.as_written("forward", nn.Sequential.forward)
+_instead_of_sequential = switching.instead_of(switching.as_written("forward", nn.Sequential.forward))

@@ -1,0 +1,365 @@
+"""The short way of a fused call: from the parts of a module to the compiled op.
+
+A call inside of a model finds the processor's caches full of the rest of the model, so its time goes with the code and
+the data that it touches. Of the commonest case, plain linear layers and a known activation, compiled code
+(torch-ext/plain_modules.h) asks what :mod:`forwards` asks with the help of four other modules. All other cases are left
+to that. Nothing is remembered of a module: weights that were replaced, hooks, adapters, modes and patched functions are
+seen as they are at the call.
+"""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _torch_module
+from torch.utils._device import DeviceContext
+
+from ... import dispatch, training
+from ...activations import ACTIVATIONS, get_activation
+from ...backends import native, reference
+from ...operands import halves, narrows_float32
+from ..parts import forms, norms, obstacles, recognition
+from ..parts.pattern import Pattern
+from . import forwards
+from .switching import FUSED
+
+is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another module costs two look-ups more
+_originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
+
+
+_CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
+
+
+class _Known(NamedTuple):
+    """A class of activations: its forward, the code of its row, and the functions of torch that it calls.
+
+    A function is its own forward.
+    """
+
+    forward: Callable[..., Tensor]
+    code: int
+    functions: Tuple[Tuple[Any, str, Any], ...]
+
+
+_known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+# Classes of activations, and forwards of kernels that kernelize has put into their modules.
+_kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
+# Classes of linear layers beside torch's: what has to be unchanged of each, and whether its weight is [in, out]; if
+# not, they have no bias.
+_linears: Dict[type, Tuple[Tuple[Tuple[Any, str, Any], ...], bool]] = {}
+_OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
+# Without what OpOverload does before this in Python.
+_ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
+_act_and_mul = getattr(native.act_and_mul, "_op", None)
+
+# By name of an op that may take more time than its parts where autograd follows: the function that computes these.
+_parts = {"linear": reference.linear}
+if native.DEVICE_TYPE == "cpu":
+    _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
+
+
+def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """An MLP part by part, given the operands of its op; None where its parts do not fit."""
+    x, *given, code = operands
+    weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
+    try:
+        if not pattern.gated:
+            return getattr(reference, pattern.op)(*operands)
+        if pattern.packed:
+            if weights[0].size(0) % 2 != 0:  # there are no halves
+                return None
+            weight, bias = (weights[1], biases[1]) if pattern.whole else (None, None)
+            return reference.packed_gated(x, weights[0], weight, biases[0], bias, code, pattern.up_first, _product)
+        if weights[0].size(0) != weights[1].size(0):
+            return None
+        hidden = _product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
+        return F.linear(hidden, weights[2], biases[2]) if pattern.whole else hidden
+    except RuntimeError:  # the long way says what is wrong with the operands
+        return None
+
+
+def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
+    by_torch = gate.requires_grad or up.requires_grad or dispatch.is_small_product(gate)
+    return (reference.act_and_mul if by_torch else _act_and_mul)(gate, up, code)
+
+
+def known_by(act: Union[Act, str]) -> Union[Act, str]:
+    """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
+    if type(act) is not forms.Form and type(act) is not MethodType:
+        return act
+    row = forms.row_of(act)
+    return act if row is None else row.function
+
+
+# A function that returns something true where torch's dispatcher has more to do than to call an op. A future torch may
+# lack it: all ops are called then.
+_is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
+
+# What compiled code is told of torch and of this package: settings.h says what each is.
+_settings = {
+    "tensor": Tensor,
+    "parameter": nn.Parameter,
+    "linear": nn.Linear,
+    "dropout": nn.Dropout,
+    "identity": nn.Identity,
+    "gelu": nn.GELU,
+    "function": FunctionType,
+    "builtin": BuiltinFunctionType,
+    "method": MethodType,
+    "module": nn.Module,
+    "module_list": nn.ModuleList,
+    "call": _CALL,
+    "mark": FUSED,
+    "known": _known,
+    "known_by": known_by,
+    "kernels": _kernels,
+    "composites": recognition.COMPOSITES,
+    "linears": _linears,
+    "norms": norms.known,
+    "ops": _ops,
+    "dtypes": native._DTYPES,
+    "float32": torch.float32,
+    "is_narrowed": narrows_float32 if native.DEVICE_TYPE == "cpu" else None,
+    "on_device": f"is_{native.DEVICE_TYPE}",
+    "refusal": native._cached_gpu_refusal if native.DEVICE_TYPE == "cuda" else None,
+    "every_gpu": native.takes_every_gpu,
+    "parts": {training.KEPT: _parts},
+    "least_recorded": dispatch.LEAST_RECORDED,
+    "least_work": dispatch.LEAST_WORK,
+    "blocks": dispatch._open_blocks,
+    "is_inference": torch.is_inference_mode_enabled,
+    "autocast": (
+        torch._C._is_any_autocast_enabled,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+        native.DEVICE_TYPE,
+    ),
+    "composed": _composed,
+    "quiet": (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._get_tracing_state,
+        torch._C._are_functorch_transforms_active,
+    ),
+    "modes": (
+        torch._C._len_torch_function_stack,
+        torch._C._get_function_stack_at,
+        DeviceContext,
+        torch._C.DisableTorchFunction,
+    ),
+    "empty": (
+        _torch_module._global_forward_hooks,
+        _torch_module._global_forward_pre_hooks,
+        _torch_module._global_backward_hooks,
+        _torch_module._global_backward_pre_hooks,
+    ),
+    "unchanged": (
+        (forward_ad, "_current_level", -1),
+        (nn.Linear, "__call__", _CALL),
+        (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
+        (F, "linear", _originals[F, "linear"]),
+        (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
+        (F, "dropout", _DROPOUT),
+        (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
+    ),
+    "exchange": None if _is_profiled is None else getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    "is_negated": Tensor.is_neg,
+    "empty_like": torch.empty_like,
+    "is_profiled": _is_profiled,
+}
+plain = native.plain_modules  # None where nothing is compiled
+if plain is not None:
+    plain.configure(_settings)
+
+Act = Union[nn.Module, Callable[[Tensor], Tensor]]
+# Scale, shift, whether the source has the scale on the left of its product, and whether it computes in float32.
+Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool, bool]]
+_NO_ACTIVATION = get_activation("linear").function
+
+
+def fused(
+    pattern: Pattern,
+    x: Tensor,
+    projections: Tuple[Union[nn.Module, str], ...],
+    act: Union[Act, str],
+    between: Tuple[Union[forwards.Part, str], ...] = (),
+    owner: Optional[nn.Module] = None,
+    names: Tuple[str, ...] = (),
+) -> Optional[Tensor]:
+    """``forwards.fused`` of what ``act`` computes, by the short way where there is one; None where no op is taken.
+
+    Parts that are children of ``owner`` may be given by name; ``names`` are all of these. To read one as an attribute
+    takes Python longer than the short way takes for all.
+    """
+    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
+        found = plain.fused(pattern, x, projections, known_by(act), between, owner, names)
+        if type(found) is tuple:
+            found = recorded_or_packed(pattern, *found)
+        if found is not None or not _is_asked_again(names):
+            return found
+    projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    learn(act)
+    learn_layers(projections)
+    return forwards.fused(pattern, x, projections, forms.row_of(act), between)
+
+
+_missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts
+
+
+def _is_asked_again(names: Tuple[str, ...]) -> bool:
+    """True if Python has to look at parts that compiled code does not take: it knows of autocast and forced backends.
+
+    It also learns of classes, when a miss has occurred once, twice, four times, ...
+    """
+    if torch._C._get_tracing_state() is not None:  # which names what it records by the attributes that are read
+        return False
+    if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
+        return True
+    count = _missed[names] = _missed.get(names, 0) + 1
+    return count & (count - 1) == 0
+
+
+def read(owner: Optional[nn.Module], part: Any) -> Any:
+    """A part, or those in a tuple, of which names stand for attributes."""
+    if type(part) is tuple:
+        return tuple(read(owner, each) for each in part)
+    return getattr(owner, part) if type(part) is str else part
+
+
+def block(
+    pattern: Pattern,
+    x: Tensor,
+    projections: Tuple[Union[nn.Module, str], ...],
+    act: Union[Act, str],
+    between: Tuple[Union[forwards.Part, str], ...],
+    behind: Tuple[Union[nn.Module, float, str], ...],
+    factor: Any,
+    residual: Tensor,
+    order: Tuple[bool, bool, int],
+    first: Union[nn.Module, str, None],
+    last: Union[nn.Module, str, None],
+    modulation: Modulation = None,
+    wide: bool = False,
+    owner: Optional[nn.Module] = None,
+    names: Tuple[str, ...] = (),
+) -> Optional[Tensor]:
+    """The block of an MLP, or of a layer: ``last(residual + behind(mlp(first(x))) * factor)``; None if no op takes it.
+
+    A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
+    ``first(x)``. ``wide``: product and sum are computed in float32, and cast to the dtype of the residual.
+
+    The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
+    for all rows, or for rows that follow each other.
+    """
+    if plain is None:
+        return None
+    given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
+    return plain.block(*given, wide, owner, names)
+
+
+def ending(
+    owner: nn.Module,
+    x: Tensor,
+    residual: Tensor,
+    projections: Tuple[str],
+    behind: Tuple[str, ...],
+    last: str,
+    names: Tuple[str, ...],
+) -> Optional[Tensor]:
+    """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
+    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual
+    return None if plain is None else plain.block(*given, None, last, None, False, owner, names)
+
+
+def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """The block of a gated MLP whose gate and up are halves of one projection; None if no op computes it."""
+    x, gate_up, down, gate_up_bias, down_bias, *others = operands
+    if not _are_halves(gate_up, gate_up_bias):
+        return None
+    weights, biases = halves(gate_up, pattern.up_first), halves(gate_up_bias, pattern.up_first)
+    try:
+        return _ops["residual_gated_mlp"](x, *weights, down, *biases, down_bias, *others)
+    except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
+        return None
+
+
+def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
+    """The result, given the parameters of the projections and the code of the activation; None if no op computes it."""
+    code, count = given[-1], len(given) // 2
+    weights, biases, up_first = given[:count], given[count:-1], None
+    # The operands of a pattern that is not packed come back only where autograd follows.
+    recorded = not pattern.packed or (training.is_recording() and _needs_gradient(x, *given[:-1]))
+    if pattern.packed:
+        if not _are_halves(weights[0], biases[0]):
+            return None
+        if recorded:
+            up_first, nothing = pattern.up_first, (None,) * (3 - count)
+            weights, biases = (weights[0], *nothing, *weights[1:]), (biases[0], *nothing, *biases[1:])
+        else:
+            weights = (*halves(weights[0], pattern.up_first), *weights[1:])
+            biases = (*halves(biases[0], pattern.up_first), *biases[1:])
+    name = "gated_mlp" if len(weights) == 3 else pattern.op
+    try:
+        if not recorded:
+            return _ops[name](x, *weights, *biases, code)
+        if name in ("linear", "mlp") and training.is_left_to_parts(name, (x, *weights, *biases), code, pattern.memory):
+            return getattr(reference, name)(x, *weights, *biases, code)
+        if training.refusal(name, code) is not None:
+            return None
+        return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
+    except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
+        return None
+
+
+def _are_halves(weight: Tensor, bias: Optional[Tensor]) -> bool:
+    return weight.size(0) % 2 == 0 and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _needs_gradient(*given: Optional[Tensor]) -> bool:
+    for tensor in given:  # noqa: SIM110 (a generator costs more than what it runs)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def learn_layers(projections: Iterable[nn.Module]) -> None:
+    """Takes the classes of linear layers beside torch's among those known."""
+    for projection in projections:
+        kind = type(projection)
+        if kind not in _linears and obstacles.is_other_linear(projection) and obstacles.is_as_written(kind):
+            addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
+            unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
+            _linears[kind] = unchanged, obstacles.is_transposed(kind)
+
+
+def learn(act: Act) -> None:
+    """Takes an activation that is a function, or the class of one, among those known, if the table names it and nobody
+    has altered it; and the kernel that kernelize has put into it."""
+    kind, own = type(act), None
+    if kind in (FunctionType, BuiltinFunctionType):
+        key, forward, row = act, act, recognition.named_function(act)
+    elif isinstance(act, nn.Module):
+        key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
+        own = obstacles.own_method(act, "forward")
+        if key in _known and (own in (None, forward) or (kind, own) in _kernels):
+            return
+        row = recognition.activation_of(act)
+        if kind is not nn.GELU and kind not in recognition._classes:  # or read: it may call anything
+            return
+    else:
+        return
+    if row is None:
+        return
+    if own not in (None, forward):
+        _kernels[kind, own] = True
+    if key not in _known:  # another thread may be reading what is there
+        functions = ((owner, name, _originals[owner, name]) for owner, name in row.calls)
+        _known[key] = _Known(forward, row.code, tuple(functions))
+
+
+for _row in ACTIVATIONS:
+    learn(_row.function)

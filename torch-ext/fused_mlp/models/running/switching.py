@@ -1,0 +1,189 @@
+"""Fused methods in a module, and out of it again: bound methods that the module itself holds.
+
+Its class is untouched, as by kernelize and by accelerate's hooks. A copy has methods bound to the copy; a pickle names
+the method, and loads with that of the class. Beside the methods a module holds a mark, without which they run the
+original, for whoever wraps one may keep it; and its replicas for ``nn.DataParallel`` get methods of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..reading.attributes import method_in, state_of
+
+# The mark: fused methods by name, with whether the module itself held that of its class. It has the name of this build:
+# what another one fused is not its own.
+FUSED = f"{__package__.partition('.')[0]}_fused"
+_REPLICATE = "_replicate_for_data_parallel"
+_MISSING = object()
+
+lock = threading.RLock()  # held by whoever fuses, restores or explains
+
+
+class Written(NamedTuple):
+    """A method of a class as it was read, with what notebooks replace in it when its source changes.
+
+    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
+    """
+
+    name: str
+    function: FunctionType
+    code: CodeType
+    defaults: Optional[Tuple[Any, ...]]
+    named_defaults: Optional[Dict[str, Any]]
+    looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
+
+    def is_in(self, kind: type) -> bool:
+        """Whether a class has it, unchanged."""
+        return getattr(kind, self.name, None) is self.function and self.is_as_read()
+
+    def parts(self) -> Dict[str, Any]:
+        """What it was made of, by attribute. Where there were no defaults, calls that need some fail as before."""
+        parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def is_as_read(self) -> bool:
+        parts = ((self.function, name, part) for name, part in self.parts().items())
+        return are_unchanged((*parts, *self.looked_up))
+
+
+written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
+
+
+def are_unchanged(attributes: Iterable[Tuple[Any, str, Any]]) -> bool:
+    """Whether owners have these values under these names; the names of a function may be a dictionary's."""
+    return all(
+        (owner.get(name) if type(owner) is dict else getattr(owner, name, None)) is value
+        for owner, name, value in attributes
+    )
+
+
+def as_written(name: str, function: FunctionType) -> Written:
+    """A method as it is now."""
+    return Written(name, function, function.__code__, function.__defaults__, function.__kwdefaults__)
+
+
+def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
+    """Puts fused methods into a module: inside of what wraps earlier ones, if anything does."""
+    state = state_of(module)
+    places = {name: place_of(module, name) for name in methods}
+    held = {name: method_in(module, name) is getattr(type(module), name) for name in methods}
+    state.update({places[name]: MethodType(method, module) for name, method in methods.items()})
+    state[FUSED], state[_REPLICATE] = held, MethodType(_replicate, module)
+
+
+def switch_back(module: nn.Module) -> None:
+    """Gives a module its own methods back. Where somebody wraps a fused one, that stays, and runs the original."""
+    state = state_of(module)
+    for name, was_held in state.pop(FUSED, {}).items():
+        method = _fused_in(module, name)
+        if method is not None and was_held:
+            state[name] = MethodType(written[method].function, module)
+        elif method is not None:
+            del state[name]
+    if method_in(module, _REPLICATE) is _replicate:
+        del state[_REPLICATE]
+
+
+def saved(module: nn.Module) -> Dict[str, Any]:
+    """What a module holds, for :func:`put_back`."""
+    return dict(state_of(module))
+
+
+def put_back(module: nn.Module, before: Dict[str, Any]) -> None:
+    """Undoes what was switched in a module since."""
+    state = state_of(module)
+    names = {FUSED, _REPLICATE, *before.get(FUSED, ()), *state.get(FUSED, ())}
+    for name in {*names, *(place_of(module, name) for name in names)}:
+        state.pop(name, None)
+        state.update({name: before[name]} if name in before else {})
+
+
+def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
+    """The fused methods that a module runs: directly, or inside of what wraps them."""
+    found = {}
+    for name in state_of(module).get(FUSED, ()):
+        method = _fused_in(module, place_of(module, name))
+        if method is not None and _instead(written[method], module) is None:
+            found[name] = method
+    return found
+
+
+def place_of(module: nn.Module, name: str) -> str:
+    """Under which name a module holds a fused method of this name: its own, or that which a wrapper keeps it under."""
+    if _fused_in(module, name) is None:
+        for place in state_of(module):
+            method = _fused_in(module, place)
+            if method is not None and written[method].name == name:
+                return place
+    return name
+
+
+def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
+    """The fused method of a module that it holds in a place."""
+    function = method_in(module, place)
+    return function if function in written else None
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether the class of a fused module has the methods that the fused ones were made from."""
+    return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
+
+
+def class_of(module: nn.Module) -> type:
+    """The class of a module as it was written: without what torch parametrizes in it."""
+    kind, parts = type(module), module._modules  # Dynamo follows this
+    return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
+
+
+def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:
+    """A function that says what is to run in place of the fused method made of this one; None if that is to run."""
+    return lambda module: _instead(method, module)
+
+
+def _instead(method: Written, module: nn.Module) -> Optional[Callable[..., Any]]:
+    kind, held = type(module), module.__dict__.get(FUSED)
+    if method.is_in(kind):
+        return method.function if held is None else None
+    # A method that the module itself held hides all that its class has but data descriptors.
+    found = inspect.getattr_static(kind, method.name, None)
+    if held is None or not held.get(method.name) or inspect.isdatadescriptor(found):
+        return _as_found(found, kind, method)
+    return None if method.is_as_read() else method.function
+
+
+def _as_found(found: Any, kind: type, method: Written) -> Callable[..., Any]:
+    """Calls what an instance of a class finds there, a method or anything else, with the arguments of a fused method.
+
+    Those that have their defaults are left out: the defaults may be others now, or the arguments gone.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        defaults = list(method.defaults or ())
+        if len(args) == method.code.co_argcount - 1:
+            while defaults and args[-1] is defaults.pop():
+                args = args[:-1]
+        named = method.named_defaults or {}
+        kwargs = {word: value for word, value in kwargs.items() if named.get(word, _MISSING) is not value}
+        get = getattr(type(found), "__get__", None)
+        return (found if get is None else get(found, module, kind))(*args, **kwargs)
+
+    return call
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    """The replica that torch makes of a module, with methods bound to it."""
+    replica = getattr(type(self), _REPLICATE)(self)
+    fused = {place: _fused_in(self, place) for place in state_of(self)}
+    methods = {**fused, _REPLICATE: _replicate}
+    state_of(replica).update({place: MethodType(method, replica) for place, method in methods.items() if method})
+    return replica
+
+
+_replicate.__name__ = _REPLICATE  # by which a bound method is pickled
