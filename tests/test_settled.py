@@ -179,7 +179,8 @@ def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
         act = group(model).act_fn
         act.forward = act.forward
         del act
-    settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.{name}"] for name in ("settled", "experts"))
+    names = ("settled", "proofs")
+    settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.experts.{name}"] for name in names)
     gc.collect()  # what other tests have left
     before = len(settled._known)
     expected = calls(group(model))
