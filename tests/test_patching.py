@@ -156,9 +156,7 @@ def test_report(fused_mlp, device):
     assert paths(report.fused) == {f"encoder.layer.{i}{part}" for i in range(2) for part in parts}
     assert report.left == [] and report.modules == report.fused
     first, *lines = str(report).splitlines()
-    assert first == (
-        "2 of 2 MLPs run in one call each, norm and residual included; 2 x linear with residual and norm"
-    )
+    assert first == ("2 of 2 MLPs run in one call each, norm and residual included; 2 x linear with residual and norm")
     assert [re.split(r" {2,}", line) for line in lines] == [  # alike modules share a line
         ["class", "pattern", "fused", "why not", "modules"],
         ["BertLayer", "plain in two modules with", "yes", "2: encoder.layer.*"],

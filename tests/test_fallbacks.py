@@ -1,0 +1,171 @@
+"""Where a fused method cannot be fused, the statements of its source run, and little else."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+import machine
+import project
+from modules import Gated, PackedGated, Plain
+from safety import assert_close, x_of
+
+
+def frames(fused_mlp, call) -> int:
+    """How many Python functions of the package, the fused methods among them, a call runs."""
+    home, count = fused_mlp.__path__[0], 0
+
+    def see(frame, event, _):
+        nonlocal count
+        is_ours = frame.f_code.co_filename.startswith(home) or any("@" in name for name in frame.f_code.co_freevars)
+        count += event == "call" and is_ours
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def hooked(module):
+    for part in module.children():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(lambda *_: None)
+    return module
+
+
+def adapted(module):
+    names = [name for name, part in module.named_children() if isinstance(part, nn.Linear)]
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=names, init_lora_weights=False), module)
+
+
+# By what was done to a module before it was fused: the most frames that its call may take, fused or not.
+MOST = {"nothing": 9, "hooks": 11, "adapters": 3}
+ALTERED = {"nothing": lambda module: module, "hooks": hooked, "adapters": adapted}
+
+
+@pytest.mark.parametrize("altered", ALTERED)
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+def test_calls_take_few_frames(fused_mlp, device, monkeypatch, kind, altered):
+    dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
+    monkeypatch.setattr(dispatch, "LEAST_PRODUCT", dict.fromkeys(dispatch.native._DTYPES, 1 << 40))
+    module = ALTERED[altered](kind()).to(device).eval()
+    plain = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(module)
+    x = x_of(device)
+    with torch.no_grad():
+        for _ in range(6):  # it looks again after one miss, two, four
+            assert_close(module(x), plain(x))
+        assert frames(fused_mlp, lambda: module(x)) <= MOST[altered]
+
+
+@pytest.mark.parametrize("altered", ["hooks", "adapters"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+def test_what_is_not_fused_has_the_bits_of_the_original(fused_mlp, device, monkeypatch, kind, training, altered):
+    dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
+    monkeypatch.setattr(dispatch, "LEAST_PRODUCT", dict.fromkeys(dispatch.native._DTYPES, 1 << 40))
+    module = ALTERED[altered](kind()).to(device).train(training)
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused == []
+    x = x_of(device).requires_grad_(training)
+    for _ in range(3):
+        got, expected = module(x), plain(x)
+        assert torch.equal(got, expected)
+        if training:
+            given = [x, *(part for part in module.parameters() if part.requires_grad)]
+            others = [x, *(part for part in plain.parameters() if part.requires_grad)]
+            pairs = zip(torch.autograd.grad(got.sum(), given), torch.autograd.grad(expected.sum(), others), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+
+
+class Counting(nn.Module):
+    """An MLP of what a part gives that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.counter, self.fc1, self.fc2, self.act = nn.LayerNorm(32), nn.Linear(32, 88), nn.Linear(88, 32), nn.GELU()
+
+    def forward(self, x):
+        h = self.act(self.fc1(self.counter(x)))
+        return x + self.fc2(h)
+
+
+def test_an_input_is_computed_once(fused_mlp, device):
+    module = Counting().to(device).eval()
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = x_of(device)
+    for hook in (False, True):
+        for each in (module, plain) if hook else ():
+            each.fc2.register_forward_hook(lambda *_: None)
+        calls = []
+        handle = module.counter.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with torch.no_grad():
+            assert_close(module(x), plain(x))
+        handle.remove()
+        assert calls == [1]
+
+
+class LocalCondition(nn.Module):
+    """What decides a branch behind the MLP is a name that the code binds anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.gain = nn.LayerNorm(32), Gated(), 0.5
+
+    def forward(self, x, large=False):
+        h = self.mlp(self.norm(x))
+        large = not large
+        if large:
+            h = h * self.gain
+        return x + h
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_conditions_on_names_that_are_bound_anew(fused_mlp, device, large):
+    module = LocalCondition().to(device).eval()
+    plain = copy.deepcopy(module)
+    assert fused_mlp.fuse_mlps(module).fused
+    x = x_of(device)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(module(x, large), plain(x, large))
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU float16 has kernels")
+def test_a_dtype_without_kernels_is_reported(fused_mlp):
+    report = fused_mlp.fuse_mlps(Gated().half())
+    assert report.fused == []
+    assert str(report).splitlines()[0] == "0 of 1 MLP runs in one call"
+    assert report.left[0].reason == "not cpu: no cpu kernel for torch.float16; cast the model to torch.bfloat16"
+
+
+def test_a_module_in_training_is_reported_with_its_rows(fused_mlp, device, monkeypatch):
+    dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
+    if device.type == "cpu":
+        monkeypatch.setitem(dispatch.LEAST_RECORDED[torch.float32], "gated_mlp", 880)
+        expected = "trained from 10 rows on"
+    else:
+        monkeypatch.setitem(dispatch.LEAST_WORK, (True, False), 88 * 32 * 10)
+        expected = "trained from 10 rows on"
+    module = Gated().to(device).train()
+    (entry,) = fused_mlp.fuse_mlps(module).fused
+    assert entry.reason == expected
+    assert fused_mlp.fuse_mlps(module.eval()).fused[0].reason == ""
+
+
+def test_public_answers(fused_mlp):
+    module = Gated()
+    assert not fused_mlp.is_fused(module)
+    report = fused_mlp.fuse_mlps(module)
+    assert fused_mlp.is_fused(module) and not fused_mlp.is_fused(module.act_fn)
+    report.restore()
+    assert not fused_mlp.is_fused(module)
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got str"):
+        fused_mlp.is_fused("a module")
+    assert fused_mlp.__version__ == str(project.version())
