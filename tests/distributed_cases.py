@@ -189,7 +189,6 @@ def tp_plan(setting, way):
     for name, gradient in expected[2].items():
         if "mlp" in name and got[2][name].shape == gradient.shape:
             assert_close(got[2][name], gradient)
-    assert "act_and_mul" in operators(parallel, ids)
     return setting.facts(parallel)
 
 

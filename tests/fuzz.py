@@ -306,13 +306,12 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     # What is in another branch now may run later.
     waiting = any(reason.code == "other branch" for entry in report.left for reason in entry.reasons)
-    # Autocast may cast what has no kernel to a dtype that has one.
-    without_kernel = any(reason.code == "no kernel" for entry in report.left for reason in entry.reasons)
-    bitwise = all(entry.extent == "none" for entry in report.modules) and not waiting and not without_kernel
-    in_block = any("residual" in entry.pattern for entry in report.fused)
-    # What runs as it was written for now, for its hooks, dtype or device, holds the method that asks for that.
+    # What runs as it was written for now, for its hooks, dtype or device, holds the method that asks for that, and
+    # autocast may cast what has no kernel to a dtype that has one.
     asks = any(reason.code in ("called", "no kernel") for entry in report.left for reason in entry.reasons)
-    assert text and (asks or not (bitwise and any(mark in vars(part) for part in fused.root.modules())))
+    bitwise = all(entry.extent == "none" for entry in report.modules) and not waiting and not asks
+    in_block = any("residual" in entry.pattern for entry in report.fused)
+    assert text and not (bitwise and any(mark in vars(part) for part in fused.root.modules()))
 
     outcomes = []
     casts = "autocast" in source.ambient or "autocast" in source.text

@@ -54,7 +54,8 @@ def fuse(fused_mlp, way, model):
 def pair(fused_mlp, way, model):
     """The model, and a copy of it that is fused."""
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
-    assert states(fused_mlp, fused) == {"fused"}
+    is_here = all(part.device.type == machine.device_type() for part in model.parameters())
+    assert states(fused_mlp, fused) == {"fused"} or not is_here
     return model, fused
 
 

@@ -393,7 +393,7 @@ def test_what_the_readme_shows(with_torch, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 fused" in done.stdout
+    assert "2 of 2 MLPs run in one call each" in done.stdout
     assert "No kernel mapping" not in done.stderr
     loaded = Path(done.stdout.splitlines()[-1]).parent.name
     assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or "PYTHONPATH" in with_torch)

@@ -40,6 +40,7 @@ def test_exports(fused_mlp):
         "gated_linear",
         "gated_mlp",
         "geglu",
+        "is_fused",
         "layers",
         "linear",
         "mlp",

@@ -319,10 +319,10 @@ def by_erf(x):
 
 
 @pytest.mark.parametrize("function", [powered, by_erf])
-def test_activations_whose_names_change_later(fused_mlp, monkeypatch, function):
+def test_activations_whose_names_change_later(fused_mlp, device, monkeypatch, function):
     from modules import Plain
 
-    module, x = Plain(lambda: function), torch.randn(8, 32)
+    module, x = Plain(lambda: function).to(device), torch.randn(8, 32, device=device)
     fused = copy.deepcopy(module)
     assert [entry.extent for entry in fused_mlp.fuse_mlps(fused).modules] == ["full"]
     assert_close([fused(x)], [module(x)], tolerance=1e-5)

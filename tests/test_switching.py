@@ -153,7 +153,7 @@ def test_registries_of_classes(fused_mlp):
     kind = pytest.importorskip("diffusers.models.transformers.transformer_flux").FluxTransformerBlock
     block = kind(dim=32, num_attention_heads=2, attention_head_dim=16)
     registered = hooks.TransformerBlockRegistry.get(kind)
-    assert fused_mlp.fuse_mlps(block).fused
+    assert fused_mlp.fuse_mlps(block).modules
     assert hooks.TransformerBlockRegistry.get(type(block)) is registered
 
 
@@ -511,7 +511,7 @@ class Slotted(Gated):
 
 def test_slots_and_states(fused_mlp):
     module = Slotted()
-    assert fused_mlp.fuse_mlps(module).fused
+    assert fused_mlp.fuse_mlps(module).modules
     assert module.extra == 7
     assert copy.deepcopy(module).kept == 7
     assert pickle.loads(pickle.dumps(module)).kept == 7
@@ -530,7 +530,7 @@ def test_pickle_protocols(fused_mlp, kind, protocol):
 
 def test_pickle_where_the_kernel_is_not(fused_mlp):
     module = nn.Sequential(Gated(), sequence())
-    assert len(fused_mlp.fuse_mlps(module).fused) == 2
+    assert len(fused_mlp.fuse_mlps(module).modules) == 2
     code = (
         "import pickle, sys; module, x = pickle.load(sys.stdin.buffer); print(module(x).sum().item()); "
         "assert not [name for name in sys.modules if 'fused_mlp' in name]"

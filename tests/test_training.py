@@ -293,8 +293,11 @@ def test_a_little_mlp_whose_input_needs_no_gradient(fused_mlp, device, monkeypat
     module, x = nn.Sequential(Plain()).to(device), torch.randn(2, 32, device=device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(bool(trained) and trained in name)
-    for bounds in sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED.values():
+    dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
+    for bounds in dispatch.LEAST_RECORDED.values():
         monkeypatch.setitem(bounds, "mlp", 1 << 20)
+    for key in ((False, False), (False, True)) if device.type == "cuda" else ():
+        monkeypatch.setitem(dispatch.LEAST_WORK, key, 1 << 30)
     assert plain.runs_as_written(x, module, False) == written
     with torch.no_grad():
         assert not plain.runs_as_written(x, module, False)

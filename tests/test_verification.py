@@ -163,7 +163,7 @@ def test_large_buffers_are_not_copied(fused_mlp):
     module = Gated(sizes=(256, 1024, 256))
     module.register_buffer("table", torch.zeros(1 << 22))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        assert fused_mlp.fuse_mlps(module).fused
+        assert fused_mlp.fuse_mlps(module).modules
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < module.gate_proj.weight.nbytes
 

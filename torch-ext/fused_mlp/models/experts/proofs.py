@@ -159,7 +159,10 @@ def _are_read(module: nn.Module, read: Tuple[Any, ...]) -> bool:
         owner = module
         for part in path:
             owner = getattr(owner, part)
-        if (type(owner) if name is None else getattr(owner, name, None)) != value:
+        if name is None:
+            if type(owner) is not value:
+                return False
+        elif getattr(owner, name, None) != value:
             return False
     return True
 
