@@ -85,8 +85,8 @@ Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
   return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
 }
 
-// Where an MLP stands among modules that run in turn, if that is all they are (models/running/sequences.py). Where `act` is
-// negative, the first hands over its activation.
+// Where an MLP stands among modules that run in turn, if that is all they are (models/running/sequences.py). Where
+// `act` is negative, the first hands over its activation.
 struct Place {
   Py_ssize_t act, second;
 };
