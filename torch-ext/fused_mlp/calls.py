@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from . import dispatch, experts, experts_training, flops, operands, training
-from .activations import Activation
+from .activations import BY_CODE, Activation
 from .backends import native, reference
 from .operands import PLAIN_TENSORS, autocasts
 
@@ -517,9 +517,10 @@ class _ActAndMul(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         gate, up = ctx.saved_tensors
         implementation = reference if training.is_gradient_seen(grad) else ctx.implementation
-        if up is None:  # the product lies in memory as its left factor does
-            composed = implementation if grad.stride() == gate.stride() else reference
-            return None, _computed_act_and_mul(composed, gate, grad, ctx.activation), None, None
+        if up is None and not (gate.is_contiguous() and grad.is_contiguous()):  # laid as eager lays it
+            return None, grad * BY_CODE[ctx.activation].function(gate), None, None
+        if up is None:
+            return None, _computed_act_and_mul(implementation, gate, grad, ctx.activation), None, None
         given = grad, gate, up, ctx.activation
         backward = implementation.act_and_mul_backward
         gate_grad, up_grad = dispatch.op_or_parts(backward, given, lambda: reference.act_and_mul_backward(*given))
