@@ -175,14 +175,6 @@ def is_too_small(op: str, x: Tensor, recorded: Optional[int]) -> bool:
     return recorded < LEAST_RECORDED.get(x.dtype, {}).get(op, 0)
 
 
-def least_trained_rows(op: str, gated: bool, weight: Tensor) -> int:
-    """The number of rows from which on a call with this first weight [hidden, in], recorded by autograd, is one op."""
-    hidden, width = weight.shape
-    if weight.is_cpu:
-        return -(-LEAST_RECORDED.get(weight.dtype, {}).get(op, 0) // hidden)
-    return -(-LEAST_WORK.get((gated, False), 0) // (hidden * width))
-
-
 def is_small_product(gate: Tensor) -> bool:
     """True if ``act(gate) * up`` takes less time as two operations of torch."""
     least = LEAST_PRODUCT.get(gate.dtype, 0)

@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import dispatch
+from .. import dispatch, training
 from ..backends import reference
 from .experts import mixtures, routers
 from .parts import norms, obstacles, recognition
@@ -36,7 +36,6 @@ _EXTENT_WORDS = {  # where there is no reason to give
     BIAS: "GEMM and bias",
     ACTIVATION: "activation",
 }
-FUSED_EXTENTS = tuple(_EXTENT_WORDS)  # those of modules of which all is fused that can be
 
 # Codes of reasons: why a part is called, or why a module is left as it was.
 CALLED = "called"
@@ -127,7 +126,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     reasons = tuple(dict.fromkeys(reason for mlp in running for reason in _reasons(mlp)))
     if not reasons:
         has_gemm = any(mlp.projections for mlp in running)
-        return Outcome(FULL if has_gemm else POINTWISE, _notes(module, running), _pattern(running))
+        return Outcome(FULL if has_gemm else POINTWISE, _notes(module, running, methods), _pattern(running))
     return Outcome(max(map(_part_fused, running), key=(NONE, POINTWISE, PARTLY).index), reasons, _pattern(running))
 
 
@@ -274,17 +273,23 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
 
 def _without_kernel(mlp: FoundMLP) -> List[Reason]:
     """Why torch computes an MLP on its device and in its dtype, if it does."""
-    weight = _weight(mlp)
-    if weight is None or weight.is_meta or dispatch.select(mlp.pattern.op, weight) is not reference:
+    weight, forced = _weight(mlp), dispatch._open_blocks[-1].name
+    if weight is None or weight.is_meta or forced not in ("auto", "torch"):  # what is forced may refuse by an error
+        return []
+    if dispatch.select(mlp.pattern.op, weight) is not reference:
         return []
     return [Reason(NO_KERNEL, "", dispatch.reasoned(mlp.pattern.op, weight)[1])]
 
 
-def _notes(module: nn.Module, mlps: Iterable[FoundMLP]) -> Tuple[Reason, ...]:
-    """From how many rows on a module in training runs fused."""
-    weights = [(mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
-    trained = [(pattern, weight) for pattern, weight in weights if weight is not None and weight.requires_grad]
-    least = [dispatch.least_trained_rows(pattern.op, pattern.gated, weight) for pattern, weight in trained]
+def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[FunctionType]) -> Tuple[Reason, ...]:
+    """The number of rows from which on a module in training runs fused, if there is a bound."""
+    memory = next(map(rewriting.memory_of, filter(rewriting.is_fused, methods)), training.KEPT)
+    found = [(mlp.pattern, mlp.activation, _weight(mlp)) for mlp in mlps if module.training]
+    least = [
+        training.least_rows(pattern.op, pattern.gated, activation.code, weight, memory)
+        for pattern, activation, weight in found
+        if weight is not None and weight.requires_grad
+    ]
     return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
 
 

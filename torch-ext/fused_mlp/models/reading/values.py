@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -132,4 +132,3 @@ def held_at(root: Any, path: Tuple[str, ...]) -> Any:
 
 Value = Union[Node, Held, Bound, Method, Any]
 Names = Dict[str, Value]
-Dependencies = List[Dependency]
