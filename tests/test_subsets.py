@@ -46,8 +46,9 @@ def call(fused_mlp, kind, made, memory="activations", activation="silu"):
         if kind != "packed_gated":
             return getattr(fused_mlp, kind)(**made, activation=activation, memory=memory)
         calls, activations = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("calls", "activations"))
-        given = {"bias": None, "second_bias": None, **made, "activation": activations.get_activation(activation)}
-        return calls.packed_gated(**given, up_first=True, memory=memory)
+        names = ("x", "weight", None, "second_weight", "bias", None, "second_bias")
+        given = tuple(made.get(name) for name in names)
+        return calls.in_one_op("gated_mlp", given, activations.get_activation(activation), memory, up_first=True)
 
 
 def eager(kind, made, activation="silu"):

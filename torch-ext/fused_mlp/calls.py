@@ -46,7 +46,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Activation) -> Tensor:
-    return _computed("linear", operands.check_linear, reference.linear, (x, weight, bias), activation.code)
+    return _computed("linear", (x, weight, bias), activation.code)
 
 
 def gated_linear(
@@ -59,8 +59,7 @@ def gated_linear(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    check = operands.check_gated_linear
-    return _computed("gated_linear", check, _composed_gated_linear, given, activation.code, memory)
+    return _computed("gated_linear", given, activation.code, memory)
 
 
 def gated_mlp(
@@ -75,29 +74,7 @@ def gated_mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    return _computed("gated_mlp", operands.check_gated_mlp, _composed_gated_mlp, given, activation.code, memory)
-
-
-def packed_gated(
-    x: Tensor,
-    weight: Tensor,
-    second_weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    second_bias: Optional[Tensor],
-    activation: Activation,
-    up_first: bool,
-    memory: str = training.KEPT,
-) -> Tensor:
-    """``gated_mlp``, or without a second weight ``gated_linear``, whose first weight and bias hold gate and up."""
-    given = (x, weight, None, second_weight, bias, None, second_bias)
-    if autograd_follows(*given):
-        return _recorded("gated_mlp", _composed_packed_gated, given, activation.code, memory, up_first)
-    if composition_reason(*given) is not None:
-        return _composed_packed_gated(*given, activation.code, up_first)
-    (gate_weight, up_weight), (gate_bias, up_bias) = operands.halves(weight, up_first), operands.halves(bias, up_first)
-    if second_weight is None:
-        return gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
-    return gated_mlp(x, gate_weight, up_weight, second_weight, gate_bias, up_bias, second_bias, activation)
+    return _computed("gated_mlp", given, activation.code, memory)
 
 
 def in_one_op(
@@ -111,12 +88,18 @@ def in_one_op(
         _check(op, given, up_first)
     except (TypeError, ValueError):  # eager may broadcast them, or says what is wrong in its own words
         return None
+    return _taken(op, given, activation.code, memory, up_first)
+
+
+def _taken(op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None) -> Optional[Tensor]:
+    """The same of operands that fit."""
     if autograd_follows(*given):
         cast, more = autocast(given), () if up_first is None else (up_first,)
-        if recording_reason(op, cast, activation.code, memory) is None:
-            return _op_or_none(training.run, op, cast, activation.code, memory, *more)
+        if recording_reason(op, cast, activation, memory) is None:
+            return _op_or_none(training.run, op, cast, activation, memory, *more)
         if memory == training.RECOMPUTED and not training.is_transformed():
-            return _recorded(op, _COMPOSED[op, up_first is not None], given, activation.code, memory, *more)
+            composed = _COMPOSED[op, up_first is not None]
+            return checkpoint(composed, *given, activation, *more, use_reentrant=False, preserve_rng_state=False)
         return None
     if composition_reason(*given) is not None:
         return None
@@ -124,7 +107,7 @@ def in_one_op(
     if chosen is reference:
         return None
     op, given = (op, given) if up_first is None else _unpacked(given, up_first)
-    return _op_or_none(getattr(chosen, op), *given, activation.code)
+    return _op_or_none(getattr(chosen, op), *given, activation)
 
 
 def _check(op: str, given: Operands, up_first: Optional[bool]) -> None:
@@ -158,7 +141,7 @@ def mlp(
     memory: str = training.KEPT,
 ) -> Tensor:
     given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    return _computed("mlp", operands.check_mlp, reference.mlp, given, activation.code, memory)
+    return _computed("mlp", given, activation.code, memory)
 
 
 def experts_mlp(
@@ -310,14 +293,7 @@ _plain = native.plain_modules  # None where nothing is compiled
 _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
 
 
-def _computed(
-    op: str,
-    check: Callable[..., None],
-    composed: Callable[..., Tensor],
-    given: Tuple[Optional[Tensor], ...],
-    activation: int,
-    memory: str = training.KEPT,
-) -> Tensor:
+def _computed(op: str, given: Operands, activation: int, memory: str = training.KEPT) -> Tensor:
     """The result of one op of some backend, or of the composed parts where they take less time, or are to be seen."""
     recorded = _is_plainly_recorded(op, given)
     is_left = bool(recorded) and training.is_left_to_parts(op, given, activation, memory)
@@ -325,15 +301,9 @@ def _computed(
         result = _by_op(op, given, activation, memory=memory if recorded else None)
         if result is not None:
             return result
-    check(*given)
-    if is_left and memory == training.KEPT:
-        return composed(*given, activation)
-    if autograd_follows(*given):
-        return _recorded(op, composed, given, activation, memory)
-    if composition_reason(*given) is not None:
-        return composed(*given, activation)
-    compute = getattr(dispatch.select(op, given[0]), op)
-    return dispatch.op_or_parts(compute, (*given, activation), lambda: composed(*given, activation))
+    _CHECKS[op](*given)
+    found = None if is_left and memory == training.KEPT else _taken(op, given, activation, memory)
+    return _COMPOSED[op, False](*given, activation) if found is None else found
 
 
 def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
@@ -361,24 +331,6 @@ def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optio
         return _COMPILED_OPS[op](*given, *rest) if found is None else found
     except RuntimeError:
         return None
-
-
-def _recorded(
-    op: str,
-    composed: Callable[..., Tensor],
-    given: Tuple[Optional[Tensor], ...],
-    activation: int,
-    memory: str,
-    *up_first: bool,
-) -> Tensor:
-    """The result of a call that autograd follows: one op each way, or the composed parts."""
-    cast = autocast(given)
-    if recording_reason(op, cast, activation, memory) is None:
-        arguments = (op, cast, activation, memory, *up_first)
-        return dispatch.op_or_parts(training.run, arguments, lambda: composed(*given, activation, *up_first))
-    if memory == training.RECOMPUTED and not training.is_transformed():
-        return checkpoint(composed, *given, activation, *up_first, use_reentrant=False, preserve_rng_state=False)
-    return composed(*given, activation, *up_first)
 
 
 def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...]:
