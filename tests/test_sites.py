@@ -242,14 +242,14 @@ BLOCKS = {
     "x + self.rms(self.d(self.act(self.p(x)))) * self.factor": "self.rms * self.factor sum",
     "x + self.mlp(x) * self.config.factor": "* self.config.factor sum",
     "x + self.mlp(x) * 0.5": "* 0.5 sum",
-    "0.5 * self.mlp(x) + x": "0.5 * sum",
-    "self.rms(x + 0.5 * self.mlp(x))": "0.5 * sum last",
+    "0.5 * self.mlp(x) + x": "* 0.5 sum",
+    "self.rms(x + 0.5 * self.mlp(x))": "* 0.5 sum last",
     "self.rms(x + self.scale(self.mlp(x)))": "self.scale sum",
     "self.rms(x + self.rms(self.mlp(x)))": "self.rms sum",
     "x + self.rms(self.rms(self.mlp(x)))": "",
     "x + self.scale(self.rms(self.mlp(x)))": "",
-    "x + self.factor * self.mlp(x)": "self.factor * sum",  # whose own __mul__ it may be
-    "x + self.drop(self.factor * self.drop(self.mlp(x)))": "self.drop self.factor * self.drop sum",
+    "x + self.factor * self.mlp(x)": "* self.factor sum",  # whose own __mul__ it may be
+    "x + self.drop(self.factor * self.drop(self.mlp(x)))": "self.drop self.drop * self.factor sum",
     "x + self.drop(self.rms(self.factor * self.mlp(x)))": "",
     "x + y + self.mlp(x)": "sum",
     "x + (y + x) + self.mlp(x)": "sum",
@@ -257,7 +257,7 @@ BLOCKS = {
     "x * y + self.mlp(x)": "",
     "x + 1 + self.mlp(x)": "",
     "x + self.mlp(x) * y": "* y sum",
-    "x + y[:, None] * self.mlp(x)": "y[:, None] * sum",
+    "x + y[:, None] * self.mlp(x)": "* y[:, None] sum",
     "x + self.drop(self.mlp(x)) * y.unsqueeze(1)": "self.drop * y.unsqueeze(1) sum",
     "x + self.mlp(x) * y[0]": "",
     "x + self.mlp(x) * y.unsqueeze(x)": "",
@@ -272,7 +272,7 @@ BLOCKS = {
     "x + self.mlp(self.rms(x) * (1 + y) + y[0])": "sum",
     "x + self.mlp(self.rms(x) * (1 + self.y) + y)": "sum",
     "(x.float() + self.mlp(x).float() * y).type_as(x)": "* y wide sum",
-    "(y * self.drop(self.mlp(x)).float() + x.float()).type_as(x)": "self.drop y * wide sum",
+    "(y * self.drop(self.mlp(x)).float() + x.float()).type_as(x)": "self.drop * y wide sum",
     "(x.float() + self.mlp((self.rms(x.float()) * (1 + y) + y).type_as(x)).float() * y).type_as(x)": (
         "first wide (1 + y) + y * y wide sum"
     ),
@@ -287,7 +287,7 @@ BLOCKS = {
     "x + self.mlp(self.rms(x.float()) * (1 + y) + y)": "first (1 + y) + y sum",
     "x + self.mlp(self.rms(x.float()).type_as(x))": "sum",
     "x + self.mlp(x) * other()": "",
-    "x + self.drop(self.mlp(x) * 0.5)": "* 0.5 self.drop sum",
+    "x + self.drop(self.mlp(x) * 0.5)": "self.drop * 0.5 sum",
     "x + self.mlp(x) / 2": "",
     "x - self.mlp(x)": "",
     "x[0] + self.mlp(x)": "",
@@ -343,8 +343,7 @@ def test_halves(fused_mlp, body):
 def around(block):
     behind = [ast.unparse(part) for part in block.behind]
     if block.factor:
-        _, is_left, place = block.order
-        behind.insert(place, f"{ast.unparse(block.factor)} *" if is_left else f"* {ast.unparse(block.factor)}")
+        behind.append(f"* {ast.unparse(block.factor)}")
     first = ["first"] * bool(block.first)
     if block.modulation:
         first += ["wide"] * block.modulation.wide

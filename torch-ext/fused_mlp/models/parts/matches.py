@@ -40,16 +40,16 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
         return
     left, right = summed.node.left, summed.node.right
     for residual, other in ((left, right), (right, left)):
-        residual_first, wide = residual is left, narrow is not None
+        wide = narrow is not None
         residual = _widened(residual, narrow) if wide else residual
         value = summed.part(other)
         passed, outer = _through(value, role)
-        for scaled, factor, factor_first in _factored(passed):
+        for scaled, factor in _factored(passed):
             scaled = _part_widened(scaled) if wide else scaled
             if residual is None or scaled is None or (wide and (last is not None or factor is None)):
                 continue
             inner, behind, norm = _behind(value if factor is None else scaled, role)
-            before_factor, behind = len(behind), behind if factor is None else (*behind, *outer)
+            behind = behind if factor is None else (*behind, *outer)
             if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
                 continue
             site, first = _whole(inner, role), inner
@@ -61,8 +61,7 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
                 hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
                 _, first = _applied(hidden, role)
             is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-            order = (residual_first, factor_first, before_factor)
-            block = Block(site, behind, factor, residual, order, is_normed, last=last, wide=wide)
+            block = Block(site, behind, factor, residual, is_normed, last=last, wide=wide)
             yield from _with_first_norm(block, first.part(first.node.args[0]), role)
             yield block
 
@@ -129,8 +128,8 @@ def _is_sum_of_names(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
-def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr], bool]]:
-    """What may be multiplied by a number, an attribute or a name before it is added; that factor, whether it is first.
+def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr]]]:
+    """The values that may be multiplied by a number, an attribute or a name before they are added, with that factor.
 
     The value itself comes last, without a factor.
     """
@@ -138,8 +137,8 @@ def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr], bool]]:
         left, right = value.node.left, value.node.right
         for factor, other in ((right, left), (left, right)):
             if isinstance(factor, (ast.Constant, ast.Attribute)) or is_view(factor):
-                yield value.part(other), factor, factor is left
-    yield value, None, False
+                yield value.part(other), factor
+    yield value, None
 
 
 def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:

@@ -139,17 +139,14 @@ class Block:
     """``last(residual + ...(...(mlp(first(x))) * factor))``, of which a sum must be there, of an MLP in one method.
 
     The residual is a name, or a sum of names. ``modulation`` is that of the first norm. ``behind`` is to the sum what
-    ``between`` is to the last projection, and may have a norm or a scale in it. ``order`` says whether the residual and
-    the factor are the first in their sum and product, and how many parts of ``behind`` come before the factor. The
-    site's own input is what the first norm is given. ``wide``: the sum is ``(residual.float() + ...float() *
-    factor).type_as(residual)``.
+    ``between`` is to the last projection, and may have a norm or a scale in it. The site's own input is what the first
+    norm is given. ``wide``: the sum is ``(residual.float() + ...float() * factor).type_as(residual)``.
     """
 
     site: Union[Site, Whole]
     behind: Tuple[ast.expr, ...]
     factor: Optional[ast.expr]
     residual: ast.expr
-    order: Tuple[bool, bool, int]
     is_normed: bool
     first: Optional[ast.expr] = None
     last: Optional[ast.expr] = None

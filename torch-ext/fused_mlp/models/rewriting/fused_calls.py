@@ -60,11 +60,11 @@ def _block(function: FunctionType, block: Block) -> ast.expr:
     """The call of what computes the MLP, with what is around it behind its own arguments."""
     none = ast.Constant(None)
     around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
-    around += [ast.Constant(block.order), block.first or none, block.last or none, _modulation(block.modulation)]
+    around += [block.first or none, block.last or none, _modulation(block.modulation)]
     around.append(ast.Constant(block.wide))
     if isinstance(block.site, Whole):
-        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 6, 7})
-    places = {2, 4, 5, 9, 10, *_act_by_name(block.site)}
+        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 5, 6})
+    places = {2, 4, 5, 8, 9, *_act_by_name(block.site)}
     return _by_names("block", function, [*arguments_of(block.site), *around], places)
 
 

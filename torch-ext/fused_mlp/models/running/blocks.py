@@ -19,7 +19,6 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     modulation: shortcut.Modulation = None,

@@ -79,7 +79,7 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
             return None
         hidden = _product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
         return F.linear(hidden, weights[2], biases[2]) if pattern.whole else hidden
-    except RuntimeError:  # the long way says what is wrong with the operands
+    except RuntimeError:  # eager says what is wrong with the operands
         return None
 
 
@@ -239,7 +239,6 @@ def block(
     behind: Tuple[Union[nn.Module, float, str], ...],
     factor: Any,
     residual: Tensor,
-    order: Tuple[bool, bool, int],
     first: Union[nn.Module, str, None],
     last: Union[nn.Module, str, None],
     modulation: Modulation = None,
@@ -283,7 +282,7 @@ def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor
     weights, biases = halves(gate_up, pattern.up_first), halves(gate_up_bias, pattern.up_first)
     try:
         return _ops["residual_gated_mlp"](x, *weights, down, *biases, down_bias, *others)
-    except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
+    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 
 
@@ -311,7 +310,7 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
         if training.refusal(name, code) is not None:
             return None
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
-    except RuntimeError:  # the long way says what is wrong with the operands, or broadcasts them
+    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 
 
