@@ -101,7 +101,7 @@ def test_attributes_that_cannot_be_set(fused_mlp, device):
 
 
 def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
-    rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting.methods")
+    rewriting = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting.rewriter")
     read = rewriting.fused_methods
 
     def failing(module, memory):

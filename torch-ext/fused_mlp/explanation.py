@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from . import calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
-from .models import fuse as patching
-from .models import outcome, report
+from .models import fuse, outcome, report
 from .models.experts.interface import NAME
 from .models.outcome import Outcome
 from .models.parts.recognition import activation_of
@@ -194,14 +193,14 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
             continue
         is_own = "forward" in state_of(module)
         kernel = method_in(module, "forward") if is_own else inspect.getattr_static(type(module), "forward")
-        is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not patching.is_fused(module)
+        is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not fuse.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(id(attribute_of(module, "experts")))
-        found = _outcome_of_layer(module, kernel) if is_layer else patching.outcome_of(module)
-        taken_in.update(map(id, patching.heads_in(module)))
-        around.update(patching.blocks_around(module))
+        found = _outcome_of_layer(module, kernel) if is_layer else fuse.outcome_of(module)
+        taken_in.update(map(id, fuse.heads_in(module)))
+        around.update(fuse.blocks_around(module))
         if found is not None:
-            yield report.of_module(path, module, patching.in_block(found, around.get(id(module), "")))
+            yield report.of_module(path, module, fuse.in_block(found, around.get(id(module), "")))
 
 
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:

@@ -23,8 +23,7 @@ from .experts import mixtures, routers
 from .outcome import Outcome, Reason
 from .reading.attributes import finder_of, method_in, modules_of, state_of
 from .report import FusionReport, of_module
-from .rewriting import endings, shape
-from .rewriting import methods as rewriting
+from .rewriting import endings, rewriter, shape
 from .running import shortcut, switching
 
 
@@ -72,7 +71,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 found = _fuse(module, check, memory, id(module) in tails)
                 heads.update(map(id, heads_in(module)))
                 for method in switching.methods_in(module).values():
-                    tails.update(map(id, rewriting.tails_in(method, module)))
+                    tails.update(map(id, rewriter.tails_in(method, module)))
                 around.update(blocks_around(module))
                 if found is not None and id(module) not in heads:
                     report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
@@ -101,14 +100,14 @@ def is_fused(module: nn.Module) -> bool:
 def heads_in(module: nn.Module) -> List[nn.Module]:
     """The modules that are first halves of the MLPs that a module runs fused."""
     methods = switching.methods_in(module).values()
-    return [part for method in methods for part in rewriting.heads_in(method, module)]
+    return [part for method in methods for part in rewriter.heads_in(method, module)]
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:
     """The MLPs, by id, that the methods of a module compute together with their block, and what else is in it."""
     found: Dict[int, str] = {}
     for method in switching.methods_in(module).values():
-        found.update({id(part): words for part, words in rewriting.mlps_around(method, module)})
+        found.update({id(part): words for part, words in rewriter.mlps_around(method, module)})
     return found
 
 
@@ -120,10 +119,10 @@ def in_block(found: Outcome, words: str) -> Outcome:
 def _is_idle(module: nn.Module) -> bool:
     """Whether all that is fused in a module are blocks around MLPs, of which none is fused."""
     methods = switching.methods_in(module).values()
-    if not methods or not all(map(rewriting.is_fused, methods)):
+    if not methods or not all(map(rewriter.is_fused, methods)):
         return False
-    around = [part for method in methods for part, _ in rewriting.mlps_around(method, module)]
-    has_own = any(rewriting.mlps_in(method, module) for method in methods)
+    around = [part for method in methods for part, _ in rewriter.mlps_around(method, module)]
+    has_own = any(rewriter.mlps_in(method, module) for method in methods)
     return bool(around) and not has_own and not any(map(is_fused, around))
 
 
@@ -148,7 +147,7 @@ def _fuse(
 ) -> Optional[Outcome]:
     """Fuses one module, and says how far; None if it is no MLP, or the second half of one that is fused."""
     methods = switching.methods_in(module)
-    if methods and all(rewriting.memory_of(method) == memory for method in methods.values()):
+    if methods and all(rewriter.memory_of(method) == memory for method in methods.values()):
         return outcome.of_methods(module, methods.values())
     switching.switch_back(module)  # it may hold fused methods that do not run any more
     methods, found = _plan(module, check, memory, is_tail)
@@ -180,7 +179,7 @@ def _plan_of(
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
     if not methods:
-        methods, unknown = rewriting.fused_methods(module, memory)
+        methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
         reasons = tuple(map(outcome.of_activation, unknown))
         return {}, Outcome(outcome.NONE, reasons) if shape.has_two_projections(module) else None
@@ -202,14 +201,14 @@ def _plan_of(
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)
         else:
-            words = check.disagreement(rewriting.mlps_in(method, module))
+            words = check.disagreement(rewriter.mlps_in(method, module))
         if words is not None:
             return {}, outcome.left(module, methods.values(), Reason(outcome.DISAGREES, name, words))
-    rewritten = filter(rewriting.is_fused, methods.values())
-    for mlp in (mlp for method in rewritten for mlp in rewriting.mlps_in(method, module)):
+    rewritten = filter(rewriter.is_fused, methods.values())
+    for mlp in (mlp for method in rewritten for mlp in rewriter.mlps_in(method, module)):
         shortcut.learn(mlp.act)
         shortcut.learn_layers(mlp.projections.values())
-    return rewriting.lean_methods(module, methods), outcome.of_methods(module, methods.values())
+    return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
 def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:

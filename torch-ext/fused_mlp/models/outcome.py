@@ -17,8 +17,7 @@ from .experts import mixtures, routers
 from .parts import norms, obstacles, recognition
 from .reading.attributes import attribute_of
 from .reading.source import tree_of
-from .rewriting import endings, shape
-from .rewriting import methods as rewriting
+from .rewriting import endings, rewriter, shape
 from .rewriting.found import FoundMLP, around_of
 from .running import forwards
 
@@ -116,7 +115,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
     for method in filter(endings.is_fused, methods):
         return of_sum(endings.parts_of(method, module))
-    mlps = [mlp for method in methods for mlp in rewriting.mlps_in(method, module)]
+    mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
     if not mlps:  # they are modules of their own, and have an outcome
         return None
     running = [mlp for mlp in mlps if mlp.aside is None]
@@ -172,12 +171,12 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
         return Outcome(NONE, (reason,), _EXPERTS)
     if any(map(routers.is_fused, methods)) or any(map(endings.is_fused, methods)):
         return None
-    return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriting.mlps_in(method, module)))
+    return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
     """Why nothing would be fused by these methods, ever; None if something may be."""
-    mlps = [mlp for method in methods if rewriting.is_fused(method) for mlp in rewriting.mlps_in(method, module)]
+    mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
     never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
     if not all(never) or not mlps:
@@ -283,7 +282,7 @@ def _without_kernel(mlp: FoundMLP) -> List[Reason]:
 
 def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[FunctionType]) -> Tuple[Reason, ...]:
     """The number of rows from which on a module in training runs fused, if there is a bound."""
-    memory = next(map(rewriting.memory_of, filter(rewriting.is_fused, methods)), training.KEPT)
+    memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
     found = [(mlp.pattern, mlp.activation, _weight(mlp)) for mlp in mlps if module.training]
     least = [
         training.least_rows(pattern.op, pattern.gated, activation.code, weight, memory)

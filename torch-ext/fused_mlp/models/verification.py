@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from .. import calls
 from ..backends import reference
 from ..experts import traceable
-from .experts import mixtures
-from .experts import proofs as experts
+from .experts import mixtures, proofs
 from .parts import obstacles
 from .rewriting.found import FoundMLP
 from .running import forwards
@@ -55,8 +54,8 @@ class Verification:
         """The same for a module of experts, of which two are computed."""
         if mixtures.obstacle(module) is not None:
             return None
-        found = experts.of(module)
-        tensors = experts.tensors_of(module, found.weights)
+        found = proofs.of(module)
+        tensors = proofs.tensors_of(module, found.weights)
         if not all(tensor is None or _is_computable(tensor) for tensor in tensors):
             return None
         key = (found.form, *(None if tensor is None else _kind(tensor) for tensor in tensors))
@@ -83,7 +82,7 @@ def _kind(parameter: Tensor) -> Tuple[Any, ...]:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
-def _difference_of_experts(found: experts.Experts, tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
+def _difference_of_experts(found: proofs.Experts, tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
     of_two = [None if tensor is None else tensor[:2] for tensor in tensors]
     x = _rows(of_two[0][0].t() if found.form.transposed else of_two[0][0])
     index = torch.arange(2, device=x.device).repeat(x.shape[0], 1)

@@ -21,8 +21,7 @@ from ..parts import obstacles
 from ..reading.mixtures import SKIPS_ALL
 from ..reading.source import remembered
 from ..running import switching
-from . import interface, settled
-from . import proofs as experts
+from . import interface, proofs, settled
 from .proofs import Experts, Unknown
 
 _is_compiling = torch.compiler.is_compiling
@@ -32,8 +31,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The method to put into a module of experts; none where it is no such, or not understood."""
-    found = experts.of(module) if experts.looks_like_experts(module) else None
-    return {"forward": fused_method(experts.method_of(module))} if isinstance(found, Experts) else {}
+    found = proofs.of(module) if proofs.looks_like_experts(module) else None
+    return {"forward": fused_method(proofs.method_of(module))} if isinstance(found, Experts) else {}
 
 
 def is_fused(function: Any) -> bool:
@@ -60,7 +59,7 @@ def are_left(module: nn.Module) -> bool:
     if not type(module).__name__.endswith("Experts") or not isinstance(method, FunctionType):
         return False
     # Those with weights of four bits are called with other arguments; their last weight has its name all the same.
-    are_experts = experts.takes_routing(method) or hasattr(module, "down_proj")
+    are_experts = proofs.takes_routing(method) or hasattr(module, "down_proj")
     return are_experts and not any(isinstance(part, nn.Linear) for part in module.modules())
 
 
@@ -101,7 +100,7 @@ def registered(
         result = _fused(self, *given) if result is None else result
     if result is not None:
         return result
-    method = experts.method_of(self)
+    method = proofs.method_of(self)
     return interface.fallback(method, hidden_states)(self, *given, *others, **named)
 
 
@@ -131,16 +130,16 @@ def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
 
     ``asked`` is the name of what stands in the place of the implementation that it is set to, if anything does.
     """
-    found = experts.of(module)
+    found = proofs.of(module)
     if isinstance(found, Unknown):
         return found.reason
-    tensors, way = experts.tensors_of(module, found.weights), _way(module)
+    tensors, way = proofs.tensors_of(module, found.weights), _way(module)
     return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
 
 
 def trains_as_written(module: nn.Module) -> bool:
     """Whether a module of experts that has no obstacle runs as it was written where autograd follows: on a CPU."""
-    return experts.tensors_of(module, experts.of(module).weights)[0].is_cpu
+    return proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
 
 
 def _fused(
@@ -153,11 +152,11 @@ def _fused(
     follows = calls.autograd_follows(x, weights, *module._parameters.values())
     if x.is_cpu and follows:
         return None
-    proof = None if _is_compiling() else experts.proof_of(module)
-    found = experts.constantly_of(module) if proof is None else proof.found
+    proof = None if _is_compiling() else proofs.proof_of(module)
+    found = proofs.constantly_of(module) if proof is None else proof.found
     if type(found) is not Experts:
         return None
-    tensors = experts.tensors_of(module, found.weights)
+    tensors = proofs.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
     if follows and not all(tensor is None or tensor.requires_grad for tensor in tensors):
@@ -167,7 +166,7 @@ def _fused(
         return None
     trained = way == interface.NAME and follows
     call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
-    result = experts.computed(module, found, call, x, index, weights, tensors)
+    result = proofs.computed(module, found, call, x, index, weights, tensors)
     if result is not None and proof is not None and not follows:
         settled.settle(module, proof, last, x, index)
     return result
@@ -183,7 +182,7 @@ def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
 
 def _way(module: nn.Module) -> str:
     """By which name transformers computes a module of experts; another word where it has no part in it."""
-    decorated = interface.decorates(experts.method_of(module))
+    decorated = interface.decorates(proofs.method_of(module))
     return interface.implementation_of(module) if decorated else _OWN_LOOP
 
 
@@ -219,7 +218,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
             return f"a loop of its own: {found.other_loop}"
         if found.wide and up.dtype != torch.float32:
             return "a loop of its own that computes in float32"
-    elif not interface.is_own(way, experts.method_of(module)):
+    elif not interface.is_own(way, proofs.method_of(module)):
         return f"experts_implementation {way!r}"
     return None
 

@@ -20,8 +20,7 @@ from ...operands import is_narrowed
 from ..parts import obstacles
 from ..reading.values import MISSING, held_at
 from ..running import shortcut, switching
-from . import interface
-from . import proofs as experts
+from . import interface, proofs
 
 # Bound once: a name of another module costs two look-ups more.
 _is_recording = training.is_recording
@@ -38,7 +37,7 @@ class _Settled(NamedTuple):
     experts: int
     last: Optional[int]  # the largest index that is no error; None if none is
     weights: Tuple[Optional[str], ...]  # their names
-    form: experts.Form
+    form: proofs.Form
     own: _Pairs  # in the module's ``__dict__``: to hold that would hold the weights
     parts: _Pairs  # in its ``_modules``
     activations: Tuple[nn.Module, ...]  # nobody may have put hooks on them
@@ -117,12 +116,12 @@ def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
         return False
 
 
-def settle(module: nn.Module, proof: experts.Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
+def settle(module: nn.Module, proof: proofs.Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
     """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
     if dispatch.select("experts_mlp", x) is not native:
         return
     found, state, parameters = proof.found, module.__dict__, module.__dict__["_parameters"]
-    method, way, weights = experts.method_of(module), _set_to(state), found.weights[:4]
+    method, way, weights = proofs.method_of(module), _set_to(state), found.weights[:4]
     if found.weights.norm is not None or not all(name is None or _is_plain(parameters, name) for name in weights):
         return
     own, parts = dict.fromkeys((*_ALWAYS, *filter(None, weights))), {}

@@ -19,7 +19,7 @@ from ..reading import effects
 from ..reading.attributes import attribute_of
 from ..reading.source import Instead, remembered
 from ..running import halves, shortcut, switching
-from . import methods as rewriting
+from . import rewriter
 from .fused_calls import NAMES, made_call
 
 
@@ -31,7 +31,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     forward = getattr(switching.class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
-    made = _made(forward, rewriting.roles_in(forward, module), memory)
+    made = _made(forward, rewriter.roles_in(forward, module), memory)
     projection = None if made is None else attribute_of(module, _names[made][0])
     if projection is None or obstacles.has_own_product(projection):
         return {}
@@ -56,7 +56,7 @@ _names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their part
 @remembered
 def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str) -> Optional[FunctionType]:
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
-    if rewriting.half_of(forward, roles) != Role.TAIL:
+    if rewriter.half_of(forward, roles) != Role.TAIL:
         return None
     half = halves.tails[forward]
     if not half.ending or half.names is None or half.found.between:
@@ -74,8 +74,8 @@ def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
             [],
         ),
     ]
-    instead = Instead(switching.as_written("forward", forward), rewriting.TRACED, None, None, False)
-    made = rewriting.method_of(tree, forward, NAMES, instead, (), memory)
+    instead = Instead(switching.as_written("forward", forward), rewriter.TRACED, None, None, False)
+    made = rewriter.method_of(tree, forward, NAMES, instead, (), memory)
     _names[made] = half.names
     halves.tails[made] = half
     return made

@@ -13,7 +13,7 @@ from torch import nn
 from ..parts.roles import Role
 from ..reading.attributes import children_of, state_of
 from ..reading.source import tree_of, values_of
-from . import methods as rewriting
+from . import rewriter
 
 _ACTIVATIONS = {
     Role.ACTIVATION,
@@ -25,11 +25,11 @@ _ACTIVATIONS = {
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
     """True if a module holds two projections, and an activation, or a forward that names a function of torch's."""
-    roles = {rewriting.role_of(part) for part in state_of(module).values()}
+    roles = {rewriter.role_of(part) for part in state_of(module).values()}
     forward = inspect.getattr_static(type(module), "forward")
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
-    roles.update(rewriting.role_of(vars(F).get(name)) for name in names)
-    roles.update(map(rewriting.role_of, children_of(module).values()))
+    roles.update(rewriter.role_of(vars(F).get(name)) for name in names)
+    roles.update(map(rewriter.role_of, children_of(module).values()))
     return has_two_projections(module) and not _ACTIVATIONS.isdisjoint(roles)
 
 
@@ -37,7 +37,7 @@ def has_two_projections(module: nn.Module) -> bool:
     """False for what applies an activation to one layer: poolers, embeddings of time steps, modulations."""
     parts = list(children_of(module).values())
     parts += [part for each in parts if type(each) is nn.ModuleList for part in children_of(each).values()]
-    return sum(rewriting.role_of(part) == Role.PROJECTION for part in parts) > 1
+    return sum(rewriter.role_of(part) == Role.PROJECTION for part in parts) > 1
 
 
 def applies_activation_to_projection(module: nn.Module) -> bool:
@@ -98,5 +98,5 @@ class _Flow:
         node = self._aliases.get(node.id, node) if isinstance(node, ast.Name) else node
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return None
-        roles = {rewriting.role_of(value) for value in values_of(node, self._function, self._module).values()}
+        roles = {rewriter.role_of(value) for value in values_of(node, self._function, self._module).values()}
         return roles.pop() if len(roles) == 1 else None

@@ -78,7 +78,7 @@ class _Rewriter:
     def _made(
         self, block: List[ast.stmt], index: int, site: AnySite, node: ast.expr, absorbed: Set[int]
     ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
-        """What a statement becomes, and the statements in it that run where its site is not fused."""
+        """Return the statements that take the place of one, and of these those that run where its site is not fused."""
         call, statement = self._replacement(site), block[index]
         if isinstance(call, ast.IfExp):  # which product it is, is told by the size of one factor
             self._left.add(call.orelse)
