@@ -370,8 +370,9 @@ def _composed_gated_linear(
     activation: int,
 ) -> Tensor:
     gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    is_torchs = dispatch.select("gated_linear", x) is reference
     is_small = not _is_compiling() and dispatch.is_small_product(gate)
-    return (reference.act_and_mul if is_small else _act_and_mul)(gate, up, activation)
+    return (reference.act_and_mul if is_torchs or is_small else _act_and_mul)(gate, up, activation)
 
 
 def _composed_gated_mlp(
