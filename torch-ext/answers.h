@@ -15,10 +15,12 @@ inline Answer answer(bool yes) { return yes ? kYes : kNo; }
 // Both the values of a dictionary that holds `key`, borrowed, and nullptr without an error where it does not.
 inline PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
 
+// A dictionary is that of a function's global names.
 inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
-  if (PyModule_Check(owner)) {  // its dictionary has all that was set, and is asked without its class
-    PyObject* const held = item(PyModule_GetDict(owner), name);
-    if (held != nullptr || PyErr_Occurred()) return held == nullptr ? kError : answer(held == value);
+  const bool names = PyDict_Check(owner);
+  if (names || PyModule_Check(owner)) {  // a module's dictionary has all that was set, and is asked without its class
+    PyObject* const held = item(names ? owner : PyModule_GetDict(owner), name);
+    if (held != nullptr || names || PyErr_Occurred()) return PyErr_Occurred() ? kError : answer(held == value);
   }
   const Owned found(PyObject_GetAttr(owner, name));
   return found ? answer(found.get() == value) : kError;

@@ -11,7 +11,7 @@ import functools
 import inspect
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ...experts import Form
 from ..reading import mixtures as reading
 from ..reading.evaluation import Evaluation
 from ..reading.mixtures import SKIPS_NONE, Loop, Sizes
-from ..reading.values import MISSING, PLAIN, Bound, Dependency, NotProved, holds
+from ..reading.values import MISSING, PLAIN, Bound, NotProved, Proof, Proofs
 from ..running import switching
 from . import interface
 
@@ -59,13 +59,6 @@ class Unknown:
     reason: str
 
 
-class Proof(NamedTuple):
-    """What was found out, and all that it rests on."""
-
-    found: Union[Experts, Unknown]
-    dependencies: Tuple[Dependency, ...]
-
-
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether a module's class has the experts interface, or holds two stacks of weights and takes a routing."""
     method = method_of(module)
@@ -81,17 +74,11 @@ def of(module: nn.Module) -> Union[Experts, Unknown]:
 
 def proof_of(module: nn.Module) -> Proof:
     """The proof of what a module computes, which holds as long as its dependencies do. Those of a class are kept."""
-    proofs = _known.setdefault(switching.class_of(module), {}).setdefault(_shapes(module), [])
-    for proof in proofs:
-        if holds(proof.dependencies, module):
-            return proof
-    proofs.insert(0, _proved(module))
-    del proofs[_MOST:]
-    return proofs[0]
+    key = switching.class_of(module), _shapes(module)
+    return _proofs.get(key, module, lambda: _proved(module))
 
 
-_known: Dict[type, Dict[Tuple[Any, ...], List[Proof]]] = {}
-_MOST = 8  # of one class, for as many configurations
+_proofs = Proofs(most=8)
 
 
 def _shapes(module: nn.Module) -> Tuple[Any, ...]:
@@ -169,7 +156,7 @@ def _are_read(module: nn.Module, read: Tuple[Any, ...]) -> bool:
 
 @interface.constant
 def _plain_proofs(kind: type) -> Tuple[_Plain, ...]:
-    found = (proof for proofs in _known.get(kind, {}).values() for proof in proofs)
+    found = (proof for (of, _), proofs in _proofs.known.items() if of is kind for proof in proofs)
     return tuple(plain for plain in map(_plain, found) if plain is not None)
 
 

@@ -18,7 +18,7 @@ from ... import dispatch, training
 from ...backends import native
 from ...operands import is_narrowed
 from ..parts import obstacles
-from ..reading.values import MISSING, held_at
+from ..reading.values import MISSING, Proof, held_at
 from ..running import shortcut, switching
 from . import interface, proofs
 
@@ -116,7 +116,7 @@ def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
         return False
 
 
-def settle(module: nn.Module, proof: proofs.Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
+def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
     """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
     if dispatch.select("experts_mlp", x) is not native:
         return

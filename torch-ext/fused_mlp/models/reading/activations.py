@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ...activations import ACTIVATIONS, Activation
 from . import algebra
 from .algebra import Form, Sum
 from .evaluation import Evaluation, inputs
-from .values import Dependency, Held, Node, NotProved, Value, class_of, holds, looked_up
+from .values import Dependency, Held, Node, NotProved, Proof, Proofs, Value, class_of, looked_up
 
 (_X,) = inputs("x")
 
@@ -29,19 +29,16 @@ def read(callee: Any) -> Optional[Read]:
     """What a function, or the forward of a module, of one tensor computes, element by element; None if it does
     anything else, or may, or is linear."""
     root = callee if isinstance(callee, nn.Module) else None
-    known = _known.setdefault(callee if root is None else looked_up(class_of(root), "forward"), [])
-    for found, dependencies in known:
-        if holds(dependencies, root):
-            return found
+    key = callee if root is None else looked_up(class_of(root), "forward")
+    return _proofs.get(key, root, lambda: _proved(root, callee if root is None else Held((), root))).found
+
+
+_proofs = Proofs()
+
+
+def _proved(root: Optional[nn.Module], callee: Value) -> Proof:
     evaluation = Evaluation(root, leaf=_part)
-    found = _read(evaluation, callee if root is None else Held((), root))
-    known.insert(0, (found, evaluation.dependencies))
-    del known[_MOST:]
-    return found
-
-
-_known: Dict[Any, List[Tuple[Optional[Read], Tuple[Dependency, ...]]]] = {}
-_MOST = 4  # of one function, for as many configurations
+    return Proof(_read(evaluation, callee), evaluation.dependencies)
 
 
 def _read(evaluation: Evaluation, callee: Value) -> Optional[Read]:

@@ -248,7 +248,7 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
     Raises:
         NotProved: that is not known, or digits are lost on the way.
     """
-    if not isinstance(value, Node):
+    if not isinstance(value, Node) or value.op == "attribute":
         return None
     if own(value):
         return OWN
@@ -274,7 +274,7 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
     if value.op == "zeros_like":
         given = value.args[1]
         return dtype_of(value.args[0], own) if given is None else _cast(OWN, given, own)
-    if value.op in ELEMENTWISE or value.op in ("linear", "matmul", "module", "mean", "sum"):
+    if value.op in ELEMENTWISE or value.op in ("layer_norm", "linear", "matmul", "module", "mean", "sum"):
         found = {dtype_of(part, own) for part in value.args if isinstance(part, Node) and part.op != "dtype"} - {None}
         return functools.reduce(_wider, found)
     raise NotProved(f"{value.op}, whose dtype is not known")

@@ -71,7 +71,9 @@ class Evaluation:
         root: Optional[nn.Module] = None,
         leaf: Leaf = lambda part, given: None,
         decide: Callable[[Node], Optional[bool]] = lambda condition: None,
+        symbols: Tuple[type, ...] = (),
     ) -> None:
+        self._symbols = symbols
         self._leaf, self._decide = leaf, decide
         self._frames: List[_Frame] = []
         self._found: Dict[Any, Dependency] = {}
@@ -379,6 +381,8 @@ class Evaluation:
         raise _unknown(node, f"{kind.__name__}.{name}, which is not there")
 
     def _read_held(self, owner: Any, part: str, name: str, found: Any, path: Tuple[str, ...], node: ast.AST) -> Value:
+        if owner == () and type(found) in self._symbols:
+            return Node("attribute", (name,))
         if type(found) in (*PLAIN, FunctionType, BuiltinFunctionType) or isinstance(found, (type, ModuleType)):
             self._depends(owner, part, name, found)
             return found
@@ -485,6 +489,8 @@ class Evaluation:
                 raise _unknown(node)
             same = left is right or (isinstance(left, Held) and left.value is right)
             return same == isinstance(op, ast.Is)
+        if isinstance(op, ast.In) and isinstance(right, tuple) and isinstance(left, Node) and left.op == "dtype":
+            return Node("in", (left, right))
         if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, tuple) and type(left) in PLAIN:
             return (left in right) == isinstance(op, ast.In)
         if type(left) is type(right) and type(left) in (str, torch.dtype) and isinstance(op, (ast.Eq, ast.NotEq)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -93,6 +93,31 @@ class Dependency:
 def holds(dependencies: Tuple[Dependency, ...], root: Optional[nn.Module]) -> bool:
     """Whether all that a proof rests on is as it was read."""
     return all(dependency.holds(root) for dependency in dependencies)
+
+
+class Proof(NamedTuple):
+    """A fact about code, and all that it rests on."""
+
+    found: Any
+    dependencies: Tuple[Dependency, ...]
+
+
+class Proofs:
+    """The proofs of functions or classes that were made: each is valid as long as its dependencies hold."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most  # proofs under one key, for as many configurations
+        self.known: Dict[Any, List[Proof]] = {}
+
+    def get(self, key: Any, root: Optional[nn.Module], prove: Callable[[], Proof]) -> Proof:
+        """A proof under a key whose dependencies hold for the module ``root``; else the one that ``prove`` makes."""
+        known = self.known.setdefault(key, [])
+        for proof in known:
+            if holds(proof.dependencies, root):
+                return proof
+        known.insert(0, prove())
+        del known[self._most :]
+        return known[0]
 
 
 def looked_up(owner: Any, name: str) -> Any:

@@ -202,7 +202,7 @@ def _role_of_module(part: nn.Module) -> str:
     up_first = gates.order_of(type(part))
     if up_first is not None:
         return Role.UP_GATE if up_first else Role.GATE_UP
-    code = norms.code_of(type(part))
+    code = norms.code_of(part)
     if code is not None and code != norms.SCALE:
         return Role.NORM
     activation = recognise(part)
