@@ -1,106 +1,109 @@
-"""The routers of mixtures: which experts a token goes to, and with which weights, in one op for six.
-
-A router is told by the text of its forward. There are few of them, and each is what many models have.
-"""
+"""The routers of mixtures: which experts a token goes to, and with which weights, in one op for six."""
 
 from __future__ import annotations
 
-import ast
 import functools
 from types import FunctionType
-from typing import Any, Dict, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import calls, dispatch
 from ...backends import native
 from ..parts import obstacles
-from ..reading.names import body_of
-from ..reading.source import remembered, tree_of
+from ..reading.evaluation import Evaluation, inputs
+from ..reading.values import Bound, Guards, Held, Node, NotProved, Proof, Proofs, Value, guards_of
 from ..running import shortcut, switching
 
 _is_compiling = torch.compiler.is_compiling
 
-_QWEN = """
-hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-router_logits = F.linear(hidden_states, self.weight)
-router_probs = torch.nn.functional.softmax(router_logits, dtype=torch.float, dim=-1)
-router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
-{normalize}
-router_top_value = router_top_value.to(router_logits.dtype)
-router_scores = router_top_value
-return (router_logits, router_scores, router_indices)
-"""
-_MIXTRAL = """
-hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-router_logits = F.linear(hidden_states, self.weight)
-router_probs = torch.nn.functional.softmax(router_logits.float(), dim=-1)
-router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
-router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
-router_scores = router_top_value
-return (router_logits, router_scores, router_indices)
-"""
-_NORMALIZE = "router_top_value /= router_top_value.sum(dim=-1, keepdim=True)"
-
 
 class _Form(NamedTuple):
-    """What a router does: ``normalized`` may be the attribute that says it; ``narrow``: weights are cast to the dtype
-    of the logits."""
+    """A router's computation: the names of the number of features and of chosen experts, and whether the weights of the
+    chosen add up to one, and are cast to the dtype of the logits."""
 
-    normalized: Union[bool, str]
+    width: str
+    top_k: str
+    normalized: bool
     narrow: bool
-
-
-_FORMS: Dict[str, _Form] = {
-    ast.unparse(ast.parse(text)): form
-    for text, form in (
-        (_QWEN.format(normalize=f"if self.norm_topk_prob:\n    {_NORMALIZE}"), _Form("norm_topk_prob", True)),
-        (_QWEN.format(normalize=_NORMALIZE), _Form(True, True)),
-        (_MIXTRAL, _Form(True, False)),
-    )
-}
-
-# What the texts call besides, as torch wrote it.
-_SOFTMAX, _TOPK = obstacles.unpatched(F, "softmax", F), obstacles.unpatched(torch, "topk", torch)
-_NAMES = {"F": F, "torch": torch}
+    guards: Guards
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The method to put into a router; none where it is no such, or not known."""
-    method = getattr(switching.class_of(module), "forward", None)
-    form = _form_of(method) if isinstance(method, FunctionType) else None
-    return {} if form is None else {"forward": _fused_method(method)}
+    method = _method_of(module)
+    return {} if method is None else {"forward": method}
 
 
 def is_fused(function: Any) -> bool:
-    """Whether a function is one that :func:`fused_methods` gives."""
-    return function in _made
+    """True for a function that :func:`fused_methods` gives."""
+    return function in _forms
 
 
-_made: Set[FunctionType] = set()
+_forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
+_proofs = Proofs()
+(_X,) = inputs("x")
+_WEIGHT = Node("parameter", (("weight",),))
 
 
-@remembered
-def _form_of(method: FunctionType) -> Optional[_Form]:
-    if hasattr(method, "__wrapped__") or method.__code__.co_varnames[:2] != ("self", "hidden_states"):
+def _method_of(module: nn.Module) -> Optional[FunctionType]:
+    """The forward of a router made anew, if it is known what the router computes."""
+    method = getattr(switching.class_of(module), "forward", None)
+    if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__") or method.__code__.co_argcount != 2:
         return None
-    tree = tree_of(method)
-    if tree is None or method.__code__.co_argcount != 2:
+    if "weight" not in module._parameters or module._modules:
         return None
-    body = body_of(tree)
-    form = _FORMS.get(ast.unparse(ast.Module(body, [])))
-    if form is None:
-        return None
-    known = all(method.__globals__.get(name, value) is value for name, value in _NAMES.items())
-    return form if known else None
+    return _proofs.get(method, module, lambda: _proved(module, method)).found
 
 
-@remembered
-def _fused_method(method: FunctionType) -> FunctionType:
+def _proved(module: nn.Module, method: FunctionType) -> Proof:
+    evaluation = Evaluation(module, _refuse, symbols=(int,))
+    try:
+        value = evaluation.returned(Bound(method, evaluation.root), (_X,))
+        found = _read(value)
+    except NotProved:
+        found = None
+    guards = guards_of(evaluation.dependencies)
+    known = found is not None and guards is not None
+    return Proof(_fused_method(method, _Form(*found, guards)) if known else None, evaluation.dependencies)
+
+
+def _refuse(part: Held, given: Tuple[Value, ...]) -> None:
+    raise NotProved("a router that calls another module")
+
+
+def _read(value: Value) -> Optional[Tuple[str, str, bool, bool]]:
+    """The names and flags of a :class:`_Form`, of what a router returns: logits, weights and experts."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return None
+    logits, weights, experts = value
+    chosen = _argument(experts, "item of", 1)
+    scores, top_k, *options = chosen.args if getattr(chosen, "op", None) == "topk" else (None, None)
+    of_all = [
+        Node("softmax", (logits, -1, torch.float32)),
+        Node("softmax", (Node("to", (logits, torch.float32)), -1, None)),
+    ]
+    rows = _argument(logits, "linear", _WEIGHT, None)
+    x, shape = rows.args if getattr(rows, "op", None) in ("reshape", "view") else (None, ())
+    if x != _X or len(shape) != 2 or shape[0] != -1 or scores not in of_all or options != [-1, True, True]:
+        return None
+    names = [node.args[0] for node in (shape[1], top_k) if getattr(node, "op", None) == "attribute"]
+    best = Node("item of", (chosen, 0))
+    shares = Node("div", (best, Node("sum", (best, -1, True, None))))
+    own = _argument(weights, "to", Node("dtype", (logits,)))
+    found = weights if own is None else own
+    return (*names, found == shares, own is not None) if len(names) == 2 and found in (best, shares) else None
+
+
+def _argument(value: Any, op: str, *rest: Any) -> Any:
+    """The first argument of an operation whose other ones are known; None of another node."""
+    return value.args[0] if isinstance(value, Node) and value.op == op and value.args[1:] == rest else None
+
+
+def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     """The forward of a class of routers made anew: with one op where it may be."""
-    form, written = _form_of(method), switching.as_written("forward", method)
+    written = switching.as_written("forward", method)
     instead = switching.instead_of(written)
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -111,64 +114,63 @@ def _fused_method(method: FunctionType) -> FunctionType:
         return method(self, hidden_states) if result is None else result
 
     functools.update_wrapper(forward, method)
-    _made.add(forward)
+    _forms[forward] = form
     switching.written[forward] = written
     return forward
 
 
 def obstacle(module: nn.Module) -> Optional[str]:
     """Why the forward of a fused router runs as it was written, in its present state; None if it does not."""
-    form = _form_of(switching.class_of(module).forward)
-    found = "a patched class" if form is None else _operands(module, form)
+    method = _method_of(module)
+    found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):
         return found
     return obstacles.of_surroundings() or native.refusal("top_k_router", found[0])
 
 
-_Operands = Tuple[Tensor, int, int, bool]  # the weight, its width, how many experts, whether normalized
+_Operands = Tuple[Tensor, int, int]  # the weight, its width, how many experts are chosen
 
 
 def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
-    """What the op is called with, or why it cannot be."""
+    """The arguments of the op that a module holds, or why it cannot be called."""
     state = module.__dict__
     weight = module.weight if _is_compiling() else state["_parameters"].get("weight")
     if type(weight) is not nn.Parameter or "weight" in state or weight.dim() != 2:
         return f"a weight of type {type(weight).__name__}"
-    width, top_k, normalized = state.get("hidden_dim"), state.get("top_k"), form.normalized
-    if type(normalized) is str:
-        normalized = state.get(normalized)
-    if type(width) is not int or type(top_k) is not int or type(normalized) is not bool:
+    width, top_k = state.get(form.width), state.get(form.top_k)
+    if type(width) is not int or type(top_k) is not int:
         return "attributes of another kind"
     experts = weight.shape[0]
     if weight.shape[1] != width or not 0 < top_k <= experts or top_k > _MOST_CHOSEN or experts > _MOST_EXPERTS:
         return f"{top_k} of {experts} experts"
     if weight.is_cpu and weight.dtype is not torch.float32:
         return f"no cpu kernel for {weight.dtype}"
-    return weight, width, top_k, normalized
+    return weight, width, top_k
 
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router.h
 
 
 def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Tensor, Tensor]]:
-    """What a router gives, by one op; None where its forward is to run as it was written."""
+    """The result of a router by one op; None where its forward is to run as it was written."""
     if (
         type(x) is not Tensor
         or dispatch._open_blocks[-1].name != "auto"
         or native.refusal("top_k_router", x) is not None
     ):
         return None
-    if F.softmax is not _SOFTMAX or torch.topk is not _TOPK:
-        return None
     if _is_compiling():
-        disturbed = obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None
+        flags = all(module.__dict__.get(name) is value for name, *values in form.guards.own for value in values)
+        disturbed = not flags or obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None
     else:
-        disturbed = not shortcut.plain.is_undisturbed()
+        holds = shortcut.plain.are_items(module.__dict__, form.guards.own)
+        disturbed = not (holds and shortcut.plain.is_undisturbed())
+        disturbed = disturbed or not shortcut.plain.are_unchanged(form.guards.unchanged)
     found = _operands(module, form)
     if disturbed or type(found) is str:
         return None
-    weight, width, top_k, normalized = found
+    weight, width, top_k = found
     if x.dtype is not weight.dtype or x.device != weight.device or calls.autograd_follows(x, weight):
         return None
     rows = x if x.dim() == 2 and x.shape[1] == width else x.reshape(-1, width)
-    return native.top_k_router(rows, weight, top_k, normalized, form.narrow)
+    return native.top_k_router(rows, weight, top_k, form.normalized, form.narrow)

@@ -6,8 +6,8 @@ At each call compiled code asks whether a class and a module of it are still wha
 
 from __future__ import annotations
 
-from types import CellType, FunctionType
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from types import FunctionType
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import nn
 from ..reading import algebra
 from ..reading.algebra import Sum, atom, number, plus, power, times
 from ..reading.evaluation import Evaluation, inputs
-from ..reading.values import MISSING, Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, looked_up
+from ..reading.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, guards_of, looked_up
 from . import obstacles
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
@@ -105,10 +105,10 @@ def _is_own(node: Node) -> bool:
 def _norm_of(value: Node, kind: type, forward: FunctionType, dependencies: Tuple[Dependency, ...]) -> Optional[Norm]:
     own = ((kind, "__call__", obstacles._CALL), (kind, "forward", forward))
     if issubclass(kind, nn.LayerNorm) and _is_layer_norm(value):
-        guards = _guards(each for each in dependencies if each.owner != () or each.name not in _OF_LAYER_NORM)
+        guards = guards_of(each for each in dependencies if each.owner != () or each.name not in _OF_LAYER_NORM)
         torchs = known[nn.LayerNorm]
         return None if guards is None else torchs._replace(unchanged=(*own, *guards.unchanged, *torchs.unchanged))
-    guards, leaves = _guards(dependencies), set(_leaves(value))
+    guards, leaves = guards_of(dependencies), set(_leaves(value))
     weights = [node.args[0][0] for node in leaves if node.op == "parameter" and len(node.args[0]) == 1]
     attributes = [node.args[0] for node in leaves if node.op == "attribute"]
     if guards is None or len(weights) != 1 or len(attributes) > 1:
@@ -168,33 +168,3 @@ def _uncast(value: Any) -> Any:
     while isinstance(value, Node) and value.op == "to":
         value = value.args[0]
     return value
-
-
-class _Guards(NamedTuple):
-    """What a proof rests on, as ``Norm`` has it."""
-
-    unchanged: Tuple[Tuple[Any, str, Any], ...]
-    own: Tuple[Tuple[Any, ...], ...]
-    hidden: Tuple[str, ...]
-
-
-def _guards(dependencies: Iterable[Dependency]) -> Optional[_Guards]:
-    """The guards of a proof; None where compiled code cannot ask for one of its dependencies."""
-    unchanged: List[Tuple[Any, str, Any]] = []
-    own: List[Tuple[Any, ...]] = []
-    hidden: List[str] = []
-    for each in dependencies:
-        owner, name, value = each.owner, each.name, each.value
-        if each.part == "class":
-            continue
-        if type(owner) is tuple:
-            if owner != () or each.part != "" or name == "training" or type(value) not in (bool, type(MISSING)):
-                return None
-            own.append((name,) if value is MISSING else (name, value))
-        elif value is MISSING and isinstance(owner, type):
-            hidden.append(name)
-        elif value is MISSING:
-            return None
-        elif value is not None and type(value) is not torch.dtype:  # None are a function's defaults
-            unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
-    return _Guards(tuple(unchanged), tuple(own), tuple(hidden))
