@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modules import GateUp, UpGate
 from safety import assert_close, x_of
 
 _has_own_kernel = False
@@ -268,14 +267,13 @@ def gate_of(module):
     return module.gate if isinstance(module, Method) else module[1]
 
 
-@pytest.mark.parametrize("gate", (UpGate, GateUp, nn.GLU))
 @pytest.mark.parametrize("owner", (Method, in_a_sequence))
-def test_modules_that_halve_what_they_are_given(fused_mlp, device, ops, owner, gate):
+def test_glu(fused_mlp, device, ops, owner):
     torch.manual_seed(0)
-    module = owner(gate()).to(device).eval()
+    module = owner(nn.GLU()).to(device).eval()
     fused = copy.deepcopy(module)
     (entry,) = fused_mlp.fuse_mlps(fused).fused
-    assert entry.pattern == ("packed gated" if gate is GateUp else "packed gated, up first")
+    assert entry.pattern == "packed gated, up first"
     x = x_of(device)
     with torch.no_grad():
         fused(x)
@@ -284,37 +282,42 @@ def test_modules_that_halve_what_they_are_given(fused_mlp, device, ops, owner, g
     assert ops == ["gated_mlp"]
 
 
-GATE_CHANGES = {
+GLU_CHANGES = {
     "a hook": lambda module, _: gate_of(module).register_forward_hook(lambda gate, args, output: 2 * output),
-    "another activation": lambda module, _: setattr(gate_of(module), "act", nn.ReLU()),
-    "one that is not known": lambda module, _: setattr(gate_of(module), "act", nn.Tanh()),
+    "another dimension": lambda module, _: setattr(gate_of(module), "dim", -2),
     "a forward": lambda module, _: setattr(gate_of(module), "forward", lambda x: x[..., ::2]),
-    "the forward of the class": lambda module, patch: patch.setattr(GateUp, "forward", lambda self, x: x[..., ::2]),
-    "the other order": lambda module, _: setattr(gate_of(module), "__class__", UpGate),
+    "the forward of the class": lambda module, patch: patch.setattr(nn.GLU, "forward", lambda self, x: x[..., ::2]),
 }
 
 
 @pytest.mark.parametrize("owner", (Method, in_a_sequence))
-@pytest.mark.parametrize("change", GATE_CHANGES)
-def test_changes_of_a_module_that_halves_are_seen(fused_mlp, device, monkeypatch, owner, change):
+@pytest.mark.parametrize("change", GLU_CHANGES)
+def test_changes_of_glu_are_seen(fused_mlp, device, monkeypatch, owner, change):
     torch.manual_seed(0)
-    module = owner(GateUp()).to(device).eval()
-    fused, x = copy.deepcopy(module), x_of(device)
+    module = owner(nn.GLU()).to(device).eval()
+    fused, x, outcomes = copy.deepcopy(module), x_of(device), []
     assert fused_mlp.fuse_mlps(fused).fused
     with torch.no_grad():
         fused(x)
         for each in (module, fused):
-            GATE_CHANGES[change](each, monkeypatch)
-        assert_close(fused(x), module(x))
+            GLU_CHANGES[change](each, monkeypatch)
+            try:
+                outcomes.append(each(x))
+            except RuntimeError as error:  # of shapes that do not fit
+                outcomes.append(str(error))
+    if isinstance(outcomes[0], str):
+        assert outcomes[0] == outcomes[1]
+    else:
+        assert_close(*outcomes)
 
 
 def test_a_report_says_what_runs_of_a_sequence(fused_mlp, device, ops):
     """A linear layer before one that is halved begins no MLP with it."""
-    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 176), GateUp(), nn.Linear(88, 32))
+    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 176), nn.GLU(), nn.Linear(88, 32))
     module = module.to(device).eval()
     fused = copy.deepcopy(module)
     (entry,) = fused_mlp.fuse_mlps(fused).fused
-    assert entry.pattern == "linear, packed gated"
+    assert entry.pattern == "linear, packed gated, up first"
     x = x_of(device)
     with torch.no_grad():
         fused(x)

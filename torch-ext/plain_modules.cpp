@@ -98,9 +98,9 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
   }
   PyObject* const all = kinds ? item(places, kinds.get()) : nullptr;
   if (all == nullptr || PyTuple_Size(all) != 1) return PyErr_Occurred() ? kError : kNo;
-  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second, whether up is the first half
+  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second, whether act is nn.GLU
   PyObject *const act = PyTuple_GetItem(place, 1), *const second = PyTuple_GetItem(place, 2);
-  if (second == Py_None || PyTuple_GetItem(place, 3) != Py_None) return kNo;
+  if (second == Py_None || PyTuple_GetItem(place, 3) != Py_False) return kNo;
   *found = {act == Py_None ? -1 : PyLong_AsSsize_t(act), PyLong_AsSsize_t(second)};
   return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
 }

@@ -17,7 +17,7 @@ from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 from .sites import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
 
 _METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
-_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}, "gate": set()}  # keywords beside the input
+_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
 _QUICK_SLOPE = 1.702
 
 
@@ -199,8 +199,7 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
     """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
     act, inner = _applied(value, role)
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
-        is_halving = act.role in Role.HALVING
-        halves = {"gated": True, "packed": True, "up_first": act.role != Role.GATE_UP} if is_halving else {}
+        halves = {"gated": True, "packed": True, "up_first": True} if act.role == Role.GLU else {}
         return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
     for act, factor, gate, other in gated(value, role):
         up = value.part(other)
@@ -249,7 +248,7 @@ def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.e
         for first, second in ((left, right), (right, left)):
             factor = value.part(first)
             act, inner = _applied(factor, role)
-            if act is not None and act.role not in Role.HALVING:
+            if act is not None and act.role != Role.GLU:
                 yield act, factor, inner, second
 
 
@@ -258,8 +257,8 @@ def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]
     node = value.node
     if value.half is None and isinstance(node, ast.Call):
         found = role(node.func)
-        if found in Role.ACTIVATIONS or found in Role.HALVING:
-            form = {Role.GLU: "glu", Role.UP_GATE: "gate", Role.GATE_UP: "gate"}.get(found, "call")
+        if found in Role.ACTIVATIONS or found == Role.GLU:
+            form = "glu" if found == Role.GLU else "call"
             arguments, options = node.args[:1], node.args[1:]
             given = [*options, *(word.value for word in node.keywords)]
             if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):

@@ -9,15 +9,15 @@ from ..reading.effects import is_harmless
 
 
 class Role:
-    """What the callee of a call may be.
+    """The roles of callees.
 
-    SIGMOID, RELU: activations that others are made of; BOUND: one that is a method; UNKNOWN: one that is not in the
-    table. PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout; GLU: F.glu; UP_GATE, GATE_UP: a
-    module that halves what it is given, in this order (`gates`); SQUARE: torch.square; ASKING: isinstance; FLAG: a
-    function that returns a global; NORM, SCALE: see `norms`; LAYER: another module, with parameters; HEAD: one that
-    computes the hidden values of an MLP; TAIL: one that begins with the last projection of an MLP; WHOLE: one that is
-    an MLP and no more; SEQUENCE: a list of modules with MLPs among them, if they run one after the other; OTHER: what
-    is known to be none of these.
+    - PROJECTION: a linear layer; LAYER: another module with parameters; SEQUENCE: a list of modules with MLPs in it
+    - HEAD: a module that computes the hidden values of an MLP; TAIL: one that begins with the last projection of an
+      MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
+    - ACTIVATION: a row of the table; SIGMOID, RELU: rows that others are made of; BOUND: a row that is a method;
+      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; SQUARE: torch.square
+    - PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout
+    - ASKING: isinstance; FLAG: a function that returns a global; OTHER: known to be none of these
     """
 
     PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
@@ -26,10 +26,8 @@ class Role:
     SEQUENCE = "sequence"
     ACTIVATION, SIGMOID, RELU, BOUND = "activation", "sigmoid", "relu", "bound activation"
     UNKNOWN, GLU, SQUARE = "unknown activation", "glu", "square"
-    UP_GATE, GATE_UP = "up and gate", "gate and up"
     ASKING, FLAG, OTHER = "asking", "flag", "other"
     ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, RELU, BOUND, UNKNOWN))
-    HALVING = frozenset((GLU, UP_GATE, GATE_UP))
 
 
 RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee

@@ -15,9 +15,8 @@ class Act:
     """How the source applies an activation to ``h``.
 
     ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
-    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h, ``gate``
-    the same of a module (``gates``); ``squared`` is the square of
-    ``call`` or ``method``, as ``base`` says.
+    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h;
+    ``squared`` is the square of ``call`` or ``method``, as ``base`` says.
     """
 
     form: str

@@ -6,7 +6,7 @@ import ast
 from types import FunctionType
 from typing import List, Optional, Set, Tuple
 
-from ..parts import forms, gates
+from ..parts import forms
 from ..parts.pattern import Pattern
 from ..parts.roles import Role
 from ..parts.sites import Act, AnySite, Block, Joint, Modulation, Site, Turns, Whole
@@ -102,8 +102,6 @@ def expression_of(act: Act) -> ast.expr:
         return act.callee
     if act.form == "method":
         return made_call("method", ast.Constant(act.name))
-    if act.form == "gate":
-        return made_call("gate", act.callee, ast.Constant(act.role == Role.UP_GATE))
     if act.form == "squared":
         return made_call("squared", expression_of(act.base))
     if act.form == "self-gated":
@@ -131,7 +129,6 @@ _CALLS = {
     "finished": halves.finished,
     "in one": chunks.in_one,
     "in turn": sequences.in_turn,
-    "gate": gates.form,
     "pays": pointwise.pays,
     "product": pointwise.product,
     "fused": shortcut.fused,

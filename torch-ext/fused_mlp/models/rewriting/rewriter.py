@@ -21,7 +21,7 @@ from torch import nn
 
 from ...training import KEPT
 from ..experts.interface import original_of
-from ..parts import gates, norms, obstacles
+from ..parts import forms, norms, obstacles
 from ..parts.matches import ending_of, start_of
 from ..parts.recognition import looks_like_activation, name_of, recognise
 from ..parts.roles import Role, RoleOf
@@ -199,9 +199,6 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.PASSING
     if type(part) is nn.GLU:
         return Role.GLU
-    up_first = gates.order_of(type(part))
-    if up_first is not None:
-        return Role.UP_GATE if up_first else Role.GATE_UP
     code = norms.code_of(part)
     if code is not None and code != norms.SCALE:
         return Role.NORM
@@ -483,7 +480,7 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     found, parts = [], list(modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        is_head, up_first = role_of(first) == Role.HEAD, gates.order_of(type(act))
+        is_head, is_glu = role_of(first) == Role.HEAD, type(act) is nn.GLU
         if not is_head and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
             continue
         rest = parts[index + (1 if is_head else 2) :]
@@ -493,8 +490,8 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
         if is_mlp and is_head:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
         elif not is_head:
-            act = act if up_first is None else gates.form(act, up_first)
-            pattern = sequences.pattern_of(is_mlp, up_first, KEPT)
+            act = forms.glu(act) if is_glu else act
+            pattern = sequences.pattern_of(is_mlp, is_glu, KEPT)
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
 
@@ -505,7 +502,7 @@ def _is_whole(modules: Dict[str, nn.Module]) -> bool:
 
 
 def _is_activation(part: nn.Module) -> bool:
-    return recognise(part) is not None or gates.order_of(type(part)) is not None
+    return recognise(part) is not None or type(part) is nn.GLU
 
 
 def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:

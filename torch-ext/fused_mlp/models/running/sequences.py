@@ -15,7 +15,7 @@ from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 from torch import Tensor, nn
 
 from ... import training
-from ..parts import gates, obstacles
+from ..parts import forms, obstacles
 from ..parts.pattern import Pattern
 from ..parts.recognition import row_of_class
 from . import halves, shortcut, switching, traced
@@ -69,15 +69,15 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
     index = 0
-    for first, act, second, up_first in _places(parts):
+    for first, act, second, is_glu in _places(parts):
         for part in parts[index:first]:
             x = part(x)
         index = (act if second is None else second) + 1
         if act is None:
             found = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
         else:
-            pattern = pattern_of(second is not None, up_first, plain.memory)
-            activation = parts[act] if up_first is None else gates.form(parts[act], up_first)
+            pattern = pattern_of(second is not None, is_glu, plain.memory)
+            activation = forms.glu(parts[act]) if is_glu else parts[act]
             projections = (parts[first],) if second is None else (parts[first], parts[second])
             between = () if second is None else parts[act + 1 : second]
             found = shortcut.fused(pattern, x, projections, activation, between)
@@ -90,11 +90,11 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
 
 
 @functools.cache
-def pattern_of(is_whole: bool, up_first: Optional[bool], memory: str) -> Pattern:
-    """What a linear layer, an activation and perhaps another layer compute; ``up_first``: of one that halves."""
-    if up_first is None:
+def pattern_of(is_whole: bool, is_glu: bool, memory: str) -> Pattern:
+    """The pattern of a linear layer, an activation and perhaps another layer."""
+    if not is_glu:
         return replace(PLAIN, memory=memory) if is_whole else LINEAR
-    return replace(PACKED_GATED, whole=is_whole, up_first=up_first, memory=memory)
+    return replace(PACKED_GATED, whole=is_whole, up_first=True, memory=memory)
 
 
 class Whole(NamedTuple):
@@ -119,18 +119,18 @@ def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
     """Whether modules in turn are an MLP and no more, by their classes."""
     first, *others = _places(parts) or (None,)
     is_mlp = first is not None and not others and first.first == 0 and first.second is not None
-    return is_mlp and first.up_first is None and _behind_passing(parts, first.second + 1) == len(parts)
+    return is_mlp and not first.is_glu and _behind_passing(parts, first.second + 1) == len(parts)
 
 
 class _Place(NamedTuple):
     """Where an MLP stands among parts: the indices of its first linear layer, of the activation behind it, and of its
     second linear layer. That is None where there is only the first. Where the first part is a head, there is no index
-    of an activation. ``up_first``: of an activation that halves what it is given (``gates``)."""
+    of an activation. ``is_glu``: the activation is nn.GLU."""
 
     first: int
     act: Optional[int]
     second: Optional[int]
-    up_first: Optional[bool]
+    is_glu: bool
 
 
 known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
@@ -158,15 +158,14 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
         if is_mlp or not is_head:
-            up_first = None if is_head else gates.order_of(type(parts[act]))
-            yield _Place(index, act, second if is_mlp else None, up_first)
+            yield _Place(index, act, second if is_mlp else None, not is_head and type(parts[act]) is nn.GLU)
         index = (second if is_mlp else last) + 1
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
-    """Whether a slice of parts has one whose class computes a row of the table, or halves what it is given."""
+    """True if a slice of parts has one whose class computes a row of the table, or nn.GLU."""
     modules = (each for each in part if isinstance(each, nn.Module))
-    return any(row_of_class(each) is not None or gates.order_of(type(each)) is not None for each in modules)
+    return any(row_of_class(each) is not None or type(each) is nn.GLU for each in modules)
 
 
 def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
