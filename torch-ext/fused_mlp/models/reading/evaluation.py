@@ -91,6 +91,14 @@ class Evaluation:
         """An attribute of the root. Raises NotProved where it is none of those that are understood."""
         return self._held(self.root, name, None)
 
+    def truth(self, condition: ast.expr, method: FunctionType) -> bool:
+        """The value of a condition in a method of the root that rests on no name but that of the root.
+
+        Raises NotProved where it is not known, or would raise.
+        """
+        frame = _Frame(method, {method.__code__.co_varnames[0]: self.root})
+        return self._truth(self._value(condition, frame), condition)
+
     # Functions and statements.
 
     def _inlined(self, function: FunctionType, args: Tuple[Value, ...], options: Dict[str, Value]) -> Value:
@@ -424,6 +432,9 @@ class Evaluation:
             return self._applied(name, args, options, node)
         if isinstance(callee, FunctionType):
             return self._inlined(callee, args, options)
+        if callee is builtins.isinstance and not options and isinstance(args[0], Held) and type(args[1]) is type:
+            self._depends(args[0].path, "class", "", class_of(args[0].value))
+            return issubclass(class_of(args[0].value), args[1])
         if callee is builtins.range and len(args) == 1 and not options:
             return Node("range", args)
         if callee in (builtins.int, builtins.float) and len(args) == 1 and isinstance(args[0], Node):
@@ -513,6 +524,11 @@ class Evaluation:
             if said is None and not undecided:
                 raise _unknown(node, f"a condition on {ast.unparse(node)}")
             return value if said is None else said
+        if isinstance(value, Held) and isinstance(value.value, nn.Module):
+            kind = class_of(value.value)
+            if any(looked_up(kind, name) is not MISSING for name in ("__bool__", "__len__")):
+                raise _unknown(node, f"a condition on a {kind.__name__}")
+            return True
         if type(value) not in (*PLAIN, tuple, FunctionType):
             raise _unknown(node, f"a condition on a {type(value).__name__}")
         return bool(value)

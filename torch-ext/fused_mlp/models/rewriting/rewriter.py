@@ -275,14 +275,14 @@ def roles_in(
 
 
 def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
-    """What the conditions are that a method's module decides, where they are many."""
-    return branches.answers_of(_many_conditions(function, roles_in(function, module)), function, module)
+    """The values of the conditions that a method's module decides."""
+    return branches.answers_of(_conditions_in(function, roles_in(function, module)), function, module)
 
 
 @remembered
-def _many_conditions(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
+def _conditions_in(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
     tree = effects.readable(function)
-    return () if tree is None else branches.many_conditions(tree, _role_by_text(roles))
+    return () if tree is None else branches.conditions_in(tree, _role_by_text(roles))
 
 
 def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
@@ -330,7 +330,8 @@ def _rewritten(
     written = effects.readable(function)
     tree = copy.deepcopy(written)
     found = substitution.rewrite(tree, role, is_known, replacement)
-    for other in branches.parted(written, role, answers):
+    other = branches.parted(written, role, answers) if answers else None
+    if other is not None:
         other_tree = copy.deepcopy(other)
         there = substitution.rewrite(other_tree, role, is_known, replacement)
         if _worth(there) > _worth(found):
