@@ -146,6 +146,13 @@ Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weig
 
 }  // namespace
 
+Answer hold(PyObject* guards, PyObject* kind, PyObject* state) {
+  Answer said = are_unchanged(PyTuple_GetItem(guards, 0));
+  if (said == kYes && state != nullptr) said = are_items(state, PyTuple_GetItem(guards, 1));
+  PyObject* const hidden = PyTuple_GetItem(guards, 2);
+  return said == kYes && kind != nullptr && PyTuple_Size(hidden) != 0 ? hides_none(kind, hidden) : said;
+}
+
 Answer are_items(PyObject* dictionary, PyObject* pairs) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(pairs); i < count; ++i) {
     PyObject* pair = PyTuple_GetItem(pairs, i);
@@ -198,7 +205,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   if (state == nullptr) return kError;
   Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
   if (other == nullptr || read != kYes) return read;
-  read = are_unchanged(PyTuple_GetItem(other, 0));
+  read = hold(PyTuple_GetItem(other, 0), class_of(layer), state);
   if (read != kYes) return read;
   if (PyTuple_GetItem(other, 1) == Py_False) return answer(PyTuple_GetItem(operands, bias_place) == Py_None);
   read = is_quiet();  // a trace would record what follows
@@ -221,7 +228,7 @@ PyObject* known_activation(PyObject* act, bool recording) {
   PyObject* const kind = class_of(act);
   if (kind == settings.function || kind == settings.builtin) {
     PyObject* const function = item(settings.known, act);
-    return function != nullptr && are_unchanged(PyTuple_GetItem(function, 2)) == kYes ? function : nullptr;
+    return function != nullptr && hold(PyTuple_GetItem(function, 0), nullptr, nullptr) == kYes ? function : nullptr;
   }
   const bool gelu = kind == settings.gelu;
   PyObject* known = gelu ? nullptr : item(settings.known, kind);
@@ -233,10 +240,8 @@ PyObject* known_activation(PyObject* act, bool recording) {
     known = approximate == nullptr ? nullptr : item(settings.known, approximate);
     if (known == nullptr) return nullptr;
   }
-  const bool plain = is_bare(act, state, recording, true) == kYes &&
-                     has_attribute(kind, names().forward, PyTuple_GetItem(known, 0)) == kYes &&
-                     has_attribute(kind, names().call, settings.call) == kYes &&
-                     are_unchanged(PyTuple_GetItem(known, 2)) == kYes;
+  const bool plain =
+      is_bare(act, state, recording, true) == kYes && hold(PyTuple_GetItem(known, 0), kind, state) == kYes;
   return plain ? known : nullptr;
 }
 
@@ -245,21 +250,19 @@ Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool reco
   PyObject* known = item(settings.norms, class_of(norm));
   PyObject* state = known == nullptr ? nullptr : state_of(norm);
   if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
-  const bool of_torch = PyTuple_GetItem(known, 2) != Py_False, biased = PyTuple_GetItem(known, 3) != Py_False;
+  const bool of_torch = PyTuple_GetItem(known, 3) != Py_False, biased = PyTuple_GetItem(known, 4) != Py_False;
   Answer said =
-      read_parameters(norm, state, recording, PyTuple_GetItem(known, 7), biased, operands, place, place + 1, of_torch);
-  if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, 4));
-  if (said == kYes) said = are_items(state, PyTuple_GetItem(known, 5));
+      read_parameters(norm, state, recording, PyTuple_GetItem(known, 5), biased, operands, place, place + 1, of_torch);
+  if (said == kYes) said = hold(PyTuple_GetItem(known, 0), class_of(norm), state);
   PyObject* weight = PyTuple_GetItem(operands, place);
-  if (said == kYes) {
-    said = of_torch ? norms_last_dimension(state, features, weight, PyTuple_GetItem(operands, place + 1))
-                    : hides_none(class_of(norm), PyTuple_GetItem(known, 6));
+  if (said == kYes && of_torch) {
+    said = norms_last_dimension(state, features, weight, PyTuple_GetItem(operands, place + 1));
   }
   if (said != kYes) return said;
-  PyObject* const named = PyTuple_GetItem(known, 1);
+  PyObject* const named = PyTuple_GetItem(known, 2);
   PyObject* const eps = named == Py_None ? names().zero : item(state, named);
   if (eps == nullptr || !PyFloat_Check(eps)) return PyErr_Occurred() ? kError : kNo;
-  if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 0)) != kYes) {
+  if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 1)) != kYes) {
     return kError;
   }
   return weight == Py_None ? kYes : has_attribute(weight, names().dtype, dtype);

@@ -29,6 +29,10 @@ class Few {
 // Whether a dictionary holds these: `pairs` are a name and a value, or a name alone where there must be none.
 Answer are_items(PyObject* dictionary, PyObject* pairs);
 
+// Whether guards (models/parts/guards.py) hold for a module of this class with this __dict__; both are nullptr where
+// the guards are of attributes alone.
+Answer hold(PyObject* guards, PyObject* kind, PyObject* state);
+
 // Whether calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
 // in its place, and nothing else. Where autograd does not record, torch calls hooks of a backward for nothing: they are
 // not asked for.
@@ -66,9 +70,8 @@ Answer all_pass(Objects parts, bool recording);
 PyObject* known_activation(PyObject* act, bool recording);
 
 // Puts weight, bias, eps and code of a plain norm of so many features into a tuple, in this order. That the weight of
-// one that is not torch's has as many the op itself asks. Its class is known by a tuple: (code, name of eps or None,
-// whether it is one of torch's, whether it has a bias, attributes that are unchanged, names that the module itself must
-// not have, names that its class must not have, name of the weight).
+// one that is not torch's has as many the op itself asks. Its class is known by a tuple: (guards, code,
+// name of eps or None, whether it is one of torch's, whether it has a bias, name of the weight).
 Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
                  Py_ssize_t place);
 

@@ -11,7 +11,7 @@ namespace fused_mlp {
 namespace {
 
 // Parts of a half (models/running/halves.py).
-constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kRead = 7;
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
 // of it is None.
@@ -25,7 +25,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      has_attribute(kind, names().forward, written) == kYes &&
-                     are_unchanged(PyTuple_GetItem(half, kRead)) == kYes && has_hooks(state, recording) == kNo;
+                     hold(PyTuple_GetItem(half, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
   return plain ? half : nullptr;
 }
 
@@ -175,10 +175,7 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
-  if (are_unchanged(PyTuple_GetItem(names, 4)) != kYes || are_items(state, PyTuple_GetItem(names, 5)) != kYes ||
-      runs_as_read(module, state, PyTuple_GetItem(names, 6)) != kYes) {
-    return nullptr;
-  }
+  if (runs_as_read(module, state, PyTuple_GetItem(names, 4)) != kYes) return nullptr;
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();

@@ -21,12 +21,11 @@ struct Settings {
   PyObject* module_list;     // nn.ModuleList
   PyObject* call;            // nn.Module.__call__ as torch wrote it
   PyObject* mark;            // the attribute of fused modules, without which fused methods run the original
-  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (forward, code,
-                             // unchanged)
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
   PyObject* known_by;        // a function: what an activation that a method gives is known by
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
-  PyObject* linears;         // by class of linear layers beside torch's: (unchanged, whether weights are [in, out], and
+  PyObject* linears;         // by class of linear layers beside torch's: (guards, whether weights are [in, out], and
                              // where they are not, there is no bias)
   PyObject* norms;           // by class of norms: what read_norm() says
   PyObject* ops;             // by name

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ... import calls, dispatch
 from ...backends import native
 from ..parts import obstacles
+from ..parts.guards import Guards, guards_of
 from ..reading.evaluation import Evaluation, inputs
-from ..reading.values import Bound, Guards, Held, Node, NotProved, Proof, Proofs, Value, guards_of
+from ..reading.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
 from ..running import shortcut, switching
 
 _is_compiling = torch.compiler.is_compiling

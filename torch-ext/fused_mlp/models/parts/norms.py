@@ -16,33 +16,29 @@ from torch import nn
 from ..reading import algebra
 from ..reading.algebra import Sum, atom, number, plus, power, times
 from ..reading.evaluation import Evaluation, inputs
-from ..reading.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, guards_of, looked_up
+from ..reading.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, looked_up
 from . import obstacles
+from .guards import Guards, guards_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
 
 
 class Norm(NamedTuple):
-    """A class of norms: its code, the attribute that is its eps if it has one, and what has to stay as it is for that.
+    """A class of norms: its code, and the attributes that are its eps, if it has one, and its weight."""
 
-    ``own`` are items of a module's dictionary: a name and its value, or a name alone that must not be there. ``hidden``
-    are names that its class must not have.
-    """
-
+    guards: Guards
     code: int
     eps: Optional[str]
     of_torch: bool
     has_bias: bool
-    unchanged: Tuple[Tuple[Any, str, Any], ...]
-    own: Tuple[Tuple[Any, ...], ...] = ()
-    hidden: Tuple[str, ...] = ()
     weight: str = "weight"
 
 
 def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
     home = nn.modules.normalization
-    unchanged = ((kind, "forward", obstacles.unpatched(kind, "forward", home)),)
-    return Norm(code, "eps", True, has_bias, (*unchanged, (F, function, obstacles.unpatched(F, function, F))))
+    forward = kind, "forward", obstacles.unpatched(kind, "forward", home)
+    guards = Guards((forward, (F, function, obstacles.unpatched(F, function, F))))
+    return Norm(guards, code, "eps", True, has_bias)
 
 
 known: Dict[type, Norm] = {nn.LayerNorm: _of_torch(LAYER, nn.LayerNorm, "layer_norm", True)}
@@ -106,8 +102,10 @@ def _norm_of(value: Node, kind: type, forward: FunctionType, dependencies: Tuple
     own = ((kind, "__call__", obstacles._CALL), (kind, "forward", forward))
     if issubclass(kind, nn.LayerNorm) and _is_layer_norm(value):
         guards = guards_of(each for each in dependencies if each.owner != () or each.name not in _OF_LAYER_NORM)
+        if guards is None:
+            return None
         torchs = known[nn.LayerNorm]
-        return None if guards is None else torchs._replace(unchanged=(*own, *guards.unchanged, *torchs.unchanged))
+        return torchs._replace(guards=Guards((*own, *guards.unchanged, *torchs.guards.unchanged)))
     guards, leaves = guards_of(dependencies), set(_leaves(value))
     weights = [node.args[0][0] for node in leaves if node.op == "parameter" and len(node.args[0]) == 1]
     attributes = [node.args[0] for node in leaves if node.op == "attribute"]
@@ -116,8 +114,8 @@ def _norm_of(value: Node, kind: type, forward: FunctionType, dependencies: Tuple
     (weight,), eps = weights, next(iter(attributes), None)
     code = _code(algebra.Form(_leaf)(value), weight, eps)
     names = dict.fromkeys((weight, *attributes, *(name for name, *value in guards.own if value), *guards.hidden))
-    unchanged = (*own, *guards.unchanged)
-    return None if code is None else Norm(code, eps, False, False, unchanged, guards.own, tuple(names), weight)
+    guards = Guards((*own, *guards.unchanged), guards.own, tuple(names))
+    return None if code is None else Norm(guards, code, eps, False, False, weight)
 
 
 def _leaves(value: Any) -> Iterator[Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -118,40 +118,6 @@ class Proofs:
         known.insert(0, prove())
         del known[self._most :]
         return known[0]
-
-
-class Guards(NamedTuple):
-    """The dependencies of a proof in the form that compiled code checks at each call.
-
-    ``unchanged`` are attributes: owner, name and value. ``own`` are items of the module's dictionary: a name and its
-    value, or a name alone that must not be there. ``hidden`` are names that the module's class must not have.
-    """
-
-    unchanged: Tuple[Tuple[Any, str, Any], ...]
-    own: Tuple[Tuple[Any, ...], ...]
-    hidden: Tuple[str, ...]
-
-
-def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
-    """The guards of a proof; None where compiled code cannot ask for one of its dependencies."""
-    unchanged: List[Tuple[Any, str, Any]] = []
-    own: List[Tuple[Any, ...]] = []
-    hidden: List[str] = []
-    for each in dependencies:
-        owner, name, value = each.owner, each.name, each.value
-        if each.part == "class":
-            continue
-        if type(owner) is tuple:
-            if owner != () or each.part != "" or name == "training" or type(value) not in (bool, type(MISSING)):
-                return None
-            own.append((name,) if value is MISSING else (name, value))
-        elif value is MISSING and isinstance(owner, type):
-            hidden.append(name)
-        elif value is MISSING:
-            return None
-        elif value is not None and type(value) is not torch.dtype:  # None are a function's defaults
-            unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
-    return Guards(tuple(unchanged), tuple(own), tuple(hidden))
 
 
 def looked_up(owner: Any, name: str) -> Any:

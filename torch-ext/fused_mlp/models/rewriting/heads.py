@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from ..parts.guards import Guards
 from ..parts.matches import returned
 from ..parts.roles import Role, RoleOf
 from ..parts.sites import AnySite, Site, Turns
@@ -48,7 +49,7 @@ def head_of(
     is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
     function, read = function_of(tree, forward, known), read_of(forward, tree, only_handing_on)
-    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, read=read)
+    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, guards=Guards(read))
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
@@ -111,8 +112,8 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
-    names = (site.pattern, parts, len(site.projections), bool(dropouts), unchanged, (), None)
-    return halves.Half(forward, names, None, site, read=read_of(forward, _NOTHING))
+    names = halves.Parts(site.pattern, parts, len(site.projections), bool(dropouts))
+    return halves.Half(forward, names, None, site, guards=Guards((*read_of(forward, _NOTHING), *unchanged)))
 
 
 def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
@@ -128,7 +129,7 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
     if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
         return None
     turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
-    return halves.Half(forward, turns, None, site, read=read_of(forward, _NOTHING))
+    return halves.Half(forward, turns, None, site, guards=Guards(read_of(forward, _NOTHING)))
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:

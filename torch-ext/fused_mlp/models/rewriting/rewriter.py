@@ -10,7 +10,6 @@ import ast
 import copy
 import functools
 import itertools
-import sys
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
@@ -22,6 +21,7 @@ from torch import nn
 from ...training import KEPT
 from ..experts.interface import original_of
 from ..parts import forms, norms, obstacles
+from ..parts.guards import Guards
 from ..parts.matches import ending_of, start_of
 from ..parts.recognition import looks_like_activation, name_of, recognise
 from ..parts.roles import Role, RoleOf
@@ -394,13 +394,12 @@ def _unchunked(
     made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
-    home = sys.modules.get(function.__module__)
-    if whole is not None and whole.names[0] is not None and home is not None and vars(home) is function.__globals__:
+    if whole is not None and isinstance(whole.names, halves.Parts):
         method, size, apply = run
-        *of_method, unchanged, _, _ = whole.names
-        unchanged = (*unchanged, (home, apply.__name__, apply))
-        names = (*of_method, unchanged, ((size, 0),), (method, whole.forward, dict(methods)[method]))
-        halves.wholes[made] = whole._replace(forward=function, names=names, read=read_of(function, tree))
+        names = whole.names._replace(method=(method, whole.forward, dict(methods)[method]))
+        chunked = (function.__globals__, apply.__name__, apply)
+        guards = Guards((*whole.guards.unchanged, *read_of(function, tree), chunked), own=((size, 0),))
+        halves.wholes[made] = whole._replace(forward=function, names=names, guards=guards)
     return made
 
 
@@ -471,7 +470,7 @@ def _half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple
     names = names_of((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
     behind, read = function_of(rest, forward, {}), read_of(forward, whole, rest)
-    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, read=read)
+    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, guards=Guards(read))
 
 
 # Sequences.

@@ -18,6 +18,7 @@ from torch.nn.modules import module as _torch_module
 
 from ... import calls, training
 from ..parts import forms, obstacles
+from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from ..reading.attributes import state_of
 from . import forwards, shortcut
@@ -38,6 +39,21 @@ class Pending(NamedTuple):
     act: Callable[[Tensor], Tensor]
 
 
+class Parts(NamedTuple):
+    """The parts of a module that is an MLP and no more.
+
+    ``names``: its activation, its ``layers`` projections, and what is between and behind these. ``drops``: dropouts
+    that are functions depend on its mode. ``method``: its forward runs another fused method on chunks: the name, the
+    method as the class has it, and the fused one.
+    """
+
+    pattern: Pattern
+    names: Tuple[Any, ...]
+    layers: int
+    drops: bool
+    method: Optional[Tuple[str, FunctionType, FunctionType]] = None
+
+
 class Half(NamedTuple):
     """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
 
@@ -45,17 +61,13 @@ class Half(NamedTuple):
     is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has none.
 
     ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)); of a whole MLP the same, with what is between and behind its projections after them, the number of
-    these, whether it has dropouts that are functions, for its mode to tell, what else has to stay as it is (attributes
-    of modules, and items of the module's dictionary), and the method that its forward runs on chunks, if it does, with
-    its name; of a tail its projection, the modules that may hand on what they are given, and the norm that ``ending``
-    tells of. ``rest`` is a tail's forward from behind its projection on, given what comes out of that, where they do.
-    ``ending`` is whether a norm follows, where all of that is a sum with the tail's other argument. For a module that
-    runs the modules of a list in turn, which are one MLP, ``names`` is (None, the name of the list,
-    ``sequences.known``, ``heads``, the pattern of an MLP without a gate). ``before_a_norm`` is a head's ``function``
-    for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and returns None in
-    branches without an MLP. ``read`` is what has to be as it was when the forward was
-    read, which notebooks replace in place: owners, names and values.
+    projections)); of a whole MLP :class:`Parts`; of a tail its projection, the modules that may hand on what they are
+    given, and the norm that ``ending`` tells of. For a module that runs the modules of a list one after the other,
+    which are one MLP, it is (None, the name of the list, ``sequences.known``, ``heads``, the pattern of an MLP without
+    a gate). ``rest`` is a tail's forward from behind its projection on, given the result of that, where its parts have
+    names. ``ending`` is whether a norm follows, where the rest is a sum with the tail's other argument.
+    ``before_a_norm`` is a head's ``function`` for a call whose x has yet to go through a norm: it does nothing with x
+    but to hand it over, and returns None in branches without an MLP.
     """
 
     forward: FunctionType
@@ -65,7 +77,7 @@ class Half(NamedTuple):
     function: Optional[Callable[..., Any]] = None
     rest: Optional[Callable[..., Any]] = None
     before_a_norm: Optional[Callable[..., Any]] = None
-    read: Tuple[Tuple[Any, str, Any], ...] = ()
+    guards: Guards = Guards(())
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -152,7 +164,7 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
     if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
-    if forward is not half.forward or not are_unchanged(half.read):
+    if forward is not half.forward or not are_unchanged(half.guards.unchanged):
         return f"a patched {kind.__name__}"
     return obstacles.of_call(part) or half
 

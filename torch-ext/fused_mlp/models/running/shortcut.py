@@ -10,7 +10,7 @@ seen as they are at the call.
 from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from ...activations import ACTIVATIONS, get_activation
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
 from ..parts import forms, norms, obstacles, recognition
+from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from . import forwards
 from .switching import FUSED
@@ -35,23 +36,12 @@ _originals = {(owner, name): original for owner, name, original in obstacles._OR
 _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 
-class _Known(NamedTuple):
-    """A class of activations: its forward, the code of its row, and the functions of torch that it calls.
-
-    A function is its own forward.
-    """
-
-    forward: Callable[..., Tensor]
-    code: int
-    functions: Tuple[Tuple[Any, str, Any], ...]
-
-
-_known: Dict[Any, _Known] = {}  # those of torch.nn.GELU by its ``approximate``
+# Activations, by function or class, with the codes of their rows. Those of torch.nn.GELU by its ``approximate``.
+_known: Dict[Any, Tuple[Guards, int]] = {}
 # Classes of activations, and forwards of kernels that kernelize has put into their modules.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
-# Classes of linear layers beside torch's: what has to be unchanged of each, and whether its weight is [in, out]; if
-# not, they have no bias.
-_linears: Dict[type, Tuple[Tuple[Tuple[Any, str, Any], ...], bool]] = {}
+# Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
+_linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
@@ -332,7 +322,7 @@ def learn_layers(projections: Iterable[nn.Module]) -> None:
         if kind not in _linears and obstacles.is_other_linear(projection) and obstacles.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
-            _linears[kind] = unchanged, obstacles.is_transposed(kind)
+            _linears[kind] = Guards(unchanged), obstacles.is_transposed(kind)
 
 
 def learn(act: Act) -> None:
@@ -340,7 +330,7 @@ def learn(act: Act) -> None:
     has altered it; and the kernel that kernelize has put into it."""
     kind, own = type(act), None
     if kind in (FunctionType, BuiltinFunctionType):
-        key, forward, row = act, act, recognition.named_function(act)
+        key, forward, row = act, None, recognition.named_function(act)
     elif isinstance(act, nn.Module):
         key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
         own = obstacles.own_method(act, "forward")
@@ -356,8 +346,9 @@ def learn(act: Act) -> None:
     if own not in (None, forward):
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading what is there
+        of_class = () if forward is None else ((kind, "__call__", _CALL), (kind, "forward", forward))
         functions = ((owner, name, _originals[owner, name]) for owner, name in row.calls)
-        _known[key] = _Known(forward, row.code, tuple(functions))
+        _known[key] = Guards((*of_class, *functions)), row.code
 
 
 for _row in ACTIVATIONS:

@@ -1,0 +1,44 @@
+"""Guards: what a reading of code rests on, in the form that compiled code checks at each call."""
+
+from __future__ import annotations
+
+from types import CellType
+from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from ..reading.values import MISSING, Dependency
+
+
+class Guards(NamedTuple):
+    """``unchanged`` are attributes: owner, name and value; the owner of a global name is a dictionary.
+
+    ``own`` are items of the module's ``__dict__``: a name and its value, or a name alone that must not be there.
+    ``hidden`` are names that the module's class must not have.
+    """
+
+    unchanged: Tuple[Tuple[Any, str, Any], ...]
+    own: Tuple[Tuple[Any, ...], ...] = ()
+    hidden: Tuple[str, ...] = ()
+
+
+def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
+    """The guards of a proof; None where compiled code cannot ask for one of its dependencies."""
+    unchanged: List[Tuple[Any, str, Any]] = []
+    own: List[Tuple[Any, ...]] = []
+    hidden: List[str] = []
+    for each in dependencies:
+        owner, name, value = each.owner, each.name, each.value
+        if each.part == "class":
+            continue
+        if type(owner) is tuple:
+            if owner != () or each.part != "" or name == "training" or type(value) not in (bool, type(MISSING)):
+                return None
+            own.append((name,) if value is MISSING else (name, value))
+        elif value is MISSING and isinstance(owner, type):
+            hidden.append(name)
+        elif value is MISSING:
+            return None
+        elif value is not None and type(value) is not torch.dtype:  # None are a function's defaults
+            unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
+    return Guards(tuple(unchanged), tuple(own), tuple(hidden))
