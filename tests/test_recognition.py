@@ -1,6 +1,8 @@
 """Which activations fuse_mlps knows by their source, and which MLPs it reports that it cannot fuse."""
 
+import copy
 import math
+import types
 
 import pytest
 import torch
@@ -291,3 +293,28 @@ class Inherited(Added):
 def test_mlps_in_other_forms_are_reported(fused_mlp, device, kind):
     report = fused_mlp.fuse_mlps(kind().to(device))
     assert [[reason.code for reason in left.reasons] for left in report.modules] == [["unknown form"]]
+
+
+class WrittenOut(nn.Module):
+    def forward(self, x):
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+@pytest.mark.parametrize("act", [WrittenOut(), gelu_by_erf], ids=["module", "function"])
+def test_what_is_read_runs_fused_at_each_call(fused_mlp, device, tell_ops, dispatched, monkeypatch, act):
+    """As long as all that was read of it is as it was."""
+    module, calls = Plain(lambda: act).to(device).eval(), []
+    fused, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
+    tell_ops(lambda name, given: calls.append(name))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), module(x))
+        assert calls == 3 * ["mlp"]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "erf", torch.tanh)
+            torch.testing.assert_close(fused(x), module(x))
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), "math", types.SimpleNamespace(sqrt=lambda value: value))
+            torch.testing.assert_close(fused(x), module(x))
+        assert len(calls) == 3

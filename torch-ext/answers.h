@@ -26,17 +26,21 @@ inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
   return found ? answer(found.get() == value) : kError;
 }
 
-inline Answer are_unchanged(PyObject* triples) {
-  const Py_ssize_t count = PyTuple_Size(triples);
+// Each is an owner, a name and a value, or a dictionary and a name that it must not have.
+inline Answer are_unchanged(PyObject* attributes) {
+  const Py_ssize_t count = PyTuple_Size(attributes);
   if (count < 0) return kError;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* triple = PyTuple_GetItem(triples, i);
-    if (PyTuple_Size(triple) != 3) {
+    PyObject* const attribute = PyTuple_GetItem(attributes, i);
+    const Py_ssize_t size = PyTuple_Size(attribute);
+    PyObject* const owner = size < 2 ? nullptr : PyTuple_GetItem(attribute, 0);
+    if (size != 3 && (size != 2 || !PyDict_Check(owner))) {
       PyErr_SetString(PyExc_TypeError, "attributes must be triples of an owner, a name and a value");
       return kError;
     }
-    const Answer same =
-        has_attribute(PyTuple_GetItem(triple, 0), PyTuple_GetItem(triple, 1), PyTuple_GetItem(triple, 2));
+    PyObject* const name = PyTuple_GetItem(attribute, 1);
+    const Answer same = size == 3 ? has_attribute(owner, name, PyTuple_GetItem(attribute, 2))
+                                  : answer(item(owner, name) == nullptr && PyErr_Occurred() == nullptr);
     if (same != kYes) return same;
   }
   return kYes;

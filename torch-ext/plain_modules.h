@@ -16,8 +16,9 @@ namespace fused_mlp {
 //     Whether nothing that the settings name watches or changes every call.
 //   are_items(dictionary, pairs) -> bool
 //     Whether each name in the tuple stands for its value in the dictionary, or for none if it is alone there.
-//   are_unchanged(triples) -> bool
-//     Whether each attribute (owner, name, value) is still that object. Raises AttributeError where it is gone.
+//   are_unchanged(attributes) -> bool
+//     Whether each attribute (owner, name, value) is still that object, and (dictionary, name) not there. Raises
+//     AttributeError where it is gone.
 //   is_recorded(operands) -> bool | None
 //     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
 //     op cannot take them, or something has to see its parts.

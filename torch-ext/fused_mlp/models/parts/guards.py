@@ -11,20 +11,21 @@ from ..reading.values import MISSING, Dependency
 
 
 class Guards(NamedTuple):
-    """``unchanged`` are attributes: owner, name and value; the owner of a global name is a dictionary.
+    """``unchanged`` are attributes: owner, name and value. The owner of a global name is a dictionary; a name without a
+    value must not be in it.
 
     ``own`` are items of the module's ``__dict__``: a name and its value, or a name alone that must not be there.
     ``hidden`` are names that the module's class must not have.
     """
 
-    unchanged: Tuple[Tuple[Any, str, Any], ...]
+    unchanged: Tuple[Tuple[Any, ...], ...]
     own: Tuple[Tuple[Any, ...], ...] = ()
     hidden: Tuple[str, ...] = ()
 
 
 def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
     """The guards of a proof; None where compiled code cannot ask for one of its dependencies."""
-    unchanged: List[Tuple[Any, str, Any]] = []
+    unchanged: List[Tuple[Any, ...]] = []
     own: List[Tuple[Any, ...]] = []
     hidden: List[str] = []
     for each in dependencies:
@@ -38,7 +39,7 @@ def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
         elif value is MISSING and isinstance(owner, type):
             hidden.append(name)
         elif value is MISSING:
-            return None
+            unchanged.append((owner, name))
         elif value is not None and type(value) is not torch.dtype:  # None are a function's defaults
             unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
     return Guards(tuple(unchanged), tuple(own), tuple(hidden))

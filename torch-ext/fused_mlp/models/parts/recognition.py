@@ -14,6 +14,7 @@ from ..reading import activations as reading
 from ..reading.attributes import children_of, parameters_of
 from ..reading.values import Dependency, holds
 from . import obstacles
+from .guards import Guards, guards_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
@@ -64,10 +65,11 @@ def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activa
     return None if name is None or _alteration(function) is not None else get_activation(name)
 
 
-def named_function(function: Callable) -> Optional[Activation]:
-    """The row of the table that a function of torch, or of this package, computes, whatever is around the call."""
-    name = _FUNCTIONS.get(function)
-    return None if name is None else get_activation(name)
+def is_named(function: Union[torch.nn.Module, Callable]) -> bool:
+    """True if the table names a function or the class of a module that :func:`activation_of` knows."""
+    if isinstance(function, torch.nn.Module):
+        return type(function) is torch.nn.GELU or type(function) in _classes
+    return function in _FUNCTIONS
 
 
 def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
@@ -82,6 +84,12 @@ def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation
             tuple(each for each in found.dependencies if type(each.owner) is not tuple),
         )
     return activation_of(function)
+
+
+def guards_of_read(function: Union[torch.nn.Module, Callable]) -> Optional[Guards]:
+    """The guards of what :func:`recognise` read; None for anything else."""
+    found = _WRITTEN_OUT.get(_code_of(function))
+    return None if found is None else guards_of(found[1])
 
 
 def _written_out(function: Any) -> Optional[str]:

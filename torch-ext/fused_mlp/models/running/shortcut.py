@@ -326,29 +326,33 @@ def learn_layers(projections: Iterable[nn.Module]) -> None:
 
 
 def learn(act: Act) -> None:
-    """Takes an activation that is a function, or the class of one, among those known, if the table names it and nobody
-    has altered it; and the kernel that kernelize has put into it."""
-    kind, own = type(act), None
-    if kind in (FunctionType, BuiltinFunctionType):
-        key, forward, row = act, None, recognition.named_function(act)
-    elif isinstance(act, nn.Module):
-        key, forward = kind if kind is not nn.GELU else act.approximate, getattr(kind, "forward", None)
+    """Adds an activation, or its class, to those known, and the kernel that kernelize has put into it.
+
+    The table names it and nobody has altered it, or its code was read.
+    """
+    kind, key, own, of_class = type(act), act, None, ()
+    if isinstance(act, nn.Module):
+        forward = getattr(kind, "forward", None)
+        key, of_class = kind, ((kind, "__call__", _CALL), (kind, "forward", forward))
+        if kind is nn.GELU:
+            key = act.approximate
         own = obstacles.own_method(act, "forward")
-        if key in _known and (own in (None, forward) or (kind, own) in _kernels):
-            return
-        row = recognition.activation_of(act)
-        if kind is not nn.GELU and kind not in recognition._classes:  # or read: it may call anything
-            return
-    else:
+        own = None if own is forward else own
+    elif kind not in (FunctionType, BuiltinFunctionType):
         return
-    if row is None:
+    if key in _known and (own is None or (kind, own) in _kernels):
         return
-    if own not in (None, forward):
+    row, is_named = recognition.activation_of(act), recognition.is_named(act)
+    if row is None or (own is not None and not is_named):
+        return
+    functions = ((owner, name, _originals[owner, name]) for owner, name in row.calls)
+    guards = Guards((*of_class, *functions)) if is_named else recognition.guards_of_read(act)
+    if guards is None:
+        return
+    if own is not None:
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading what is there
-        of_class = () if forward is None else ((kind, "__call__", _CALL), (kind, "forward", forward))
-        functions = ((owner, name, _originals[owner, name]) for owner, name in row.calls)
-        _known[key] = Guards((*of_class, *functions)), row.code
+        _known[key] = guards, row.code
 
 
 for _row in ACTIVATIONS:

@@ -56,12 +56,13 @@ class Written(NamedTuple):
 written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
 
 
-def are_unchanged(attributes: Iterable[Tuple[Any, str, Any]]) -> bool:
-    """Whether owners have these values under these names; the names of a function may be a dictionary's."""
-    return all(
-        (owner.get(name) if type(owner) is dict else getattr(owner, name, None)) is value
-        for owner, name, value in attributes
-    )
+def are_unchanged(attributes: Iterable[Tuple[Any, ...]]) -> bool:
+    """True if owners have these values under these names, and nothing under a name without a value."""
+    return all(_is_unchanged(*each) for each in attributes)
+
+
+def _is_unchanged(owner: Any, name: str, value: Any = _MISSING) -> bool:
+    return (owner.get(name, _MISSING) if type(owner) is dict else getattr(owner, name, _MISSING)) is value
 
 
 def as_written(name: str, function: FunctionType) -> Written:
