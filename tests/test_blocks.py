@@ -347,11 +347,14 @@ def test_one_op(fused_mlp, device, blocks, kind, mode):
     assert blocks == 3 * [KINDS[kind]]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Settled, "doubles"), (Settled, "flips"), (SettledTwice, "norm_after")])
-def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, kind, name):
+@pytest.mark.parametrize(
+    ("kind", "name", "calls"),
+    [(Settled, "doubles", []), (Settled, "flips", []), (SettledTwice, "norm_after", [(1.0, NONE, LAYER, False)])],
+)
+def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, kind, name, calls):
     module, fused = fused_pair(fused_mlp, device, kind)
     x, before = x_of(device), getattr(module, name)
-    for value, expected in ((not before, []), (before, [KINDS[kind]])):
+    for value, expected in ((not before, calls), (before, [KINDS[kind]])):
         blocks.clear()
         for each in (module, fused):
             setattr(each, name, value)

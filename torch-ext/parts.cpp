@@ -288,6 +288,7 @@ Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {
 }
 
 PyObject* Owner::part(PyObject* given) const {
+  if (operands_ != nullptr && PyLong_Check(given)) return PyTuple_GetItem(operands_, PyLong_AsSsize_t(given));
   if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
   PyObject* found = item(state_, given);  // a function, say, which Python finds before any child
   if (found == nullptr && !PyErr_Occurred()) found = item(modules_, given);

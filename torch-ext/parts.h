@@ -79,11 +79,13 @@ Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool reco
 // where another part does not pass values on.
 PyObject* norm_behind(Objects parts, bool recording);
 
-// A module, whose children and own attributes are found by their names, as Python finds them.
+// A module, whose children and own attributes are found by their names, as Python finds them, and the operands of a
+// call, which are found by their indices.
 class Owner {
  public:
   Answer open(PyObject* module, PyObject* state, PyObject* names);
-  // Borrowed; nullptr where a name stands for None or nothing. What is no name stands for itself.
+  void give(PyObject* operands) { operands_ = operands; }
+  // Borrowed; nullptr where a name stands for None or nothing. What is no name and no index stands for itself.
   PyObject* part(PyObject* given) const;
   bool is_in_eval() const;
   // False where one stands for None or nothing, or there are more than any MLP has.
@@ -92,6 +94,7 @@ class Owner {
  private:
   PyObject* state_ = nullptr;
   PyObject* modules_ = nullptr;
+  PyObject* operands_ = nullptr;
 };
 
 // The children of a module under these names.

@@ -50,8 +50,7 @@ Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool 
 }
 
 // Puts what modulates a norm of x into the places of the weight and the bias that it has not got.
-Answer modulate(PyObject* modulation, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
-  const bool wide = PyTuple_GetItem(modulation, 3) == Py_True;
+Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
   for (Py_ssize_t i = 0; i < 2; ++i) {
     PyObject* const given = PyTuple_GetItem(modulation, i);
     const bool is_shift = i == 1;
@@ -90,7 +89,9 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
     PyObject* const x = PyTuple_GetItem(operands, 0);
     const int64_t width = size_of_last(x);
     read = width < 0 ? kError : read_norm(block.first, width, dtype, recording, operands, place + 2);
-    if (read == kYes && block.modulation != Py_None) read = modulate(block.modulation, x, dtype, operands, place + 2);
+    if (read == kYes && block.modulation != Py_None) {
+      read = modulate(block.modulation, block.modulation_wide, x, dtype, operands, place + 2);
+    }
   }
   if (read != kYes || last == Py_None) return read;
   const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight

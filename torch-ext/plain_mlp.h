@@ -19,7 +19,7 @@ struct Mlp {
 };
 
 // What is around an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is stored
-// less 1, a shift, which of two factors the scale is, and whether all that is computed in float32; behind its last
+// less 1 and a shift, perhaps of float32; behind its last
 // projection what may pass values on, and among that a norm or a scale; a factor, which is a number or a scale; the sum
 // with the residual; and the norm of that. None where there is no norm, or nothing modulates it.
 struct Block {
@@ -28,7 +28,8 @@ struct Block {
   PyObject* factor;
   PyObject* residual;
   PyObject* last;
-  bool wide = false;  // the factor may be of float32, as the source adds up in that
+  bool wide = false;             // the factor may be of float32, as the source adds up in that
+  bool modulation_wide = false;  // likewise
 };
 
 // How many operands of an op are those of a block.

@@ -160,7 +160,7 @@ PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool reco
       }
     }
     const Block whole{block.first,    block.modulation, behind.all(), block.factor,
-                      block.residual, block.last,       block.wide};
+                      block.residual, block.last,       block.wide,   block.modulation_wide};
     return fused(mlp, recording, &whole);
   };
   PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
@@ -320,60 +320,101 @@ Answer py_runs_as_written(PyObject* given) {
   return left == kError && is_answer() ? kNo : left;
 }
 
-// Whose children the names among the arguments are: the last two are the module and all the names, if there are any.
-Answer open(Owner* owner, PyObject* module, PyObject* names) {
-  if (PyTuple_Size(names) == 0) return kYes;
+// The fields of a plan (models/running/plans.py).
+enum Field : Py_ssize_t {
+  kPattern,
+  kProjections,
+  kAct,
+  kBetween,
+  kModule,
+  kBehind,
+  kFirst,
+  kLast,
+  kWide,
+  kModulationWide
+};
+
+PyObject* field(PyObject* plan, Field which) { return PyTuple_GetItem(plan, which); }
+
+// The parts of a plan: children of the module that are known by name, and operands of the call.
+Answer open(Owner* owner, PyObject* plan, PyObject* module, PyObject* operands) {
+  owner->give(operands);
+  PyObject* const parts = PyTuple_GetItem(plan, kModulationWide + 1);
+  if (parts == nullptr || !PyTuple_Check(parts)) return kError;
+  if (PyTuple_Size(parts) == 0) return kYes;
   PyObject* const state = state_of(module);
-  return state == nullptr ? kError : owner->open(module, state, names);
+  return state == nullptr ? kError : owner->open(module, state, parts);
+}
+
+// The activation of a plan: one that is an operand may be spelled out, or be a method.
+Owned activation_of(const Owner& owner, PyObject* plan) {
+  PyObject* const act = owner.part(field(plan, kAct));
+  if (act != nullptr && PyLong_Check(field(plan, kAct)) && class_of(act) != settings.function) {
+    return Owned(PyObject_CallFunctionObjArgs(settings.known_by, act, nullptr));
+  }
+  Py_XINCREF(act);
+  return Owned(act);
 }
 
 PyObject* py_fused(PyObject* given) {
-  PyObject* of[7];
-  if (!unpack(given, "oototot", of)) return nullptr;
+  PyObject* of[4];  // plan, module, x, operands
+  if (!unpack(given, "toot", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
+  PyObject* const plan = of[0];
   Owner owner;
   Few projections, between;
   const Answer recording = is_recording();
-  if (recording == kError || open(&owner, of[5], of[6]) != kYes) return nullptr;
-  PyObject* const act = owner.part(of[3]);
-  const bool known = act != nullptr && owner.add_all(of[2], &projections) && owner.add_all(of[4], &between);
-  const Mlp mlp{of[0], of[1], projections.all(), act, between.all(), owner.is_in_eval()};
+  if (recording == kError || open(&owner, plan, of[1], of[3]) != kYes) return nullptr;
+  const Owned act = activation_of(owner, plan);
+  const bool known =
+      act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
+  const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval()};
   return known ? fused(mlp, recording == kYes) : nullptr;
 }
 
-PyObject* py_block(PyObject* given) {
-  PyObject* of[14];
-  if (!unpack(given, "ootottooooooot", of)) return nullptr;
+// Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
+// factor, modulation, operands).
+template <typename Use>
+PyObject* with_block(PyObject* const* of, const Use& use) {
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
-  Owner owner;
-  Few projections, between, behind;
-  const Answer recording = is_recording();
-  if (is_followed(of[1], recording) != kNo || is_autocasting() != kNo || open(&owner, of[12], of[13]) != kYes)
-    return nullptr;
-  PyObject *const act = owner.part(of[3]), *const first = owner.part(of[8]), *const last = owner.part(of[9]);
-  const bool known = act != nullptr && first != nullptr && last != nullptr && owner.add_all(of[2], &projections) &&
-                     owner.add_all(of[4], &between) && owner.add_all(of[5], &behind);
-  const Mlp mlp{of[0], of[1], projections.all(), act, between.all()};
-  const Block block{first, of[10], behind.all(), of[6], of[7], last, of[11] == Py_True};
-  return known ? fused(mlp, recording == kYes, &block) : nullptr;
-}
-
-PyObject* py_block_of(PyObject* given) {
-  PyObject* of[12];
-  if (!unpack(given, "dootooooooot", of)) return nullptr;
-  const PastModes modes;
-  if (modes.said() != kYes) return nullptr;
+  PyObject* const plan = of[0];
   Owner owner;
   Few behind;
   const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, of[10], of[11]) != kYes)
+  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) {
     return nullptr;
-  PyObject *const module = owner.part(of[1]), *const first = owner.part(of[6]), *const last = owner.part(of[7]);
-  const bool known = module != nullptr && first != nullptr && last != nullptr && owner.add_all(of[3], &behind);
-  const Block block{first, of[8], behind.all(), of[4], of[5], last, of[9] == Py_True};
-  return known ? block_of(of[0], module, of[2], recording == kYes, block) : nullptr;
+  }
+  PyObject *const first = owner.part(field(plan, kFirst)), *const last = owner.part(field(plan, kLast));
+  const bool known = first != nullptr && last != nullptr && owner.add_all(field(plan, kBehind), &behind);
+  const bool wide = field(plan, kWide) == Py_True, modulation_wide = field(plan, kModulationWide) == Py_True;
+  const Block block{first, of[5], behind.all(), of[4], of[3], last, wide, modulation_wide};
+  return known ? use(owner, block, recording == kYes) : nullptr;
+}
+
+PyObject* py_block(PyObject* given) {
+  PyObject* of[7];
+  if (!unpack(given, "tooooot", of)) return nullptr;
+  PyObject* const plan = of[0];
+  return with_block(of, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
+    Few projections, between;
+    const Owned act = activation_of(owner, plan);
+    const bool known =
+        act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
+    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all()};
+    return known ? fused(mlp, recording, &block) : nullptr;
+  });
+}
+
+PyObject* py_block_of(PyObject* given) {
+  PyObject* of[8];
+  if (!unpack(given, "dtooooot", of)) return nullptr;
+  PyObject* const plan = of[1];
+  return with_block(of + 1, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
+    PyObject* const module = owner.part(field(plan, kModule));
+    return module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+  });
 }
 
 PyObject* py_in_turn(PyObject* given) {

@@ -28,23 +28,21 @@ namespace fused_mlp {
 //   directly(gated, operands) -> Tensor | None
 //     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct_call.h); None where
 //     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.
-//   fused(pattern, x, projections, act, between, owner, names) -> Tensor | tuple | None
-//     The result of the op that the pattern names, if calling the linear layers, the activation and what is between
-//     would compute nothing else: all of them plain, and between nothing but inactive dropout. Where autograd follows,
-//     and the parts take less time than the op, the result of torch's functions. Where it follows else, or gate and up
-//     are packed and the op cannot be called directly, its operands but x: weights, then biases (None where there is
-//     none), and the activation's code.
-//     None where it cannot be known, or what was called raised RuntimeError. Parts that are strings stand for children
-//     of the owner; `names` are all of these, here and below.
-//   block(pattern, x, projections, act, between, behind, factor, residual, first, last, owner, names)
-//       -> Tensor | tuple | None
-//     The same for a whole MLP and what is around it, where autograd does not follow: the norm of x; parts behind the
-//     MLP that pass values on, and among them a norm or a scale; a factor, the sum with a residual, and the norm of
-//     that. A norm that is None does nothing. Where gate and up are packed, and the op cannot be called directly,
-//     (pattern, the op's operands).
-//   block_of(wholes, module, x, behind, factor, residual, first, last, owner, names) -> Tensor | tuple | None
-//     The same of a module that is an MLP and no more. The dictionary holds halves as `joined` has them, with (pattern,
-//     (name of the activation, of the projections, of what is between), number of projections).
+//   fused(plan, module, x, operands) -> Tensor | tuple | None
+//     The result of the op that the plan's pattern names, if calling the linear layers, the activation and what is
+//     between would compute nothing else: all of them plain, and between nothing but inactive dropout. A part of a plan
+//     is the name of a child of the module, or the index of an operand. Where autograd follows, and the parts take less
+//     time than the op, the result of torch's functions. Where it follows else, or gate and up are packed and the op
+//     cannot be called directly, its operands but x: weights, then biases (None where there is none), and the
+//     activation's code. None where it cannot be known, or what was called raised RuntimeError.
+//   block(plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
+//     The same for a whole MLP and what is around it, where autograd does not follow: the norm of x, modulated by
+//     (scale, shift) or by nothing; parts behind the MLP that pass values on, and among them a norm or a scale; a
+//     factor, the sum with a residual, and the norm of that. A norm that is None does nothing. Where gate and up are
+//     packed, and the op cannot be called directly, (pattern, the op's operands).
+//   block_of(wholes, plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
+//     The same of a child that is an MLP and no more. The dictionary holds halves as `joined` has them, with the parts
+//     of the MLP (models/running/halves.py).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
 //     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that

@@ -9,7 +9,7 @@ of its layer, so that it computes the same where nobody kernelizes it.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import nn
@@ -19,27 +19,14 @@ from .activations import get_activation
 from .models.checkpoints import PackedWeights
 from .models.experts import mixtures
 from .models.parts import obstacles
-from .models.parts.pattern import Pattern
-from .models.running import forwards, shortcut
+from .models.running import forwards, plans, shortcut
 
-
-class _Parts(NamedTuple):
-    """The names of what a layer reads, which compiled code finds in less time than Python finds attributes."""
-
-    pattern: Pattern
-    projections: Tuple[str, ...]
-    act: str
-    names: Tuple[str, ...]
-
-
-def _parts(pattern: Pattern, *names: str) -> _Parts:
-    return _Parts(pattern, names[:-1], names[-1], names)
-
-
-_GATED = _parts(forwards.GATED, "gate_proj", "up_proj", "down_proj", "act_fn")
-_PACKED = _parts(forwards.PACKED_GATED, "gate_up_proj", "down_proj", "activation_fn")
-_PLAIN = _parts(forwards.PLAIN, "fc1", "fc2", "activation_fn")
-_LINEAR = _parts(forwards.LINEAR, "dense", "intermediate_act_fn")
+_GATED = plans.made(forwards.GATED, ("gate_proj", "up_proj", "down_proj"), "act_fn")
+_PACKED = plans.made(forwards.PACKED_GATED, ("gate_up_proj", "down_proj"), "activation_fn")
+_PLAIN = plans.made(forwards.PLAIN, ("fc1", "fc2"), "activation_fn")
+_LINEAR = plans.made(forwards.LINEAR, ("dense",), "intermediate_act_fn")
+_OUTPUT = plans.made(forwards.LINEAR, ("dense",), 0, behind=("dropout",), last="LayerNorm")
+_GATED_WITHOUT_ACT = plans.made(forwards.GATED, _GATED.projections, 0)
 
 
 class GatedMLP(nn.Module):
@@ -156,8 +143,7 @@ class Output(nn.Module):
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         try:
             if not shortcut.is_traced():  # the compiler makes one kernel of what is behind the GEMM
-                names = ("dense", "dropout", "LayerNorm")
-                found = shortcut.ending(self, hidden_states, input_tensor, ("dense",), ("dropout",), "LayerNorm", names)
+                found = shortcut.ending(_OUTPUT, self, hidden_states, input_tensor)
                 if found is not None:
                     return found
             return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
@@ -356,23 +342,23 @@ class MLPLayout(nn.Module):
     forward = MLP.forward
 
 
-def _fused(module: nn.Module, x: torch.Tensor, parts: _Parts, default: Optional[str] = None) -> torch.Tensor:
+def _fused(module: nn.Module, x: torch.Tensor, plan: plans.Plan, default: Optional[str] = None) -> torch.Tensor:
     """The fused call of a module's parts; with the activation of that name where the module has none."""
-    pattern, projections, act, names = parts
+    operands: Tuple[Any, ...] = ()
     try:
         # A child is found in less time than an attribute of a module.
-        if default is not None and module._modules.get(act) is None and getattr(module, act, None) is None:
-            act, names = get_activation(default).function, projections
-        found = shortcut.fused(pattern, x, projections, act, (), module, names)
+        if default is not None and module._modules.get(plan.act) is None and getattr(module, plan.act, None) is None:
+            plan, operands = _GATED_WITHOUT_ACT, (get_activation(default).function,)
+        found = shortcut.fused(plan, module, x, operands)
         if found is not None:
             return found
-        projections, act = shortcut.read(module, (projections, act))
+        projections, act = plans.part_of(module, (plan.projections, plan.act), operands)
     except AttributeError as error:
         alone = _alone(module, error)
         if alone is error:
             raise
         raise alone from None
-    return forwards.called(pattern, x, projections, act)
+    return forwards.called(plan.pattern, x, projections, act)
 
 
 def _alone(module: nn.Module, error: AttributeError) -> AttributeError:

@@ -53,7 +53,8 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
     """The conditions in a method that can be told from its module alone."""
     parting = _Parting(copy.deepcopy(function), role)
     statements = [statement for block in blocks(parting.spread()) for statement in block]
-    return tuple({ast.unparse(each.test): each.test for each in statements if parting.is_settled(each)}.values())
+    tests = (_without_not(each.test)[0] for each in statements if parting.is_settled(each))
+    return tuple({ast.unparse(test): test for test in tests}.values())
 
 
 def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
@@ -144,8 +145,17 @@ class _Parting:
         if start is None:
             return False
         behind = block[start:]
-        block[start:] = self._as_answered(behind, answers)
-        return block[start:] != behind
+        guards, taken = self._decided(behind, answers)
+        if not guards:
+            return False
+        otherwise = behind
+        if len(guards) == 1:  # the other branch has no condition either
+            ((text, (_, is_so)),) = guards.items()
+            _, otherwise = self._decided(behind, {text: not is_so})
+        asked = [test if is_so else ast.UnaryOp(ast.Not(), test) for test, is_so in guards.values()]
+        test = asked[0] if len(asked) == 1 else ast.BoolOp(ast.And(), asked)
+        block[start:] = [ast.copy_location(ast.If(test, taken, otherwise), behind[0])]
+        return True
 
     def _start(self, block: List[ast.stmt], answers: Dict[str, bool]) -> Optional[int]:
         for index, statement in enumerate(block):
@@ -158,29 +168,32 @@ class _Parting:
 
     def _taken(self, statement: ast.stmt, answers: Dict[str, bool]) -> List[ast.stmt]:
         """The statements that run in the place of one where conditions are as ``answers`` say."""
-        is_so = answers.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+        if not self.is_settled(statement):
+            return [statement]
+        test, positive = _without_not(statement.test)
+        is_so = answers.get(ast.unparse(test))
         if is_so is None:
             return [statement]
-        return [part for each in (statement.body if is_so else statement.orelse) for part in self._taken(each, answers)]
+        taken = statement.body if is_so == positive else statement.orelse
+        return [part for each in taken for part in self._taken(each, answers)]
 
-    def _as_answered(self, statements: List[ast.stmt], answers: Dict[str, bool]) -> List[ast.stmt]:
-        """An if statement that asks for ``answers``: with what runs where they are so, and else with the statements."""
+    def _decided(
+        self, statements: List[ast.stmt], answers: Dict[str, bool]
+    ) -> Tuple[Dict[str, Condition], List[ast.stmt]]:
+        """The conditions in statements that ``answers`` decide, by their texts, and what runs where they are so."""
         taken, guards, index = copy.deepcopy(statements), {}, 0
         while index < len(taken):
             statement = taken[index]
-            is_so = answers.get(ast.unparse(statement.test)) if self.is_settled(statement) else None
+            test, positive = _without_not(statement.test) if isinstance(statement, ast.If) else (statement, True)
+            is_so = answers.get(ast.unparse(test)) if self.is_settled(statement) else None
             if is_so is not None:
-                guard = statement.test if is_so else ast.UnaryOp(ast.Not(), statement.test)
-                guards[ast.unparse(statement.test)] = guard
-                taken[index : index + 1] = statement.body if is_so else statement.orelse
+                guards[ast.unparse(test)] = test, is_so
+                taken[index : index + 1] = statement.body if is_so == positive else statement.orelse
             elif self._is_near(statement):
                 index += 1
             else:
                 break
-        if not guards:
-            return statements
-        test = ast.BoolOp(ast.And(), list(guards.values())) if len(guards) > 1 else next(iter(guards.values()))
-        return [ast.copy_location(ast.If(test, taken, statements), statements[0])]
+        return guards, taken
 
     def is_settled(self, statement: ast.stmt) -> bool:
         """Whether a statement has a condition that the attributes of the module decide, or their classes, or flags."""
@@ -214,3 +227,9 @@ def _stores(statement: ast.stmt) -> bool:
     """Whether a statement changes an attribute or an item of something."""
     owned = (part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript)))
     return any(isinstance(part.ctx, (ast.Store, ast.Del)) for part in owned)
+
+
+def _without_not(test: ast.expr) -> Tuple[ast.expr, bool]:
+    """A condition without the ``not`` in front of it, and true if there is none."""
+    is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    return (test.operand, False) if is_negated else (test, True)

@@ -18,8 +18,8 @@ from ..parts.roles import Role
 from ..reading import effects
 from ..reading.attributes import attribute_of
 from ..reading.source import Instead, remembered
-from ..running import halves, shortcut, switching
-from . import rewriter
+from ..running import forwards, halves, plans, shortcut, switching
+from . import branches, rewriter
 from .fused_calls import NAMES, made_call
 
 
@@ -31,7 +31,8 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     forward = getattr(switching.class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
-    made = _made(forward, rewriter.roles_in(forward, module), memory)
+    read = rewriter.roles_in(forward, module), rewriter.answers_in(forward, module)
+    made = _made(forward, *read, memory)
     projection = None if made is None else attribute_of(module, _names[made][0])
     if projection is None or obstacles.has_own_product(projection):
         return {}
@@ -54,20 +55,22 @@ _names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their part
 
 
 @remembered
-def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str) -> Optional[FunctionType]:
+def _made(
+    forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers, memory: str
+) -> Optional[FunctionType]:
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
-    if rewriter.half_of(forward, roles) != Role.TAIL:
+    if rewriter.half_of(forward, roles, answers) != Role.TAIL:
         return None
     half = halves.tails[forward]
     if not half.ending or half.names is None or half.found.between:
         return None
     projection, *behind, norm = half.names
     tree = copy.deepcopy(effects.readable(forward))
-    given = [ast.Name(name, ast.Load()) for name in forward.__code__.co_varnames[:3]]
-    constants = map(ast.Constant, ((projection,), tuple(behind), norm, half.names))
+    given = [ast.Name(name, ast.Load()) for name in ("@plan", *forward.__code__.co_varnames[:3])]
+    plan = plans.made(forwards.LINEAR, (projection,), 0, behind=tuple(behind), last=norm)
     place = int(ast.get_docstring(tree, clean=False) is not None)
     tree.body[place:place] = [
-        ast.Assign([ast.Name(_FOUND, ast.Store())], made_call("ending", *given, *constants)),
+        ast.Assign([ast.Name(_FOUND, ast.Store())], made_call("ending", *given)),
         ast.If(
             ast.Compare(ast.Name(_FOUND, ast.Load()), [ast.IsNot()], [ast.Constant(None)]),
             [ast.Return(ast.Name(_FOUND, ast.Load()))],
@@ -75,7 +78,7 @@ def _made(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], memory: str
         ),
     ]
     instead = Instead(switching.as_written("forward", forward), rewriter.TRACED, None, None, False)
-    made = rewriter.method_of(tree, forward, NAMES, instead, (), memory)
+    made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan}, instead, (), memory)
     _names[made] = half.names
     halves.tails[made] = half
     return made

@@ -3,28 +3,87 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from types import FunctionType
-from typing import List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ..parts import forms
 from ..parts.pattern import Pattern
 from ..parts.roles import Role
-from ..parts.sites import Act, AnySite, Block, Joint, Modulation, Site, Turns, Whole
-from ..running import blocks, halves, pointwise, sequences, shortcut
+from ..parts.sites import Act, AnySite, Joint, Modulation, Site, Turns, Whole
+from ..running import blocks, halves, plans, pointwise, sequences, shortcut
+from ..running.plans import Part
 from . import chunks
 
+Names = Dict[str, Any]  # what a rewritten method knows beside what its source names
 
-def call_of(memory: str, function: FunctionType, site: AnySite) -> ast.expr:
-    """For a site of a method; ``memory``: what training keeps."""
+
+def call_of(memory: str, function: FunctionType, site: AnySite, names: Names) -> ast.expr:
+    """For a match in a method; ``memory``: what training keeps. The plan of the call is added to ``names``."""
     if isinstance(site, Joint):
         return _joined(memory, site)
     if isinstance(site, Turns):
         return made_call("in turn", ast.Constant(memory), site.modules, site.x)
-    if isinstance(site, Block):
-        return _block(function, site)
-    if site.pattern.pointwise:
+    if isinstance(site, Site) and site.pattern.pointwise:
         return _product(site)
-    return _by_names("fused", function, arguments_of(site), {2, 4, *_act_by_name(site)})
+    parts = _Parts(function)
+    if isinstance(site, Site):
+        plan = plans.made(**parts.of_mlp(site, memory))
+        return made_call("fused", parts.known(plan, names), parts.module(), *site.inputs, parts.operands())
+    computed = site.site
+    of_mlp = {"module": parts.of(computed.module)} if isinstance(computed, Whole) else parts.of_mlp(computed, memory)
+    plan = plans.made(
+        **{"pattern": None, **of_mlp},
+        behind=parts.all_of(site.behind),
+        first=parts.of(site.first),
+        last=parts.of(site.last),
+        wide=site.wide,
+        modulation_wide=site.modulation is not None and site.modulation.wide,
+    )
+    given = *computed.inputs, site.residual, site.factor or ast.Constant(1.0), _modulation(site.modulation)
+    name = "block of a module" if isinstance(computed, Whole) else "block"
+    return made_call(name, parts.known(plan, names), parts.module(), *given, parts.operands())
+
+
+class _Parts:
+    """The parts of a plan: children of the method's first argument by name, others as operands of the call."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._owner = function.__code__.co_varnames[0]
+        self._operands: List[ast.expr] = []
+        self._is_named = False
+
+    def of(self, node: Optional[ast.expr], by_name: bool = True) -> Part:
+        if node is None:
+            return None
+        if by_name and isinstance(node, ast.Attribute) and ast.unparse(node.value) == self._owner:
+            self._is_named = True
+            return node.attr
+        self._operands.append(node)
+        return len(self._operands) - 1
+
+    def all_of(self, nodes: Sequence[ast.expr]) -> Tuple[Part, ...]:
+        return tuple(map(self.of, nodes))
+
+    def of_mlp(self, site: Site, memory: str) -> Dict[str, Any]:
+        return {
+            "pattern": replace(site.pattern, memory=memory),
+            "projections": self.all_of(site.projections),
+            "act": self.of(expression_of(site.act), site.act.role != Role.BOUND),  # no method is found by its name
+            "between": self.all_of(site.between),
+        }
+
+    def module(self) -> ast.expr:
+        return ast.Name(self._owner, ast.Load()) if self._is_named else ast.Constant(None)
+
+    def operands(self) -> ast.expr:
+        return ast.Tuple(self._operands, ast.Load())
+
+    @staticmethod
+    def known(plan: plans.Plan, names: Names) -> ast.expr:
+        name = f"@{plan!r}"
+        names[name] = plan
+        return ast.Name(name, ast.Load())
 
 
 def _product(site: Site) -> ast.expr:
@@ -41,7 +100,7 @@ def _product(site: Site) -> ast.expr:
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
-    """What ``shortcut.fused`` is given."""
+    """The pattern, input, projections, activation and what is between, as ``halves.Pending`` has them first."""
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, expression_of(site.act), between]
@@ -56,44 +115,10 @@ def _joined(memory: str, site: Joint) -> ast.expr:
     return made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
 
 
-def _block(function: FunctionType, block: Block) -> ast.expr:
-    """The call of what computes the MLP, with what is around it behind its own arguments."""
-    none = ast.Constant(None)
-    around = [ast.Tuple(list(block.behind), ast.Load()), block.factor or ast.Constant(1.0), block.residual]
-    around += [block.first or none, block.last or none, _modulation(block.modulation)]
-    around.append(ast.Constant(block.wide))
-    if isinstance(block.site, Whole):
-        return _by_names("block of a module", function, [*block.site.parts, *around], {0, 2, 5, 6})
-    places = {2, 4, 5, 8, 9, *_act_by_name(block.site)}
-    return _by_names("block", function, [*arguments_of(block.site), *around], places)
-
-
 def _modulation(modulation: Optional[Modulation]) -> ast.expr:
     if modulation is None:
         return ast.Constant(None)
-    flags = ast.Constant(modulation.scale_first), ast.Constant(modulation.wide)
-    return ast.Tuple([modulation.scale, modulation.shift or ast.Constant(None), *flags], ast.Load())
-
-
-def _act_by_name(site: Site) -> Set[int]:
-    """The place of an activation among the arguments, where it may be given by name: no method is found by that."""
-    return set() if site.act.role == Role.BOUND else {3}
-
-
-def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], places: Set[int]) -> ast.expr:
-    """A call with names in the place of attributes of the method's first argument; that, and all names, come last."""
-    owner, names = function.__code__.co_varnames[0], {}
-
-    def named(node: ast.expr) -> ast.expr:
-        if isinstance(node, ast.Tuple):
-            return ast.Tuple([named(each) for each in node.elts], ast.Load())
-        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != owner:
-            return node
-        names[node.attr] = ast.Name(owner, ast.Load())
-        return ast.Constant(node.attr)
-
-    given = [named(node) if place in places else node for place, node in enumerate(arguments)]
-    return made_call(name, *given, next(iter(names.values()), ast.Constant(None)), ast.Constant((*names,)))
+    return ast.Tuple([modulation.scale, modulation.shift or ast.Constant(None)], ast.Load())
 
 
 def expression_of(act: Act) -> ast.expr:

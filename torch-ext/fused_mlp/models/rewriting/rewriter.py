@@ -33,7 +33,7 @@ from ..reading.source import Instead, function_of, read_of, remembered, tree_of,
 from ..running import halves, sequences, shortcut, switching, traced
 from . import branches, chunks, loops, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
-from .fused_calls import NAMES, call_of, made_call, name_of_pattern
+from .fused_calls import NAMES, call_of, made_call
 from .heads import head_of, names_of, whole_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
@@ -62,7 +62,9 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
         if not has_layers and _has_loop(function):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
-            rewritten, left = _rewritten(function, name, roles_in(function, module), memory, _answers(function, module))
+            rewritten, left = _rewritten(
+                function, name, roles_in(function, module), memory, answers_in(function, module)
+            )
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
     fused = tuple(made.items())
@@ -86,7 +88,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
             continue
         original = switching.written[method].function
         roles = roles_in(original, module, _role_unwrapped)
-        lean, _ = _rewritten(original, name, roles, memory_of(method), _answers(original, module))
+        lean, _ = _rewritten(original, name, roles, memory_of(method), answers_in(original, module))
         if lean is not None:
             for attribute in (_SITES, _BRANCHES):
                 setattr(lean, attribute, getattr(method, attribute))
@@ -229,11 +231,11 @@ def _role_of_layer(part: nn.Module) -> str:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
     run = chunks.run_alone(forward)
     if run is None:
-        return half_of(forward, roles_in(forward, part))
+        return half_of(forward, roles_in(forward, part), answers_in(forward, part))
     method = getattr(type(part), run[0], None)
     if not isinstance(method, FunctionType):
         return Role.LAYER
-    made, _ = _rewritten(method, run[0], roles_in(method, part), "activations")
+    made, _ = _rewritten(method, run[0], roles_in(method, part), "activations", answers_in(method, part))
     return Role.WHOLE if made in halves.wholes else Role.LAYER
 
 
@@ -274,7 +276,7 @@ def roles_in(
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
 
 
-def _answers(function: FunctionType, module: nn.Module) -> branches.Answers:
+def answers_in(function: FunctionType, module: nn.Module) -> branches.Answers:
     """The values of the conditions that a method's module decides."""
     return branches.answers_of(_conditions_in(function, roles_in(function, module)), function, module)
 
@@ -322,9 +324,10 @@ def _rewritten(
         return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
 
     calls: List[Tuple[AnySite, ast.expr]] = []
+    planned: Dict[str, Any] = {}
 
     def replacement(site: AnySite) -> ast.expr:
-        calls.append((site, call_of(memory, function, site)))
+        calls.append((site, call_of(memory, function, site, planned)))
         return calls[-1][1]
 
     written = effects.readable(function)
@@ -345,7 +348,7 @@ def _rewritten(
         loops.rewrite(written, role, replacement)
         computed = [site.site if isinstance(site, Block) else site for site, _ in calls]
         patterns = [site.pattern for site in computed if isinstance(site, Site)]
-        names = {**NAMES, **{name_of_pattern(each): replace(each, memory=memory) for each in patterns}}
+        names = {**NAMES, **planned}
         head = head_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
@@ -439,19 +442,22 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 # Halves of MLPs.
 
 
-def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> str:
-    """The role of modules with this forward, and these callees in it. What a half hands over, or takes, is made."""
-    role, half = _half_of(forward, roles)
+def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers) -> str:
+    """The role of modules with this forward, and these callees and conditions in it. What a half hands over, or takes,
+    is made."""
+    role, half = _half_of(forward, roles, answers)
     if half is not None:
         (halves.heads if role == Role.HEAD else halves.tails)[forward] = half
     return role
 
 
 @remembered
-def _half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[str, Optional[halves.Half]]:
+def _half_of(
+    forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers
+) -> Tuple[str, Optional[halves.Half]]:
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
         return Role.LAYER, None
-    made, _ = _rewritten(forward, "forward", roles, "activations")
+    made, _ = _rewritten(forward, "forward", roles, "activations", answers)
     if made is not None:
         whole, head = Role.WHOLE if made in halves.wholes else Role.LAYER, halves.heads.get(made)
         return (whole, None) if head is None else (Role.HEAD, head)

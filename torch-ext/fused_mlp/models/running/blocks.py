@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Optional, Tuple
 
 from torch import Tensor, nn
 
-from . import forwards, halves, sequences, shortcut
+from . import forwards, halves, plans, sequences, shortcut
 
 _plain = shortcut.plain
 _forward = nn.Sequential.forward
@@ -14,37 +14,36 @@ _sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), halves.Ha
 
 
 def block(
-    module: Union[nn.Module, str],
+    plan: plans.Plan,
+    owner: Optional[nn.Module],
     x: Tensor,
-    behind: Tuple[Union[nn.Module, float, str], ...],
-    factor: Any,
     residual: Tensor,
-    first: Union[nn.Module, str, None],
-    last: Union[nn.Module, str, None],
+    factor: Any = 1.0,
     modulation: shortcut.Modulation = None,
-    wide: bool = False,
-    owner: Optional[nn.Module] = None,
-    names: Tuple[str, ...] = (),
+    operands: Tuple[Any, ...] = (),
 ) -> Optional[Tensor]:
-    """``shortcut.block`` of a module that is an MLP, and what is around it; parts by name as there."""
+    """``shortcut.block`` of a part that is an MLP."""
     if _plain is None:
         return None
-    around = behind, factor, residual, first, last, modulation, wide
-    found = _plain.block_of(halves.wholes, module, x, *around, owner, names)
+    found = _plain.block_of(halves.wholes, plan, owner, x, residual, factor, modulation, operands)
     if type(found) is tuple:
         found = shortcut.packed_block(*found)
     if found is not None:
         return found
-    module = owner._modules.get(module) if type(module) is str else module
+    module = owner._modules.get(plan.module) if type(plan.module) is str else operands[plan.module]
     whole = _whole_sequence(module) if isinstance(module, nn.Sequential) else None
     if whole is None:
         return None
     projections, act, between, passing = whole
-    behind, first, last = (shortcut.read(owner, part) for part in (behind, first, last))
-    around = (*passing, *behind), factor, residual, first, last, modulation, wide
-    return _plain.block(forwards.PLAIN, x, projections, act, between, *around, None, ())
+    behind, first, last = (plans.part_of(owner, part, operands) for part in (plan.behind, plan.first, plan.last))
+    behind, around = (*passing, *behind), (first is not None, last is not None)
+    counts = len(projections), len(between), len(behind)
+    of_parts = plans.of_operands(forwards.PLAIN, *counts, around, plan.wide, plan.modulation_wide)
+    norms = (norm for norm in (first, last) if norm is not None)
+    given = (*projections, act, *between, *behind, *norms)
+    return _plain.block(of_parts, None, x, residual, factor, modulation, given)
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """What a sequence is whose call runs its forward, and nothing else."""
+    """The parts of a sequence whose call runs its forward, and nothing else."""
     return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)

@@ -145,7 +145,7 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, N
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
     """What comes out of the projection that a tail begins with."""
     pattern, x, projections, act = pending
-    found = shortcut.fused(pattern, x, (*projections, projection), act, between)
+    found = shortcut.fused_parts(pattern, x, (*projections, projection), act, between)
     return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 

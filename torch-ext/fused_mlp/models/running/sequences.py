@@ -80,7 +80,7 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
             activation = forms.glu(parts[act]) if is_glu else parts[act]
             projections = (parts[first],) if second is None else (parts[first], parts[second])
             between = () if second is None else parts[act + 1 : second]
-            found = shortcut.fused(pattern, x, projections, activation, between)
+            found = shortcut.fused_parts(pattern, x, projections, activation, between)
         for part in parts[first:index] if found is None else ():
             x = part(x)
         x = x if found is None else found

@@ -10,7 +10,7 @@ seen as they are at the call.
 from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,8 @@ from ...operands import halves, narrows_float32
 from ..parts import forms, norms, obstacles, recognition
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
-from . import forwards
+from . import forwards, plans
+from .plans import Plan, part_of
 from .switching import FUSED
 
 is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another module costs two look-ups more
@@ -166,35 +167,30 @@ if plain is not None:
     plain.configure(_settings)
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
-# Scale, shift, whether the source has the scale on the left of its product, and whether it computes in float32.
-Modulation = Optional[Tuple[Tensor, Optional[Tensor], bool, bool]]
+Modulation = Optional[Tuple[Tensor, Optional[Tensor]]]  # scale and shift
 _NO_ACTIVATION = get_activation("linear").function
 
 
-def fused(
-    pattern: Pattern,
-    x: Tensor,
-    projections: Tuple[Union[nn.Module, str], ...],
-    act: Union[Act, str],
-    between: Tuple[Union[forwards.Part, str], ...] = (),
-    owner: Optional[nn.Module] = None,
-    names: Tuple[str, ...] = (),
-) -> Optional[Tensor]:
-    """``forwards.fused`` of what ``act`` computes, by the short way where there is one; None where no op is taken.
-
-    Parts that are children of ``owner`` may be given by name; ``names`` are all of these. To read one as an attribute
-    takes Python longer than the short way takes for all.
-    """
+def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
+    """The result of a plan by compiled code where there is one, else by ``forwards``; None where no op is taken."""
     if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
-        found = plain.fused(pattern, x, projections, known_by(act), between, owner, names)
+        found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
-            found = recorded_or_packed(pattern, *found)
-        if found is not None or not _is_asked_again(names):
+            found = recorded_or_packed(plan.pattern, *found)
+        if found is not None or not _is_asked_again(plan.names):
             return found
-    projections, act, between = read(owner, projections), read(owner, act), read(owner, between)
+    projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
     learn(act)
     learn_layers(projections)
-    return forwards.fused(pattern, x, projections, forms.row_of(act), between)
+    return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
+
+
+def fused_parts(
+    pattern: Pattern, x: Tensor, projections: Tuple[nn.Module, ...], act: Act, between: Sequence[forwards.Part] = ()
+) -> Optional[Tensor]:
+    """The same of parts that are at hand."""
+    plan = plans.of_operands(pattern, len(projections), len(between))
+    return fused(plan, None, x, (*projections, act, *between))
 
 
 _missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts
@@ -213,55 +209,29 @@ def _is_asked_again(names: Tuple[str, ...]) -> bool:
     return count & (count - 1) == 0
 
 
-def read(owner: Optional[nn.Module], part: Any) -> Any:
-    """A part, or those in a tuple, of which names stand for attributes."""
-    if type(part) is tuple:
-        return tuple(read(owner, each) for each in part)
-    return getattr(owner, part) if type(part) is str else part
-
-
 def block(
-    pattern: Pattern,
+    plan: Plan,
+    module: Optional[nn.Module],
     x: Tensor,
-    projections: Tuple[Union[nn.Module, str], ...],
-    act: Union[Act, str],
-    between: Tuple[Union[forwards.Part, str], ...],
-    behind: Tuple[Union[nn.Module, float, str], ...],
-    factor: Any,
     residual: Tensor,
-    first: Union[nn.Module, str, None],
-    last: Union[nn.Module, str, None],
+    factor: Any = 1.0,
     modulation: Modulation = None,
-    wide: bool = False,
-    owner: Optional[nn.Module] = None,
-    names: Tuple[str, ...] = (),
+    operands: Tuple[Any, ...] = (),
 ) -> Optional[Tensor]:
     """The block of an MLP, or of a layer: ``last(residual + behind(mlp(first(x))) * factor)``; None if no op takes it.
 
     A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
-    ``first(x)``. ``wide``: product and sum are computed in float32, and cast to the dtype of the residual.
+    ``first(x)``.
 
     The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
     for all rows, or for rows that follow each other.
     """
-    if plain is None:
-        return None
-    given = pattern, x, projections, known_by(act), between, behind, factor, residual, first, last, modulation
-    return plain.block(*given, wide, owner, names)
+    return None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
 
 
-def ending(
-    owner: nn.Module,
-    x: Tensor,
-    residual: Tensor,
-    projections: Tuple[str],
-    behind: Tuple[str, ...],
-    last: str,
-    names: Tuple[str, ...],
-) -> Optional[Tensor]:
-    """``last(behind(projection(x)) + residual)`` of parts of ``owner``, by name, in one op; None if none takes them."""
-    given = forwards.LINEAR, x, projections, _NO_ACTIVATION, (), behind, 1.0, residual
-    return None if plain is None else plain.block(*given, None, last, None, False, owner, names)
+def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Optional[Tensor]:
+    """``last(behind(projection(x)) + residual)`` in one op; None if none takes it. The activation is an operand."""
+    return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
 def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
