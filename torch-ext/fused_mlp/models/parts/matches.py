@@ -117,7 +117,7 @@ def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Option
         if isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Add):
             for one, scale in ((factor.left, factor.right), (factor.right, factor.left)):
                 if isinstance(one, ast.Constant) and type(one.value) is int and one.value == 1 and is_view(scale):
-                    return Modulation(scale, shift, factor is product.left), value.part(other)
+                    return Modulation(scale, shift), value.part(other)
     return None, None
 
 
@@ -201,7 +201,7 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
         halves = {"gated": True, "packed": True, "up_first": True} if act.role == Role.GLU else {}
         return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
-    for act, factor, gate, other in gated(value, role):
+    for act, _, gate, other in gated(value, role):
         up = value.part(other)
         if not (is_call(gate.node, role, Role.PROJECTION) and is_call(up.node, role, Role.PROJECTION)):
             continue
@@ -211,15 +211,7 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
             return Site(pattern, (x,), (gate.node.func,), act, read=read)
         same_x = isinstance(x, ast.Name) and is_name(up.node.args[0], x.id)
         if gate.half is None and up.half is None and same_x and gate.node is not up.node:
-            sides = (0, 1) if other is value.node.right else (1, 0)
-            gate_turn, act_turn = (gate.place.index, sides[0]), (factor.place.index, sides[0])
-            up_turn = (up.place.index, sides[1])
-            pattern = Pattern(
-                gated=True,
-                up_first=up_turn < gate_turn,
-                act_last=up_turn < act_turn,
-                up_left=other is value.node.left,
-            )
+            pattern = Pattern(gated=True, up_left=other is value.node.left)
             return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
 

@@ -12,9 +12,9 @@ class Pattern:
     ``gated``: ``act(gate) * up``, else ``act`` of one value. ``whole``: a last projection follows. ``packed``: gate and
     up are the halves of one projection's output. ``pointwise``: no projection is part of it.
 
-    ``up_first``: up is the first half where they are packed, else the first to be called. ``act_last``: where the
-    activation must be called, that is after up. ``up_left``: whether up is the left factor of the product,
-    which decides how the product lies in memory where the two lie differently. ``memory``: what training keeps.
+    ``up_first``: up is the first half where they are packed, or the first factor where there is no projection.
+    ``up_left``: up is the left factor of the product, which decides how the product lies in memory where the two lie
+    differently. ``memory``: what training keeps.
 
     ``op`` is the name of the op that computes it, if one does; ``first_half`` the pattern without the last projection.
     """
@@ -24,7 +24,6 @@ class Pattern:
     packed: bool = False
     pointwise: bool = False
     up_first: bool = False
-    act_last: bool = False
     up_left: bool = False
     memory: str = "activations"
     op: str = field(init=False, repr=False, compare=False)

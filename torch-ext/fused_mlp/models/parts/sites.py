@@ -124,7 +124,6 @@ class Modulation:
 
     scale: ast.expr
     shift: Optional[ast.expr]
-    scale_first: bool
     wide: bool = False
 
     @property

@@ -68,8 +68,6 @@ def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: A
             halves = first(x).chunk(2, dim=-1)
             gate, up = reversed(halves) if pattern.up_first else halves
             gate = act(gate)
-        elif pattern.up_first:
-            up, gate = others[0](x), act(first(x))
         else:
             gate, up = act(first(x)), others[0](x)
         hidden = up * gate if pattern.up_left else gate * up
