@@ -1,5 +1,6 @@
 """What `check` says is what is chosen, and `benchmark` compares in turns and leaves a model as it was."""
 
+import subprocess
 import sys
 from collections import UserDict
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from torch import nn
 
 import machine
 import modules
+import project
 
 
 def part_of(fused_mlp, place):
@@ -55,7 +57,7 @@ def test_it_says_what_explain_says(fused_mlp, device, dtype):
 
 
 def test_thresholds_are_those_of_dispatch(fused_mlp, monkeypatch):
-    product = "act(gate) * up alone"
+    product = "act(gate) * up"
     assert fused_mlp.check().products[product]["float32"] == "pointwise"
     monkeypatch.setitem(part_of(fused_mlp, "dispatch").LEAST_PRODUCT, torch.float32, 64 * 4096)
     assert fused_mlp.check().products[product]["float32"] == "torch to 32, pointwise above"
@@ -235,3 +237,13 @@ def test_an_output_without_tensors(fused_mlp, model, x):
 
     with pytest.raises(TypeError, match="output of model must hold floating-point tensors to compare, got NoneType"):
         fused_mlp.benchmark(Silent().to(x.device).eval(), x, seconds=0.01)
+
+
+def test_the_demo():
+    """Both parts, one behind the other, from anywhere."""
+    command = [sys.executable, project.ROOT / "examples/demo.py", "--seconds", "0.01"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "To try:" in done.stdout and done.stdout.count("largest difference") == 2
+    assert "BertModel" in done.stdout and "GemmaForCausalLM, bfloat16" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..models import fuse
 from ..models.reading.attributes import modules_of, parameters_of
-from ..models.report import FusionReport, summary
+from ..models.report import FusionReport, lines, summary
 from ..models.running import switching
 from . import machine, timing
 
@@ -54,15 +54,13 @@ class Comparison:
     largest_value: float
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self._rows())]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in self._rows()]
-        return "\n".join([*self._head(), *(f"  {line}" for line in lines), *self._conclusions()])
+        return "\n".join([*self._head(), *lines(self._rows()), *self._conclusions()])
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
         table = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{_lines(self._head())}</p><table>{table}</table><p>{_lines(self._conclusions())}</p>"
+        return f"<p>{_broken(self._head())}</p><table>{table}</table><p>{_broken(self._conclusions())}</p>"
 
     def _head(self) -> List[str]:
         return [self.model, self.machine, summary(self.fusion.modules)]
@@ -220,5 +218,5 @@ def _peak_bytes(call: Callable[[], Any], outputs: List[Tensor]) -> Optional[int]
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _lines(lines: List[str]) -> str:
-    return "<br>".join(map(escape, lines))
+def _broken(sentences: List[str]) -> str:
+    return "<br>".join(map(escape, sentences))

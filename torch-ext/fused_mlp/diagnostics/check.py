@@ -16,6 +16,7 @@ from .. import dispatch, functional, training
 from ..activations import get_activation
 from ..backends import VERSION, native, plans
 from ..explanation import Explanation, explain
+from ..models.report import lines
 from . import machine
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,9 +42,7 @@ class Check:
     advice: Tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        table = lines(self._rows())
         advice = (f"- {each}" for each in self.advice)
         return "\n".join([*self._head(), "", _CAPTION, "", *table, "", "To try:", *advice])
 
@@ -122,7 +121,7 @@ def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, S
         "experts": explain(functional.experts_mlp, x, chosen, empty(rows, _TOP_K), *experts),
         "gated MLP, trained": explain(functional.gated_mlp, x, gate, up, down),
         "MLP, trained": explain(functional.mlp, x, gate, down),
-        "act(gate) * up alone": explain(functional.act_and_mul, hidden, hidden),
+        "act(gate) * up": explain(functional.act_and_mul, hidden, hidden),
     }
     asked = {name: _kind_and_parts(found) for name, found in explanations.items()}
     # A fused model leaves to torch what saves too little, as the functions do not.
@@ -131,7 +130,7 @@ def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, S
         f"{name}, trained": rows < training.least_rows(op, op == "gated_mlp", gelu, gate, training.KEPT)
         for name, op in (("gated MLP", "gated_mlp"), ("MLP", "mlp"))
     }
-    is_left["act(gate) * up alone"] = dispatch.is_small_product(hidden)
+    is_left["act(gate) * up"] = dispatch.is_small_product(hidden)
     return {name: ("torch", ()) if is_left.get(name) else found for name, found in asked.items()}
 
 

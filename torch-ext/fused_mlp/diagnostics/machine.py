@@ -25,7 +25,8 @@ def instructions() -> str:
 
 def cpu() -> str:
     """The CPU in words: its model, its instruction sets and the threads of torch."""
-    return f"{cpu_name()}, {instructions()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {instructions()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def gpu() -> str:
