@@ -71,7 +71,7 @@ def test_a_table():
     assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
 
 
-# What they show: test_hub_ways.py runs the examples
+# What they point at: test_examples.py runs what they show
 
 
 def test_links_lead_somewhere():
