@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fills README.md, docs/performance.md and the READMEs of cuda/ from what was measured (benchmarks/results,
+"""Fills README.md, CARD.md, docs/performance.md and the READMEs of cuda/ from what was measured (benchmarks/results,
 profiling/results) and counted (docs/coverage.md), so that no figure in their tables is copied by hand.
 """
 
@@ -13,7 +13,7 @@ import textwrap
 import documents
 import project
 
-PLACES = ("README.md", "docs/performance.md", "cuda/README.md", "cuda/sm80/README.md")
+PLACES = ("README.md", "CARD.md", "docs/performance.md", "cuda/README.md", "cuda/sm80/README.md")
 DOCUMENTS = [project.ROOT / place for place in PLACES]
 RESULTS = project.ROOT / "benchmarks/results"
 CPU_PROFILE = project.ROOT / "profiling/results/cpu.json"
