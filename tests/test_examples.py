@@ -88,7 +88,8 @@ def test_recipes(recipe):
     assert f"Run: `python examples/recipes/{recipe.name}`" in text
     assert f"(../examples/recipes/{recipe.name})" in (project.ROOT / "docs/recipes.md").read_text()
     said = run(f"examples/recipes/{recipe.name}", project.ROOT, exported(dict(os.environ)))
-    assert re.search(r"^[1-9]\d* of \d+ MLPs run in one call each", said, re.MULTILINE)
+    fused = max(map(int, re.findall(r"^(\d+) of \d+ MLPs run in one call each", said, re.MULTILINE)))
+    assert fused > 0 or machine.device_type() == "cuda"  # which has no kernel for experts in float32
 
 
 def test_what_the_readme_shows(with_torch, tmp_path):

@@ -68,14 +68,15 @@ def parts() -> dict[str, str]:
         "experts": experts_table(),
         "gpu-experts": gpu_experts_table(),
         "modules": modules_table(),
+        "sweep": sweep_table(),
+        "cpu": cpu_table(),
         "mma-sync": mma_sync_table(),
     }
     sentences = {
         "machine": machine(),
         "models-machine": models_machine(),
+        "generate-spread": generate_spread(),
         "training-machine": training_machine(),
-        "sweep": sweep_sentence(),
-        "cpu": cpu_sentence(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -161,9 +162,9 @@ def expect_table() -> str:
     rows.append(("NF4 weights: not fused", "H100", unfused["nf4"], "", ""))
 
     for title, dtype, maker, where in (
-        ("one MLP in bfloat16, CPU with AMX", "bfloat16", "Intel", "Xeon"),
-        ("one MLP in float32, CPU with AVX-512", "float32", "Intel", "Xeon"),
-        ("one MLP in float32, AMD's Zen 5", "float32", "AMD", "EPYC"),
+        ("one MLP in bfloat16, Intel CPU with AMX", "bfloat16", "Intel", "Xeon"),
+        ("one MLP in float32, the same CPU", "float32", "Intel", "Xeon"),
+        ("one MLP in float32, AMD CPU of Zen 5", "float32", "AMD", "EPYC"),
     ):
         inference, trained = (
             1 / statistics.median(module_ratios(maker, dtype, way)) for way in ("inference", "training")
@@ -224,6 +225,18 @@ def models_machine() -> str:
     )
 
 
+GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-generate-static")
+
+
+def generate_spread() -> str:
+    ways = [way for name in GENERATED for result in run(name)["results"] for way in result["setups"].values()]
+    spreads = [way["tokens_per_second_spread"] / 2 for way in ways if "tokens_per_second_spread" in way]
+    return (
+        f"On the H200 the turns of one way differ in tokens/s by ±{statistics.median(spreads):.0%} at the median and "
+        f"±{max(spreads):.0%} at most; the runs on the H100 have no spread."
+    )
+
+
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
     """Of tokens a second: in eager, and with a static cache in CUDA graphs."""
     eager, graphs = [], []
@@ -236,7 +249,7 @@ def generate_gains(name: str) -> tuple[list[float], list[float]]:
 
 def generate_table() -> str:
     rows = []
-    for name in ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-generate-static"):
+    for name in GENERATED:
         found = run(name)
         for result in found["results"]:
             ways = result["setups"]
@@ -321,31 +334,30 @@ def unfused_table() -> str:
 # All widths.
 
 
-def sweep_sentence() -> str:
-    """In CUDA graphs, the least flattering mode."""
-    words = []
+def sweep_table() -> str:
+    """One gated MLP in CUDA graphs, the least flattering mode."""
+    rows = []
     for name in ("h200-sweep-graphs", "h100-sweep-graphs", "h200-between-graphs"):
         found = run(name)
         times = [result["providers"] for result in found["results"]]
         speedups = [each["eager"]["graph_us"] / each["ours"]["graph_us"] for each in times]
-        what = "drawn at random" if "between" in name else "of models"
-        words.append(
-            f"{len(speedups)} shapes {what} on an {found['machine']['gpu']}: {gain(statistics.median(speedups))} at "
-            f"the median, {gain(min(speedups))} at worst"
-        )
-    return f"In CUDA graphs, one gated MLP of 1 to 16384 rows. {'; '.join(words)}."
+        spreads = [way["graph_us_spread"] / 2 for each in times for way in each.values()]
+        what = "drawn at random" if "between" in name else "of nine models"
+        cells = (gain(of(speedups)) for of in (max, statistics.median, min))
+        rows.append((f"{len(speedups)} {what}", found["machine"]["gpu"], *cells, f"±{statistics.median(spreads):.1%}"))
+    return documents.table(("shapes", "GPU", "best", "median", "worst", "spread, median"), rows, left=2)
 
 
-def cpu_sentence() -> str:
+def cpu_table() -> str:
     run = json.loads(CPU_PROFILE.read_text())
     (mlp,) = (workload for workload in run["workloads"] if workload["key"] == "mlp")
     shape, facts = mlp["shape"], run["machine"]
     ms = {setup["key"]: setup["wall_us"] / 1e3 for setup in mlp["setups"]}
-    return (
-        f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, "
-        f"{run['dtype']}: a gated MLP of {shape['batch'] * shape['seq']} x {shape['dim']} x {shape['hidden']} takes "
-        f"{ms['ours']:.0f} ms, eager {ms['eager']:.0f} and torch.compile {ms['compile']:.0f}."
-    )
+    machine = f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}"
+    sizes = f"{shape['batch'] * shape['seq']}, {shape['dim']}, {shape['hidden']}"
+    gains = (gain(ms["eager"] / ms[way]) for way in ("compile", "ours"))
+    row = (machine, run["dtype"], sizes, f"{ms['eager']:.0f}", *gains)
+    return documents.table(("CPU", "dtype", "M, D, H", "eager, ms", "torch.compile", HEADS["ours"]), [row], left=3)
 
 
 # Experts of mixtures.
