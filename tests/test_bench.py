@@ -44,9 +44,12 @@ STORED = project.ROOT / "benchmarks" / "results"
             "there is no M from which on fusing pays; it pays at M in 1, 8; it does not pay at M in 64",
         ),
         ({1: 1.3, 8: 1.1}, None, "there is no M from which on fusing pays; it does not pay at M in 1, 8"),
+        ({1: (0.5, 0.16), 8: (0.9, 0.15)}, 8, "fusing pays from M = 8; it is too noisy to tell at M in 1"),
     ],
 )
 def test_break_even(ratios, start, words):
+    given = {m: ratio if isinstance(ratio, tuple) else (ratio,) for m, ratio in ratios.items()}
+    ratios = {m: break_even.Ratio(*ratio) for m, ratio in given.items()}
     assert break_even.pays_from(ratios) == start
     assert break_even.sentence(ratios).endswith(words)
 
@@ -56,7 +59,8 @@ def test_break_even(ratios, start, words):
     [(0.5, "pays"), (0.979, "pays"), (0.981, "even"), (1.0, "even"), (1.019, "even"), (1.021, "does not pay")],
 )
 def test_verdicts(ratio, verdict):
-    assert break_even.verdict(ratio) == verdict
+    assert break_even.Ratio(ratio).verdict == break_even.Ratio(ratio, 0.15).verdict == verdict
+    assert break_even.Ratio(ratio, 0.151).verdict == "too noisy to tell"
 
 
 def measured(m, **times):
@@ -69,8 +73,9 @@ def test_ratios():
         measured(1, eager=10.0, compile=8.0, gemms=1.0, ours=4.0, **{"ours-triton": 2.0}),
         measured(2, eager=6.0),
     ]
-    assert break_even.ratios(results, "wall_us", "eager") == {1: 0.4}
-    assert break_even.ratios(results, "wall_us", None) == {1: 0.5}
+    results[0]["providers"]["compile"]["wall_us_spread"] = 0.2
+    assert break_even.ratios(results, "wall_us", "eager") == {1: (0.4, 0.0)}
+    assert break_even.ratios(results, "wall_us", None) == {1: (0.5, 0.2)}
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -228,9 +233,14 @@ def test_a_provider_that_cannot_run_is_refused(monkeypatch, tmp_path):
 
 
 def test_tables_fit_a_terminal(capsys):
-    """100 columns, with the widest shapes that are stored."""
-    display.print_table(json.loads((STORED / "h100-mlp.json").read_text())["results"])
+    """100 columns, with the widest shapes that are stored, and spreads; what is noisy has no ratio."""
+    stored = json.loads((STORED / "h100-mlp.json").read_text())["results"]
+    for result in stored:
+        for figures in result["providers"].values():
+            figures |= {"kernel_us_spread": 0.12, "wall_us_spread": 0.16}
+    display.print_table(stored)
     said = capsys.readouterr().out
+    assert said.count("noisy") == sum(len(result["providers"]) for result in stored)
     assert max(map(len, said.splitlines())) <= 100
     assert "…" not in said
 
@@ -255,7 +265,7 @@ def test_times_are_of_one_call(monkeypatch):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(measure.timing, "time", SimpleNamespace(perf_counter=lambda: now))
     figures = measure.compare({ms: partial(call, ms / 1e3) for ms in (1, 8)}, rounds=3, budget_us=16_000)
     for ms in (1, 8):
         assert figures[ms]["wall_us"] == pytest.approx(ms * 1e3)
@@ -270,7 +280,7 @@ def test_ratios_are_of_neighbours(monkeypatch):
         now += seconds * slowness
         slowness *= 1.0001
 
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(measure.timing, "time", SimpleNamespace(perf_counter=lambda: now))
     made = {"original": [partial(call, 2e-3)] * 3, "half": [partial(call, 1e-3)] * 2}
     figures = measure.copies_in_turns(made, rounds=5, budget_us=16_000)
     assert {name: len(copies) for name, copies in figures.items()} == {"original": 3, "half": 2}

@@ -1,12 +1,20 @@
 """The package as it is built: build.toml, tools/build.py, and what the Hub asks of the files that ship."""
 
+import contextlib
+import fcntl
+import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import jinja2
 import pytest
@@ -14,6 +22,8 @@ from kernels._rust import Backend, Build, Digest, DigestAlgorithm, KernelName, M
 from kernels.archs import _supports_cuda_capability
 from kernels.variants import parse_variant, resolve_variant
 
+import build as build_script
+import install as install_script
 import project
 from builder import plan, toolchain
 
@@ -138,6 +148,96 @@ def test_card_renders(some):
         assert (f"\n## {heading}\n" in card) == (content in card) == some
 
 
+# The set-up, by what of it needs no network
+
+
+def make(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, **options)
+
+
+def test_a_checkout_with_spaces_in_its_path_is_one_line(tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    done = make(folder, "build")
+    assert done.returncode == 2
+    assert re.fullmatch(r"Makefile:\d+: \*\*\* the path of this checkout has spaces, .*\n", done.stderr)
+
+
+def test_a_read_only_checkout_is_one_line():
+    """Permissions keep root from nothing: another user tries."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "requirements").mkdir()
+        (folder / "requirements/build.txt").touch()
+        shutil.copy(ROOT / "Makefile", folder)
+        folder.chmod(0o555)
+        done = make(folder, "build", user=65534 if os.geteuid() == 0 else None)
+        folder.chmod(0o755)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {name} is read-only") and "python3-venv" not in done.stderr
+
+
+def test_a_target_installs_one_set_of_requirements():
+    """That of the build is in every other one."""
+    listed = make(ROOT, "--dry-run", "--always-make", "demo").stdout
+    assert re.findall(r"tools/install.py -r (\S+)", listed) == ["requirements/demo.txt"]
+    assert re.search(r"tools/build.py *$", listed, re.MULTILINE)
+
+
+def test_the_backend_can_be_named():
+    assert "tools/build.py --backend cuda\n" in make(ROOT, "--dry-run", "build", "BACKEND=cuda").stdout
+
+
+def install(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools/install.py", *arguments]
+    environment = os.environ | {"PIP_CONFIG_FILE": os.devnull} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_no_network_is_one_line():
+    done = install("no-such-package-at-all", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
+    assert "error: pip reaches no package index: is there a network" in one_line_error(done)
+
+
+def test_what_pip_says_of_a_failure_is_one_line():
+    assert "no-such-package-at-all" in one_line_error(install("no-such-package-at-all", PIP_NO_INDEX="1"))
+
+
+def test_an_installation_says_little(tmp_path):
+    """What is to come, and nothing of what pip says."""
+    wheel = tmp_path / "small-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("small.py", "")
+        files.writestr("small-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1\n")
+        files.writestr("small-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr("small-1.dist-info/RECORD", "")
+    done = install("--no-deps", "--target", str(tmp_path / "target"), str(wheel), PIP_NO_INDEX="1")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch("Installing .*\n", done.stdout)
+    assert (tmp_path / "target/small.py").exists()
+
+
+def test_progress_tells_packages_and_bytes(monkeypatch, capsys):
+    """By the lines of pip that it is made of."""
+    lines = ["Collecting torch\n", "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (532.1 MB)\n"]
+    lines += ["  Using cached https://host/numpy-2.4.6-cp311-none-any.whl (17.9 MB)\n"]
+    lines += ["Installing collected packages: numpy, torch\n"]
+    pip = io.StringIO("".join(lines))
+    process = SimpleNamespace(stdout=pip, returncode=0)
+    monkeypatch.setattr(install_script.subprocess, "Popen", lambda *_, **__: contextlib.nullcontext(process))
+    monkeypatch.setattr(sys, "argv", ["install.py", "torch", "numpy"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    install_script.main()
+    shown = capsys.readouterr().out.split("\r\033[K")
+    assert shown[1:] == [
+        "1 packages, 532 MB: torch",
+        "2 packages, 550 MB: numpy",
+        "2 packages, 550 MB: unpacking them",
+        "",
+    ]
+
+
 # The files that ship
 
 
@@ -150,11 +250,8 @@ def test_nothing_that_ships_is_a_link():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_variant_is_laid_out_for_the_loader(backend):
-    nvcc = toolchain.nvcc() if backend == "cuda" else None
-    if backend == "cuda" and nvcc is None:
-        pytest.skip("no nvcc: there is no CUDA build")
-    variant = plan.variant(backend, nvcc)
+def test_variant_is_laid_out_for_the_loader(backend, request):
+    variant = plan.variant(backend) if backend == "cpu" else request.getfixturevalue("cuda_variant")
     folder = project.BUILD / variant.label
     assert folder.is_dir(), "not built: run `make build`"
     metadata = Metadata.read_from_file(folder / "metadata.json")
@@ -312,6 +409,75 @@ def test_builds_again_only_what_changed(small):
     small.write("headers/twice.h", SOURCES["headers/twice.h"] + "// changed\n")
     assert "cpu: native/twice.cpp" in compiled(small.build())
     assert len({first["id"], second["id"], small.metadata()["id"]}) == 3
+
+
+def test_the_duration_is_said_where_it_is_long(small):
+    slow = (small.root / "tools/builder/compile.py").read_text().replace('{"cpu": 3.5', '{"cpu": 350')
+    small.write("tools/builder/compile.py", slow)
+    first = small.build("--backend", "cpu", "--jobs", "1")
+    assert "cpu-x86_64-linux: 3 files to compile and link, about 18 min on 1 idle core\n" in first.stdout
+    assert "files to compile" not in small.build("--backend", "cpu").stdout  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("asked", "nvcc", "gpu", "wanted"),
+    [
+        (None, True, True, ["cuda", "cpu"]),
+        (None, True, False, ["cpu"]),
+        (None, False, True, ["cpu"]),
+        (None, False, False, ["cpu"]),
+        (["cuda"], True, False, ["cuda"]),
+        (["all"], True, False, ["cuda", "cpu"]),
+        (["all"], False, False, ["cpu"]),
+    ],
+)
+def test_what_is_built_by_default(monkeypatch, capsys, asked, nvcc, gpu, wanted):
+    """CUDA where there is a GPU, or on request; one line says what is left out that could be built."""
+    monkeypatch.setattr(toolchain, "has_gpu", lambda: gpu)
+    assert build_script.wanted(asked, ["cuda", "cpu"], nvcc) == wanted
+    said = capsys.readouterr().out
+    assert ("no GPU here: not building for CUDA, which `make build BACKEND=cuda` does" in said) == (
+        asked is None and nvcc and not gpu
+    )
+    assert ("not building for the GPU" in said) == (gpu and not nvcc)
+
+
+def test_a_build_beside_another_says_that_it_waits(small):
+    cache = small.root / "build/.cache"
+    cache.mkdir(parents=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-u", "tools/build.py", "--backend", "cpu"]
+        with subprocess.Popen(command, cwd=small.root, stdout=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stdout.readline() == f"another build is writing to {cache.parent}: waiting for it\n"
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert "torch-stable-abi211-cpu" in waiting.stdout.read()
+        assert waiting.returncode == 0
+
+
+def test_an_interrupted_build_is_one_line(small):
+    """Ctrl-C reaches the builder and the compilers."""
+    small.write("slow", "#!/bin/sh\nexec sleep 60\n")
+    (small.root / "slow").chmod(0o755)
+    command = [sys.executable, "-u", "tools/build.py", "--backend", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    environment = os.environ | {"CXX": str(small.root / "slow")}
+    with subprocess.Popen(command, cwd=small.root, env=environment, **pipes) as building:
+        while not list((small.root / "build/.cache").glob("*/build.ninja")):
+            time.sleep(0.05)
+        os.killpg(building.pid, signal.SIGINT)
+        _, said = building.communicate(timeout=60)
+    assert said == "error: interrupted; what is compiled by now is kept for the next build\n"
+    assert building.returncode == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(small):
+    small.write("file", "no folder")
+    assert "cannot write to " in one_line_error(small.build("--backend", "cpu", "--out", "file"))
+
+
+def test_symbols_of_this_machine_are_for_releases_to_lack(small):
+    assert "manylinux" not in small.build().stdout
 
 
 def test_two_builds_load_in_one_process(small):

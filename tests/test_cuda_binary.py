@@ -17,7 +17,7 @@ import torch
 import checkout
 import gemm_kernels
 import project
-from builder import abi, plan, toolchain
+from builder import abi, toolchain
 from tuning.prediction import Predictor
 
 MIB = 2**20
@@ -26,18 +26,9 @@ LIBRARIES = r"lib(torch_cuda|torch_cpu|torch|c10|stdc\+\+|gcc_s|m|c|dl|pthread|r
 
 
 @pytest.fixture(scope="module")
-def variant() -> plan.Variant:
-    nvcc = toolchain.nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc: there is no CUDA build")
-    return plan.variant("cuda", nvcc)
-
-
-@pytest.fixture(scope="module")
-def extension(variant) -> Path:
-    found = list((project.BUILD / variant.label).glob("*.abi3.so"))
-    assert len(found) == 1, f"{found} in build/{variant.label}: run `make build`"
-    return found[0]
+def extension(cuda_variant) -> Path:
+    (found,) = (project.BUILD / cuda_variant.label).glob("*.abi3.so")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +107,13 @@ def test_hopper_gemms_do_not_spill(hopper_code, cuobjdump, hopper_cubins):
         assert figures["STACK"] <= spilled(name) and figures["LOCAL"] == 0, f"{name}: {figures}"
 
 
-def test_code_for_every_arch_is_there(variant, extension, cuobjdump):
+def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
     cubins = re.findall(r"sm_(\d+[af]?)\.cubin", output(cuobjdump, "-lelf", extension))
     ptx = re.findall(r"sm_(\d+[af]?)\.ptx", output(cuobjdump, "-lptx", extension))
-    wanted = [arch.replace(".", "").removesuffix("+PTX") for arch in variant.archs]
+    archs = cuda_variant.archs
+    wanted = [arch.replace(".", "").removesuffix("+PTX") for arch in archs]
     assert set(wanted) <= set(cubins)
-    assert {arch.replace(".", "").removesuffix("+PTX") for arch in variant.archs if arch.endswith("+PTX")} == set(ptx)
+    assert {arch.replace(".", "").removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")} == set(ptx)
     # A cubin may be there and empty, as those of the linker are.
     for arch in wanted:
         usage = output(cuobjdump, "-arch", f"sm_{arch}", "-res-usage", extension)
@@ -132,9 +124,9 @@ def test_extension_is_small(extension):
     assert extension.stat().st_size <= 10.5 * MIB
 
 
-def test_extension_keeps_its_statics_to_itself(variant, extension):
+def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):
     assert abi.unique_symbols(extension) == []
-    objects = (project.BUILD / ".cache" / variant.label).rglob("*.cu.o")
+    objects = (project.BUILD / ".cache" / cuda_variant.label).rglob("*.cu.o")
     symbols = "".join(output("nm", "--demangle", path) for path in objects)
     assert {*re.findall(r" (\w) .*devices_done$", symbols, re.MULTILINE)} == {
         "b"
@@ -252,7 +244,7 @@ def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arc
     assert seen == {entry for entry, (_, shared) in sizes.items() if shared <= (limit - 1) * KIB}
 
 
-def test_a_test_can_force_kernels(variant, extension):
+def test_a_test_can_force_kernels(cuda_variant, extension):
     """In a process of its own, as there is a stub in place of torch's CUDA library."""
     count = len(gemm_kernels.entries("sm80"))
     program = """
@@ -261,5 +253,5 @@ ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
 force = ctypes.CDLL(sys.argv[2]).fused_mlp_force_gemms
 print(force(b"sm80", -1), force(b"sm80", 0), force(b"sm80", 10**6), force(b"sm81", -1), force(None, -1))
 """
-    stub = project.BUILD / ".cache" / variant.label / "libtorch_cuda.so"
+    stub = project.BUILD / ".cache" / cuda_variant.label / "libtorch_cuda.so"
     assert output(sys.executable, "-c", program, stub, extension).split() == [str(count), str(count), "-1", "-1", "0"]

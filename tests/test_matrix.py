@@ -1,6 +1,5 @@
 """The tools that build for several versions of CUDA and try several of torch: what of them needs no network."""
 
-import functools
 import itertools
 import json
 import os
@@ -16,10 +15,8 @@ import compat
 import emulate
 import matrix
 import project
-from builder import compile, device, plan, toolchain, toolkits
+from builder import compile, device, toolchain, toolkits
 from builder.toolchain import BuildError
-
-SECTIONS = ["cuda", "cuda_sm80", "cuda_sm90"]
 
 
 def test_every_toolkit_is_pinned_to_its_version():
@@ -33,35 +30,30 @@ def test_every_toolkit_is_pinned_to_its_version():
         assert compilers and all(pin.partition("==")[2].startswith(f"{version}.") for pin in compilers)
 
 
-@functools.cache
-def kernels_of(section):
-    """A section of the CUDA build, its nvcc, and the kernels in the object file of each of its sources."""
-    nvcc = toolchain.nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc: there is no CUDA build")
-    variant = plan.variant("cuda", nvcc)
-    (found,) = [each for each in variant.sections if each.name == section]
-    folder = project.BUILD / ".cache" / variant.label / section
-    return found, nvcc, [device.kernels(folder / f"{source}.o") for source in found.sources if source.endswith(".cu")]
+@pytest.fixture(scope="module", params=["cuda", "cuda_sm80", "cuda_sm90"])
+def section(request, cuda_variant):
+    """A section of the CUDA build, and the kernels in the object file of each of its sources."""
+    (found,) = [each for each in cuda_variant.sections if each.name == request.param]
+    folder = project.BUILD / ".cache" / cuda_variant.label / found.name
+    return found, [device.kernels(folder / f"{source}.o") for source in found.sources if source.endswith(".cu")]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
 def test_the_kernels_of_an_object_file(section):
-    for names in kernels_of(section)[2]:
+    for names in section[1]:
         assert all(re.match(r"fused_mlp::[\w:]+_kernel(<.*>)?$", name) for name in names)
         assert len(names) == len(set(names)) > 0
 
 
-@pytest.mark.parametrize("section", SECTIONS)
 def test_headers_alone_have_all_that_kernels_are_named_by(section, tmp_path):
     """So a compiler of device code, which takes no launches, has them; and it gets all headers at once."""
-    found, nvcc, kernels = kernels_of(section)
+    found, kernels = section
     headers = device.device_headers(found)
     named = sorted(set(re.findall(r"(?:\w+::)+\w+", " ".join(itertools.chain(*kernels)))))
     lines = [f'#include "{header}"' for header in headers]
     lines += [f"namespace place_{number} {{ using ::{name}; }}" for number, name in enumerate(named)]
     (tmp_path / "all.cu").write_text("\n".join(lines))
-    command = [nvcc.path, "-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_90", "-ptx", "all.cu", "-o", "all.ptx"]
+    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_90", "-ptx", "-o", "all.ptx"]
+    command = [toolchain.nvcc().path, *options, "all.cu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
 

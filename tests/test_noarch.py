@@ -121,6 +121,8 @@ for name in ("cuda", "cpu", "triton"):
             fused_mlp.linear(x, gate)
     except ValueError as error:
         print(error)
+found = fused_mlp.check()
+print({{cell for by_dtype in found.products.values() for cell in by_dtype.values()}}, found.advice[0])
 cpu = get_kernel({repo!r}, version={version}, backend="cpu")
 print(cpu.explain(cpu.linear, x, gate).implementation)
 """
@@ -141,6 +143,7 @@ def test_what_is_chosen(build, backend, tmp_path):
         f"backend 'cuda' {refused} this build holds Triton kernels",
         f"backend 'cpu' {refused} this build holds Triton kernels",
         f"backend 'triton' {refused} Triton kernels run on GPUs and x is on cpu",
+        "{'torch'} nothing is compiled for this GPU, and its Triton kernels are for those who ask: backend(\"triton\")",
         "cpu",
     ]
 

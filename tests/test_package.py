@@ -34,6 +34,8 @@ def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "act_and_mul",
         "backend",
+        "benchmark",
+        "check",
         "experts_mlp",
         "explain",
         "fuse_mlps",

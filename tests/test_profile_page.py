@@ -42,6 +42,16 @@ def test_the_document_says_what_was_measured():
     assert document.fill(text.replace("| yes |", "| maybe |"), run, source) == text
 
 
+def test_noise_has_no_ratio():
+    """Neither in the document nor on the page; older runs took no turns, and tell nothing of noise."""
+    run = json.loads(COMMITTED.read_text())
+    workload = run["workloads"][0]
+    assert "noisy" not in str(results.comparison(workload))
+    for spread, count in ((0.15, 0), (0.16, 1)):
+        workload["noisy_above"], workload["setups"][1]["wall_us_spread"] = 0.15, spread
+        assert str(results.comparison(workload)).count("'noisy'") == count
+
+
 def test_the_document_refuses_an_unknown_part():
     run = json.loads(COMMITTED.read_text())
     with pytest.raises(ValueError, match="no part is called 'nothing'"):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Builds the kernel for development and tests: for the CPU, for CUDA wherever there is an nvcc (no GPU needed), and the
-variants without compiled ops (noarch.py).
+"""Builds the kernel for development and tests: for what this machine can run, and on request for CUDA without a GPU.
+The variants without compiled ops (noarch.py) are made everywhere.
 
 Releases are built by kernel-builder (flake.nix), in a sandbox and for every version of CUDA that the Hub asks for.
 This reads the same build.toml and lays out the same build/<variant>/ with the compilers of this machine.
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/build.txt)")
 
 NO_NVCC = "no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,52 @@ class Built:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*project.config()["general"]["backends"], *noarch.BACKENDS]
-    parser.add_argument("--backend", nargs="+", choices=known, help="what to build for (default: all that can be)")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=[*known, ALL],
+        help=f"what to build for (default: what this machine can run; {ALL}: CUDA too wherever there is an nvcc)",
+    )
     parser.add_argument("--out", type=Path, default=project.BUILD, help="the folder of the variants (default: build)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at a time")
     parser.add_argument("--cuda-archs", nargs="+", default=[], metavar="X.Y", help="only these, for a quick build")
     arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    builds, errors = [], []
     try:
-        nvcc = toolchain.nvcc()
-        if nvcc is None and "cuda" in (arguments.backend or []):
-            raise BuildError(f"{NO_NVCC}: cannot build for CUDA")
-        if nvcc is None and arguments.backend is None:
-            print(f"{NO_NVCC}: not building for CUDA (with a torch for CUDA, name the CPU variant to LOCAL_KERNELS)")
-            known = [backend for backend in known if backend != "cuda"]
+        sys.exit("\n".join(run(arguments, known)) or None)
     except BuildError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted; what is compiled by now is kept for the next build")
+
+
+def run(arguments: argparse.Namespace, known: list[str]) -> list[str]:
+    """Builds what is asked for, prints a table of it and returns the errors."""
+    out, builds, errors = arguments.out.resolve(), [], []
+    nvcc = toolchain.nvcc()
+    backends = wanted(arguments.backend, known, nvcc is not None)
     with locked(out / ".cache"):
-        for backend in arguments.backend or known:
+        for backend in backends:
             try:
                 builds.append(build(backend, nvcc, out, arguments.jobs, frozenset(arguments.cuda_archs)))
             except BuildError as error:
                 errors.append(f"error: {error}")
     report(builds)
-    errors += [f"error: {built.variant.label} uses symbols it may not" for built in builds if built.failed]
-    sys.exit("\n".join(errors) or None)
+    return errors + [f"error: {built.variant.label} uses symbols it may not" for built in builds if built.failed]
+
+
+def wanted(asked: list[str] | None, known: list[str], has_nvcc: bool) -> list[str]:
+    """The backends to build for."""
+    if "cuda" in (asked or []) and not has_nvcc:
+        raise BuildError(f"{NO_NVCC}: cannot build for CUDA")
+    if asked and ALL not in asked:
+        return asked
+    has_gpu = toolchain.has_gpu()
+    if has_gpu and not has_nvcc:
+        print(f"{NO_NVCC}: not building for the GPU (with a torch for CUDA, name the CPU variant to LOCAL_KERNELS)")
+    elif has_nvcc and not has_gpu and not asked:
+        print("no GPU here: not building for CUDA, which `make build BACKEND=cuda` does")
+    with_cuda = has_nvcc and (has_gpu or ALL in (asked or []))
+    return [backend for backend in known if backend != "cuda" or with_cuda]
 
 
 def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_archs: frozenset[str]) -> Built:
@@ -86,11 +108,21 @@ def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_
 
 @contextmanager
 def locked(cache: Path):
-    """Two builds at a time would write the same files."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Two builds at a time would write the same files: the second waits."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache / "lock", os.O_CREAT | os.O_WRONLY)
+    except OSError as error:
+        raise BuildError(f"cannot write to {cache}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another build is writing to {cache.parent}: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def report(builds: list[Built]) -> None:
@@ -112,7 +144,7 @@ def report(builds: list[Built]) -> None:
                 print(f"{built.variant.backend}: {check.name} not checked: kernel-abi-check is not installed")
             elif check.symbols:
                 some = ", ".join(check.symbols[:6]) + (", ..." if len(check.symbols) > 6 else "")
-                print(f"{built.variant.backend}: not in {check.name}: {some}{check.excuse}")
+                print(f"{built.variant.backend}: not in {check.name}: {some}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""Timing of everything here: what is compared takes turns inside one process, and medians count, never single times.
-
-A machine that slows down as it warms up, or is busy for a while, then slows all of them alike.
-"""
+"""GPU time, memory and the machine's facts, beside the wall time in turns that the package's own ``timing`` takes."""
 
 import contextlib
 import gc
 import itertools
-import platform
 import random
-import statistics
-import sys
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+import project
+
+timing = project.package_file("diagnostics/timing.py")
+processors = project.package_file("diagnostics/machine.py")
+at_any_depth, synchronize = timing.at_any_depth, timing.synchronize
+wall_microseconds, cpu_microseconds = timing.wall_microseconds, timing.cpu_microseconds
+iterations_within, in_turns, neighbours = timing.iterations_within, timing.in_turns, timing.neighbours
 
 
 def gpu_microseconds(run: Callable[[], object], iterations: int) -> tuple[float, float]:
@@ -75,77 +75,7 @@ def gpu_microseconds_call_by_call(
     samples = {name: [] for name in calls}
     for name, kernels in zip(order, found, strict=True):
         samples[name].append({"kernel_us": _busy(kernels), "kernels": len(kernels)})
-    return {name: _summary(of) for name, of in samples.items()}
-
-
-def synchronize() -> None:
-    """Waits for the GPU, where there is one; on a CPU a call is done when it returns."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def at_any_depth(run: Callable[[], object]) -> object:
-    """Calls ``run`` at a random depth of Python's stack, and returns its result.
-
-    CPython keeps frames in chunks of 16 KiB, maps a chunk when a call does not fit the one before, and unmaps it when
-    that call returns. Calls in a loop that happens to stand at the end of a chunk take a page fault each: at some
-    depths a compiled Gemma 2 takes 1.4 times as long, and a variant with other frames beside it does not.
-    """
-    frames_of_chunk = 150  # frames of _deeper, and a few more
-    return _deeper(run, random.randrange(frames_of_chunk))
-
-
-def _deeper(run: Callable[[], object], frames: int) -> object:
-    return run() if frames == 0 else _deeper(run, frames - 1)
-
-
-def wall_microseconds(run: Callable[[], object], iterations: int) -> float:
-    """Time of one call with the GPU waited for at the end, launch gaps included."""
-    return at_any_depth(partial(_times, run, iterations))[0]
-
-
-def cpu_microseconds(run: Callable[[], object], iterations: int) -> float:
-    """CPU time of one call: what the caller's thread spends before it may go on."""
-    return at_any_depth(partial(_times, run, iterations))[1]
-
-
-def _times(run: Callable[[], object], iterations: int) -> tuple[float, float]:
-    """Microseconds of one call, with the GPU waited for at the end, and of the caller's thread alone."""
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(iterations):
-        run()
-    launched = time.perf_counter()
-    synchronize()
-    return tuple((end - start) / iterations * 1e6 for end in (time.perf_counter(), launched))
-
-
-def iterations_within(run: Callable[[], object], budget_us: float) -> int:
-    """The number of calls that fit the budget, after some that warm up."""
-    for _ in range(3):
-        run()
-    return max(3, min(100, int(budget_us / wall_microseconds(run, 3))))
-
-
-def in_turns(turns: Mapping[Hashable, Callable[[], dict[str, float]]], rounds: int) -> dict[Hashable, dict[str, float]]:
-    """Medians of the figures that the turns return, over `rounds` rounds in which each has one turn.
-
-    Beside every figure stands its spread, as `<figure>_spread`: from the least to the greatest, in units of the median.
-    """
-    samples = {name: [] for name in turns}
-    for _ in range(rounds):
-        for name, turn in turns.items():
-            samples[name].append(turn())
-    return {name: _summary(found) for name, found in samples.items()}
-
-
-def _summary(samples: list[dict[str, float]]) -> dict[str, float]:
-    summary = {}
-    for key in samples[0]:
-        values = [sample[key] for sample in samples]
-        summary[key] = statistics.median(values)
-        summary[f"{key}_spread"] = (max(values) - min(values)) / summary[key] if summary[key] else 0.0
-    return summary
+    return {name: timing.summary(of) for name, of in samples.items()}
 
 
 def compare(
@@ -164,27 +94,17 @@ def copies_in_turns(
 ) -> dict[str, list[dict[str, float]]]:
     """Figures of each copy of each variant: the milliseconds of a call, ``ms``, and their ``ratio`` to the first's.
 
-    In a turn a copy of each variant runs, in random order, one right after the other: a host's processor may be half as
-    fast for seconds, and whoever waits for it then is slow. A ratio is that of such neighbours. Figures are medians
-    over the rounds. There may be fewer copies of a variant than of the first one.
+    In a turn a copy of each variant runs, one right after the other, and a ratio is that of such neighbours. Figures
+    are medians over the rounds. There may be fewer copies of a variant than of the first one.
     """
     turns = {}
     for copy, runs in enumerate(itertools.zip_longest(*made.values())):
         there = {name: run for name, run in zip(made, runs, strict=True) if run is not None}
-        turns[copy] = partial(_neighbours, there, {name: iterations_within(there[name], budget_us) for name in there})
+        turns[copy] = partial(neighbours, there, {name: iterations_within(there[name], budget_us) for name in there})
     found = in_turns(turns, rounds)
     return {
         name: [{what: found[copy][f"{name} {what}"] for what in ("ms", "ratio")} for copy in range(len(made[name]))]
         for name in made
-    }
-
-
-def _neighbours(runs: Mapping[str, Callable[[], object]], iterations: Mapping[str, int]) -> dict[str, float]:
-    shuffled = random.sample(list(runs), len(runs))
-    times = {name: wall_microseconds(runs[name], iterations[name]) / 1e3 for name in shuffled}
-    first = times[next(iter(runs))]
-    return {f"{name} ms": time for name, time in times.items()} | {
-        f"{name} ratio": time / first for name, time in times.items()
     }
 
 
@@ -296,22 +216,11 @@ def machine() -> dict[str, str]:
             "copy_bandwidth_GBps": f"{copy_bandwidth() / 1e9:.0f}",
         }
     return facts | {
-        "cpu": _cpu_name(),
+        "cpu": processors.cpu_name(),
         "threads": str(torch.get_num_threads()),
-        "instructions": torch.backends.cpu.get_cpu_capability() + (" and AMX" if _has_amx() else ""),
+        "instructions": processors.instructions(),
         "copy_bandwidth_GBps": f"{copy_bandwidth() / 1e9:.0f}",
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _has_amx() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_tile", False))
 
 
 def copy_bandwidth(megabytes: int = 512) -> float:

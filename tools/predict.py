@@ -4,7 +4,6 @@ cuda/sm80/README.md; or with --explain, what `explain` says there of gated layer
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -36,10 +35,7 @@ def table(predictor: Predictor) -> str:
 
 def explanations(predictor: Predictor, shape: tuple[int, int, int]) -> dict[str, str]:
     """The words of `explain` on an MLP's gated layer, by GPU. A Hopper GPU has kernels of its own."""
-    place = project.ROOT / "torch-ext/fused_mlp/backends/plans.py"  # stands alone: no torch, no built package
-    spec = importlib.util.spec_from_file_location("plans", place)
-    plans = sys.modules["plans"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plans)
+    plans = project.package_file("backends/plans.py")
     m, dim, hidden = shape
     others = {name: gpu for name, gpu in GPUS.items() if gpu.major != 9}
     records = {name: predictor.predict(gpu, m, hidden, dim, gated=True).record for name, gpu in others.items()}

@@ -3,9 +3,12 @@
 Run as a program, it prints the LOCAL_KERNELS value of this machine.
 """
 
+import importlib.util
 import platform
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"  # where tools/build.py puts its variants
@@ -34,6 +37,16 @@ def repo_id() -> str:
 def package() -> Path:
     """The Python that ships."""
     return ROOT / "torch-ext" / python_name()
+
+
+def package_file(place: str) -> ModuleType:
+    """A file of the package that imports none of the others, as a module: the whole package takes a build to load."""
+    name = f"{python_name()}_{Path(place).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, package() / place)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def local_kernels() -> str:

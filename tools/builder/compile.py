@@ -25,6 +25,8 @@ HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized
 # Two builds in one process must not share the statics of inline functions. kernel-builder adds this to C++ alone, too.
 CXX_FLAGS = ["-fno-gnu-unique"]
 NOT_OF_CLANG = {"-fno-gnu-unique", "-Wno-maybe-uninitialized"}
+# Of a core, for a file on average, measured on a Xeon of 2023: by which a build says how long it will take.
+CORE_SECONDS = {"cpu": 3.5, "cuda": 17}
 # No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
 
@@ -39,9 +41,20 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     # Relative paths: what was compiled stays up to date where the tree is copied to another folder.
     script.write_text(_script(compiler, Path(os.path.relpath(cache, project.ROOT)), extension.name))
     command = [os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(script), "-j", str(jobs)]
+    _announce(variant, [*command, "-n"], jobs)
     if subprocess.run(command, cwd=project.ROOT).returncode != 0:
         raise BuildError(f"{variant.label} did not compile: the compiler's messages are above")
     return extension
+
+
+def _announce(variant: Variant, dry_run: list[str], jobs: int) -> None:
+    """Says how long it will take, where that is long enough to wonder."""
+    done = subprocess.run(dry_run, cwd=project.ROOT, capture_output=True, text=True)
+    steps = len(re.findall(rf"^\[\d+/\d+\] {variant.backend}: ", done.stdout, re.MULTILINE))
+    minutes = math.ceil(steps * CORE_SECONDS[variant.backend] / jobs / 60)
+    if steps * CORE_SECONDS[variant.backend] / jobs > 20:
+        cores = f"{jobs} idle core{'s' if jobs != 1 else ''}"
+        print(f"{variant.label}: {steps} files to compile and link, about {minutes} min on {cores}", flush=True)
 
 
 def check_syntax(variant: Variant, section: Section, source: str, includes: list[Path]) -> None:

@@ -1,5 +1,6 @@
 """Finds what a build needs. Whatever is missing is a BuildError: one line that says what, and what to do."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -64,6 +65,16 @@ def nvcc(toolkit: Path | None = None) -> Nvcc | None:
         raise BuildError(f"'{path} --version' names no release")
     archs = re.findall(r"compute_(\d+)(\d)$", _output([path, "--list-gpu-arch"]), re.MULTILINE)
     return Nvcc(path, release[1], frozenset(f"{major}.{minor}" for major, minor in archs))
+
+
+def has_gpu() -> bool:
+    """True if the CUDA driver finds a GPU. torch, which knows too, takes seconds to import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _output(command: list[str]) -> str:

@@ -30,7 +30,7 @@ def run(folder: Path, console: Console) -> str | None:
         writer = address | {"HF_OIDC_ID_TOKEN": identity, "HF_HUB_DISABLE_XET": "1"}
         release = ["tools/release.py"]
         steps = {
-            "build": (["tools/build.py"], {}),
+            "build": (["tools/build.py", "--backend", "all"], {}),
             "check": ([*release, "check"], {}),
             "stage": ([*release, "stage"], writer),
             "test what was staged": ([*release, "try", publish.STAGING], address),

@@ -17,7 +17,7 @@ def clone(folder: Path) -> Path:
 
 def build(checkout: Path) -> Path:
     """Builds all variants that can be built here, with the compilers' own progress on the terminal."""
-    subprocess.run([sys.executable, "tools/build.py"], cwd=checkout, check=True)
+    subprocess.run([sys.executable, "tools/build.py", "--backend", "all"], cwd=checkout, check=True)
     return checkout / "build"
 
 

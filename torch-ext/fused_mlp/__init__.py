@@ -2,6 +2,8 @@
 
 from . import layers
 from .backends import VERSION as __version__  # noqa: F401
+from .diagnostics.benchmark import benchmark
+from .diagnostics.check import check
 from .dispatch import backend
 from .explanation import explain
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
@@ -11,6 +13,8 @@ from .models.fuse import fuse_mlps, is_fused
 __all__ = [
     "act_and_mul",
     "backend",
+    "benchmark",
+    "check",
     "experts_mlp",
     "explain",
     "fuse_mlps",

@@ -82,13 +82,13 @@ class FusionReport:
     def __str__(self) -> str:
         if not self.modules:
             return "no MLP found"
-        return "\n".join([summary(self.modules), *_lines([_COLUMNS, *self._rows()])])
+        return "\n".join([summary(self.modules), *lines([_COLUMNS, *self._rows()])])
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
-        lines = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
+        rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        return f"<p>{html.escape(summary(self.modules))}</p><table><tr>{head}</tr>{''.join(lines)}</table>"
+        return f"<p>{html.escape(summary(self.modules))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
     def _rows(self) -> List[Tuple[str, ...]]:
         """The cells of the table: modules that are alike share a row."""
@@ -133,7 +133,7 @@ def _paths(paths: Sequence[str]) -> str:
     return f"{len(paths)}: {'.'.join(names[0] if len(set(names)) == 1 else '*' for names in zip(*split))}"
 
 
-def _lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
+def lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table that is no wider than a terminal: the cells of its widest columns are broken."""
     widths = [max(map(len, column)) for column in zip(*table)]
     while sum(widths) + 2 * (len(widths) - 1) > _TABLE_WIDTH:

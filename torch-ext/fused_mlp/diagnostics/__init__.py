@@ -1,0 +1,1 @@
+"""What users ask before they trust a kernel: :func:`check` of their machine, :func:`benchmark` of their model."""

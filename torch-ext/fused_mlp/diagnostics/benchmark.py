@@ -1,0 +1,222 @@
+"""``benchmark``: a model of the user's, fused against not, on the user's own inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from html import escape
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..models import fuse
+from ..models.reading.attributes import modules_of, parameters_of
+from ..models.report import FusionReport, lines, summary
+from ..models.running import switching
+from . import machine, timing
+
+_ROUNDS = 7
+_ORIGINAL, _FUSED = "original", "fused"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one call of a model: the median over the turns in milliseconds, and the spread of the turns, from the
+    least to the greatest in units of the median. ``peak_bytes`` is the most memory of the GPU that a call allocates
+    beside what it finds; None on a CPU."""
+
+    milliseconds: float
+    spread: float
+    peak_bytes: Optional[int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of :func:`benchmark`: prints as a table.
+
+    ``speedup`` is the original's time over the fused model's in the same turn, at the median, and ``spread`` the widest
+    of its spread and theirs. ``verdict`` is "faster", "even" (within 2%), "slower", or "too noisy to tell", where
+    ``spread`` is above 15%. ``largest_difference`` is that of an element of the two outputs, ``largest_value`` the
+    largest magnitude in the original's. ``fusion`` is the report of :func:`fuse_mlps`.
+    """
+
+    model: str
+    machine: str
+    fusion: FusionReport
+    original: Timing
+    fused: Timing
+    speedup: float
+    spread: float
+    verdict: str
+    largest_difference: float
+    largest_value: float
+
+    def __str__(self) -> str:
+        return "\n".join([*self._head(), *lines(self._rows()), *self._conclusions()])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{_broken(self._head())}</p><table>{table}</table><p>{_broken(self._conclusions())}</p>"
+
+    def _head(self) -> List[str]:
+        return [self.model, self.machine, summary(self.fusion.modules)]
+
+    def _rows(self) -> List[Tuple[str, ...]]:
+        on_gpu = self.original.peak_bytes is not None
+        rows: List[Tuple[str, ...]] = [("", "time", "spread", *(["peak memory"] if on_gpu else []))]
+        for name, each in ((_ORIGINAL, self.original), (_FUSED, self.fused)):
+            memory = [f"{each.peak_bytes / 2**20:.1f} MiB"] if each.peak_bytes is not None else []
+            rows.append((name, f"{each.milliseconds:.3g} ms", f"{each.spread:.0%}", *memory))
+        return rows
+
+    def _conclusions(self) -> List[str]:
+        if self.spread > timing.NOISY:
+            found = f"{self.verdict}: the turns spread by {self.spread:.0%}, a verdict needs {timing.NOISY:.0%}"
+        else:
+            found = f"speed-up {self.speedup:.2f}x: {self.verdict}"
+        return [found, f"largest difference {self.largest_difference:.1e}, of values up to {self.largest_value:.1e}"]
+
+
+def benchmark(model: nn.Module, inputs: Any, *, seconds: float = 10.0) -> Comparison:
+    """Time a model as it is and with its MLPs fused, in turns, and compare what both compute.
+
+    The model runs in inference, without gradients, in whatever way it was prepared: on its device, in its dtype, under
+    ``torch.compile`` or not. Afterwards it is as it was, also where a call raises: fused where it was fused, and only
+    there. Nothing is copied.
+
+    Args:
+        model: a module in eval mode.
+        inputs: what one call takes: a tensor; a tuple of positional arguments; or a mapping of keyword arguments, such
+            as a tokenizer returns.
+        seconds: about how long the turns take together.
+
+    Returns:
+        The times with their spread, on a GPU the memory, and the largest difference. Prints as a table.
+
+    Raises:
+        TypeError: ``model`` is not a module, ``inputs`` none of these, or the output holds no tensor.
+        ValueError: ``model`` is in training mode, nothing in it can be fused here, or ``seconds`` is not positive.
+    """
+    call = _call_of(model, inputs)
+    if model.training:
+        raise ValueError("model must be in eval mode, got one in training mode: call model.eval() before")
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, got {seconds}")
+    modules = [module for _, module in modules_of(model)]
+    given = _states(modules)
+    try:
+        for module in modules:
+            switching.switch_back(module)
+        states = {_ORIGINAL: _states(modules)}
+        fusion = fuse.fuse_mlps(model)
+        if not any(map(fuse.is_fused, modules)):
+            raise ValueError(f"nothing in model can be fused here: {fusion}")
+        states[_FUSED] = _states(modules)
+        with torch.no_grad():
+            return _compared(model, call, fusion, lambda name: _hold(modules, states[name]), seconds)
+    finally:
+        _hold(modules, given)
+
+
+def _call_of(model: nn.Module, inputs: Any) -> Callable[[], Any]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        return partial(model, inputs)
+    if isinstance(inputs, Mapping):
+        return partial(model, **inputs)
+    if isinstance(inputs, tuple):
+        return partial(model, *inputs)
+    raise TypeError(f"inputs must be a tensor, a tuple or a mapping, got {type(inputs).__name__}")
+
+
+def _states(modules: List[nn.Module]) -> List[Dict[str, Any]]:
+    return [switching.saved(module) for module in modules]
+
+
+def _hold(modules: List[nn.Module], states: List[Dict[str, Any]]) -> None:
+    """Gives modules the methods that they had: always the same, as compiled code is compiled anew for others."""
+    with switching.lock:
+        for module, state in zip(modules, states):
+            switching.put_back(module, state)
+
+
+def _compared(
+    model: nn.Module, call: Callable[[], Any], fusion: FusionReport, hold: Callable[[str], None], seconds: float
+) -> Comparison:
+    def prepare(name: str) -> None:
+        hold(name)
+        call()  # the first call after a switch looks at the modules anew
+
+    outputs, peaks, iterations = {}, {}, {}
+    for name in (_ORIGINAL, _FUSED):
+        prepare(name)
+        # A captured graph writes the next result over this one.
+        outputs[name] = [tensor.clone() for tensor in _tensors(call())]
+        iterations[name] = timing.iterations_within(call, seconds * 1e6 / (2 * _ROUNDS), least=1)
+        peaks[name] = _peak_bytes(call, outputs[name])
+    if not outputs[_ORIGINAL]:
+        raise TypeError(f"the output of model must hold floating-point tensors to compare, got {type(call()).__name__}")
+    runs = {name: call for name in outputs}
+    turn = partial(timing.neighbours, runs, iterations, prepare)
+    figures = timing.in_turns({"": turn}, _ROUNDS)[""]
+    times = {name: Timing(figures[f"{name} ms"], figures[f"{name} ms_spread"], peaks[name]) for name in runs}
+    ratio = figures[f"{_FUSED} ratio"]
+    spread = max(figures[f"{_FUSED} ratio_spread"], *(each.spread for each in times.values()))
+    pairs = list(zip(outputs[_ORIGINAL], outputs[_FUSED]))
+    on_gpu = any(tensor.is_cuda for tensor in outputs[_ORIGINAL])
+    dtype = next((parameter.dtype for parameter in parameters_of(model)), outputs[_ORIGINAL][0].dtype)
+    return Comparison(
+        model=f"{type(model).__name__}, {str(dtype).replace('torch.', '')}, in inference",
+        machine=f"{machine.gpu() if on_gpu else machine.cpu()}, PyTorch {torch.__version__}",
+        fusion=FusionReport(fusion.modules),  # whose restore would undo what the model came with
+        original=times[_ORIGINAL],
+        fused=times[_FUSED],
+        speedup=1 / ratio,
+        spread=spread,
+        verdict=timing.verdict(ratio, spread),
+        largest_difference=max(_largest_difference(one, other) for one, other in pairs),
+        largest_value=max(_largest(one) for one, _ in pairs),
+    )
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in what a model returns: itself, or in the containers that libraries return."""
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif is_dataclass(output):
+        yield from _tensors(vars(output))
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    wide = torch.promote_types(one.dtype, torch.float32)
+    return _largest((one.to(wide) - other.to(wide)).masked_fill_(one == other, 0))  # where infinities are alike
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _peak_bytes(call: Callable[[], Any], outputs: List[Tensor]) -> Optional[int]:
+    device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
+    if device is None:
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _broken(sentences: List[str]) -> str:
+    return "<br>".join(map(escape, sentences))
