@@ -28,6 +28,7 @@ import project
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import kernels
+import plots
 import torch
 import transformers
 from rich.console import Console
@@ -211,7 +212,8 @@ def best_of_others(result: dict, key: str) -> float:
 
 
 def label(result: dict) -> str:
-    what = f"{result['name']}, {result['tokens']} tokens, {result['routing']}"
+    tokens = f"{result['tokens']} token{'s' if result['tokens'] > 1 else ''}"
+    what = f"{result['name']}, {tokens}, {result['routing']}"
     return f"{what}, with backward" if result["backward"] else what
 
 
@@ -241,34 +243,6 @@ def print_table(found: dict) -> None:
             print(f"{label(result)}: {name}: {reason}")
 
 
-def plot(found: dict, path: Path) -> None:
-    """Each way's time as a part of the best that transformers and Liger have."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    results = [result for result in found["results"] if "grouped_mm" in result["providers"]]
-    key, title = next(iter(times(results).items()))
-    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.5 * len(results)), layout="constrained")
-    for name, color in {
-        "grouped_mm": "#7f7f7f",
-        "batched_mm": "#bbbbbb",
-        "liger": "#1f77b4",
-        "ours": "#d62728",
-    }.items():
-        rows = [row for row, result in enumerate(results) if name in result["providers"]]
-        ratios = [results[row]["providers"][name][key] / best_of_others(results[row], key) for row in rows]
-        axes.plot(ratios, rows, "o", color=color, label=TITLES[name]) if rows else None
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(results)), [label(result) for result in results])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel(f"{title}, 1 = the best of the others")
-    axes.legend(fontsize="small")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=[mixture.name for mixture in MIXTURES], help="of these alone")
@@ -284,7 +258,7 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     found = json.loads(given.source.read_text()) if given.source else run(given)
     print_table(found)
-    plot(found, given.out.with_suffix(".svg"))
+    plots.experts(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 The models have the sizes of Gemma 2B, Llama 8B and Qwen3 30B-A3B and random weights; all set-ups of a model share them
 and take turns. "eager" runs experts as transformers does by default; a mixture has its other ways beside it. Time to
 first token is a prompt's prefill; tokens per second are those of the decoding after it. Writes <out>.json (figures and
-the machine's facts) and <out>.svg, and prints a table.
+the machine's facts), and prints a table.
 """
 
 import argparse
@@ -178,30 +178,6 @@ def print_table(results):
     Console().print(table)
 
 
-def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(name for r in results for name in r["setups"] if name != "eager"))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    width = 0.8 / len(names)
-    for axis, key, title in zip(axes, ("ttft_ms", "tokens_per_second"), ("prefill", "decoding"), strict=True):
-        for i, name in enumerate(names):
-            of = [(j, r["setups"]) for j, r in enumerate(results) if name in r["setups"]]
-            ratios = [setups[name][key] / setups["eager"][key] for _, setups in of]
-            speedups = [1 / ratio if key == "ttft_ms" else ratio for ratio in ratios]
-            positions = [j + (i - (len(names) - 1) / 2) * width for j, _ in of]
-            axis.bar(positions, speedups, width, label=name)
-        axis.axhline(1.0, color="black", linewidth=1)
-        axis.set_xticks(range(len(results)), [f"{r['model']}\nbatch {r['batch']}" for r in results])
-        axis.set_title(title)
-    axes[0].set_ylabel("speed-up over eager")
-    axes[0].legend(fontsize="small")
-    figure.savefig(path)
-
-
 def write(results, arguments):
     """<out>.json, with what has been measured so far."""
     facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
@@ -243,7 +219,6 @@ def main():
     for name in dict.fromkeys(name for result in results for name in result["logits"]):
         largest = max(result["logits"].get(name, 0.0) for result in results)
         print(f"{name}: logits differ from eager's by {largest:.1e}")
-    plot(results, arguments.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

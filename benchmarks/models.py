@@ -36,6 +36,7 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import diffusers
 import kernels
+import plots
 import torch
 import transformers
 from rich.console import Console
@@ -362,31 +363,6 @@ def print_table(found: dict) -> None:
     Console(width=None if sys.stdout.isatty() else 118).print(table)
 
 
-def plot(found: dict, path: Path) -> None:
-    """For each model and mode, the fused time as a part of the other; 1 is no gain."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    results = found["results"]
-    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.42 * len(results)), layout="constrained")
-    for shift, mode in zip((-0.22, 0.0, 0.22), measured_modes(results), strict=False):
-        for row, result in enumerate(results):
-            if mode not in result["ratios"]:
-                continue
-            ratio = result["ratios"][mode]
-            color = {"eager": "#d62728", "compiled": "#1f77b4", "graphs": "#2ca02c"}[mode]
-            axes.plot((ratio["low"], ratio["high"]), (row + shift,) * 2, color=color, linewidth=1)
-            axes.plot(ratio["ratio"], row + shift, "o", color=color, label=mode if row == 0 else None)
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(results)), [f"{r['model']} {r['size']}" for r in results])
-    axes.invert_yaxis()
-    axes.set_xlabel("time of the fused model, 1 = the same mode without fusing")
-    axes.legend(fontsize="small")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted({work.name for work in WORKLOADS}))
@@ -400,7 +376,8 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     found = json.loads(given.source.read_text()) if given.source else run(given)
     print_table(found)
-    plot(found, given.out.with_suffix(".svg"))
+    where = found["machine"].get("gpu") or found["machine"]["cpu"]
+    plots.models(found["results"], where, given.out)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@
     python benchmarks/peers.py --from benchmarks/results/h100-sweep.json --dim 768 --hidden 3072
     python benchmarks/peers.py --limit 1.02                      fails where ours takes more of eager's time
 
-Writes <out>.json (figures and the machine's facts) and <out>.svg (speed-up over eager), and prints a table. On a CPU
-there is wall time alone. Peers that cannot run on the machine are left out, and said so.
+Writes <out>.json (figures and the machine's facts) and prints a table; with --dim, draws a plot for each kind of time
+too. On a CPU there is wall time alone. Peers that cannot run on the machine are left out, and said so.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import benchmark_pointwise
 import break_even
 import display
 import kernels
+import plots
 import providers
 import torch
 from tqdm import tqdm
@@ -138,12 +139,9 @@ def run(given):
 
 def show(found, given):
     results = found["results"]
-    svg = given.out.with_suffix(".svg")
     compared = all("eager" in r["providers"] and len(r["providers"]) > 1 for r in results)
     if given.dim is None:
         display.print_table(results)
-        if compared:
-            display.plot(results, svg)
         return
     results = [r for r in results if list(r["shape"][1:]) == [given.dim, given.hidden]]
     if not results or not compared or "ours" not in results[0]["providers"]:
@@ -152,8 +150,12 @@ def show(found, given):
     activation = facts.get("activation", providers.GELU_TANH)
     display.print_over_m(results, given.dim, given.hidden, activation)
     subject = f"{facts.get('gpu') or facts['cpu']}, {facts['dtype']}, {activation}"
-    display.plot_over_m(results, given.dim, given.hidden, subject, svg)
-    print(svg)
+    names = display.compared_with_eager(results)
+    for key, metric in display.metrics(results).items():
+        title = f"{metric} of the gated MLP, {given.dim} x {given.hidden}\n{subject}"
+        path = given.out.with_name(f"{given.out.name}-{key.removesuffix('_us')}")
+        plots.over_rows(*plots.lines_of(results, key, names), title, path)
+        print(path.with_name(f"{path.name}.svg"))
 
 
 def beyond(results, limit):

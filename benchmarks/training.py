@@ -9,7 +9,7 @@ single steps in random order for the GPU's, since large products make the clock 
 is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the six
 products alone, which give no answer. `ours-sm90`, by name only, forces all GEMMs of training for Hopper GPUs, chosen or
 not. A step of a model has its optimizer in it; fresh instances of each variant take turns. What found no time left, or
-does not run here, is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
+does not run here, is named with the reason. Writes <out>.json, and prints a table.
 """
 
 import argparse
@@ -278,31 +278,6 @@ def print_table(found: dict) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def plot(found: dict, path: Path) -> None:
-    """Time and peak memory of every provider as parts of eager's."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    results = [result for result in found["results"] if "eager" in result["providers"]]
-    key = "kernel_us" if any("kernel_us" in result["providers"]["eager"] for result in results) else "wall_us"
-    figure, axes = plt.subplots(1, max(len(results), 1), figsize=(2.8 * max(len(results), 1), 3.6), squeeze=False)
-    lines = {}
-    for axis, result in zip(axes[0], results, strict=False):
-        base = result["providers"]["eager"]
-        for name, of in result["providers"].items():
-            if "peak" in of and base["peak"]:
-                color = f"C{PROVIDERS.index(name)}"
-                (lines[name],) = axis.plot(of[key] / base[key], of["peak"] / base["peak"], "o", color=color)
-        axis.set_title(title(result).replace(f" {result['dtype']}", f"\n{result['dtype']}"), fontsize="small")
-        axis.set_xlabel("time, eager = 1")
-    axes[0][0].set_ylabel("peak memory, eager = 1")
-    figure.legend(lines.values(), lines, fontsize="x-small", loc="lower center", ncols=len(lines))
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", type=lambda text: tuple(map(int, text.split(","))), help="M,D,H each")
@@ -321,7 +296,6 @@ def main():
     given = parser.parse_args()
     found = json.loads(given.source.read_text()) if given.source else run(given)
     print_table(found)
-    plot(found, given.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of the page for the README, into docs/images: on a desktop, light and dark, and on a phone."""
+"""Pictures of the lanes of the page for the README, into docs/images: on a desktop and on a phone, light and dark."""
 
 import argparse
 import base64
@@ -8,9 +8,10 @@ import browser
 from PIL import Image
 
 SCREENS = {
-    "profile-light": ("light", 1100, 900, 1),
-    "profile-dark": ("dark", 1100, 900, 1),
-    "profile-phone": ("light", 390, 844, 1.5),
+    "profile-light": ("light", 1100, 768, 1),
+    "profile-dark": ("dark", 1100, 768, 1),
+    "profile-phone": ("light", 390, 780, 1.5),
+    "profile-phone-dark": ("dark", 390, 780, 1.5),
 }
 
 

@@ -117,7 +117,8 @@ def test_capabilities_are_chosen_as_kernel_builder_does(listed, known, chosen):
 
 
 def test_repo_id_stands_in_build_toml_alone():
-    documents = {"build.toml", "README.md"}  # the README shows users what to write
+    shown = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/recipes").glob("*.py")}
+    documents = {"build.toml", "README.md", *shown}  # what users copy
     holders = {
         path.relative_to(ROOT).as_posix()
         for path in repository_files()

@@ -71,7 +71,7 @@ def test_a_table():
     assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
 
 
-# What they show: test_hub_ways.py runs the examples
+# What they point at: test_examples.py runs what they show
 
 
 def test_links_lead_somewhere():
@@ -110,3 +110,22 @@ def test_commands_that_are_named_exist():
         inline = re.findall(r"`(make [^`]*)`", path.read_text())
         for target in re.findall(r"^make ([a-z-]+)", "\n".join([*shown, *inline]), re.MULTILINE):
             assert target in targets, f"{path.name}: make {target}"
+
+
+def test_messages_that_are_explained_are_given():
+    """Those in the first columns of docs/troubleshooting.md, but those of other libraries."""
+    places = ("torch-ext", "cpu", "cuda", "examples")
+    files = [
+        path for place in places for path in (project.ROOT / place).rglob("*") if path.suffix in (".py", ".h", ".cpp")
+    ]
+    given = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))  # literals on several lines
+    table = [
+        row for row in (project.ROOT / "docs/troubleshooting.md").read_text().splitlines() if row.startswith("| `")
+    ]
+    explained = [
+        words for row in table if "(from kernels)" not in row for words in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
+    assert len(explained) > 20
+    for message in explained:
+        for words in filter(None, map(str.strip, message.split("..."))):
+            assert words.strip("(), ") in given, message

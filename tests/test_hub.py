@@ -490,5 +490,4 @@ def test_the_card_states_the_facts_of_build_toml():
     assert 'On a Mac pass `backend="cpu"`' in card and f"macOS\n{abi.MACOS.removesuffix('.0')} and later" in card
     assert "on aarch64 it has portable C++ alone" in card
     assert f"`{'`, `'.join(f'torch-{backend}' for backend in noarch.BACKENDS)}`" in card
-    for document in (card, (project.ROOT / "README.md").read_text()):
-        assert re.search(r"never (been )?run on (either|such a GPU)", document)  # AMD's and Intel's
+    assert "never been run on such a GPU" in card  # AMD's and Intel's

@@ -2,11 +2,6 @@
 their weights fused, and the names that its own mapping uses. All through LOCAL_KERNELS, without the Hub."""
 
 import copy
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -314,90 +309,3 @@ def test_the_mixture_of_the_default_mapping(fused_mlp, device):
     for block in blocks:
         block.experts.to(torch.float64)
         assert "runs as it is: a weight of torch.float64" in fused_mlp.explain(block).reason
-
-
-# The examples.
-
-EXAMPLES = {
-    path.stem: path
-    for path in sorted((project.ROOT / "examples").glob("*.py"))
-    if path.stem not in ("demo", "local_build")
-}
-
-
-# What PyPI's torch says where there is no GPU. Python runs a module of this name when it starts.
-CUDA_TORCH_WITHOUT_GPU = """
-import torch
-torch.version.cuda = "13.0"
-torch.cuda.is_available = lambda: False
-"""
-
-
-TORCHS = ("this torch", "a CUDA torch without a GPU")
-
-
-@pytest.fixture(params=TORCHS)
-def with_torch(request, tmp_path):
-    """The environment of a process."""
-    chosen = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
-    if request.param == TORCHS[0]:
-        return chosen
-    (tmp_path / "sitecustomize.py").write_text(CUDA_TORCH_WITHOUT_GPU)
-    return chosen | {"PYTHONPATH": str(tmp_path)}
-
-
-# Under the other torch one for `kernels` and one for transformers: all of them find the build by the same lines.
-@pytest.mark.parametrize(
-    ("name", "with_torch"),
-    [*((name, TORCHS[0]) for name in EXAMPLES), ("kernelize", TORCHS[1]), ("kernel_config", TORCHS[1])],
-    indirect=["with_torch"],
-)
-def test_examples(name, with_torch):
-    """Each runs as it is, from anywhere, and says at the end that the answers agree."""
-    command = [sys.executable, EXAMPLES[name]]
-    done = subprocess.run(command, cwd="/", env=with_torch, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest difference" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines()) <= 100
-
-
-@pytest.mark.parametrize("name", ["kernel_config", "default_names"])
-def test_examples_where_transformers_takes_kernels_for_absent(name):
-    """Else one fails in transformers, and the other shows what it does not do."""
-    code = f"""
-import runpy, sys
-from transformers.utils import import_utils
-import_utils.is_kernels_available = lambda: False
-sys.path.insert(0, {str(EXAMPLES[name].parent)!r})
-runpy.run_path({str(EXAMPLES[name])!r})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"^error: transformers [\d.]+ does not take kernels", done.stderr, re.M)
-
-
-def test_what_the_readme_shows(with_torch, tmp_path):
-    """With the LOCAL_KERNELS that it shows, and run as a program of its own."""
-    readme = (project.ROOT / "README.md").read_text()
-    assert "LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in readme
-    command = [sys.executable, project.ROOT / "tools/project.py"]
-    value = subprocess.run(command, env=with_torch, capture_output=True, text=True, check=True).stdout.strip()
-    intro, *use = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    code = [*use, intro, "print(fused_mlp.__file__)"]  # the first example is of a model that one has
-    (tmp_path / "shown.py").write_text("\n".join(code))
-    done = subprocess.run(
-        [sys.executable, "shown.py"],
-        cwd=tmp_path,
-        env=with_torch | {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 MLPs run in one call each" in done.stdout
-    assert "No kernel mapping" not in done.stderr
-    loaded = Path(done.stdout.splitlines()[-1]).parent.name
-    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or "PYTHONPATH" in with_torch)
-
-
-def test_there_is_an_example_of_every_way():
-    assert set(EXAMPLES) == {"kernelize", "kernel_config", "default_names", "standalone_layer"}

@@ -72,8 +72,8 @@ def test_the_commands_of_the_document():
 
 def test_the_committed_page():
     """It is what page.py makes of the document's run, the drawings apart, and has no dead links."""
-    committed = project.ROOT / "docs" / "profile-h100.html"
-    assert f"({committed.name})" in document.DOCUMENT.read_text()
+    committed = RESULTS / "h100.html"
+    assert f"(../profiling/results/{committed.name})" in document.DOCUMENT.read_text()
     html = committed.read_text()
     made = page.make(json.loads((RESULTS / "h100.json").read_text()), set())
     drawing = re.compile("<svg.*?</svg>", re.DOTALL)

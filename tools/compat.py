@@ -7,6 +7,7 @@ Prints a table and writes it to docs/compatibility.md, with the variants that `k
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -33,6 +34,7 @@ SMOKES = project.ROOT / "tools/compatibility"
 DOCUMENT = project.ROOT / "docs/compatibility.md"
 ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
+SUMMARY = ("", "run", "least")
 MODELS = ("transformers", "`fuse_mlps`", "`register_experts`", "`use_kernels=True` and its own mapping")
 # CUDA versions: those that kernel-builder, as flake.lock has it, builds for, and those of a torch since 2.11.
 BUILT = ("12.6", "13.0", "13.2")
@@ -89,7 +91,7 @@ def tested(package: str) -> str:
 
 
 def available(package: str) -> list[str]:
-    """The releases of a package on PyPI."""
+    """The releases of a package that pip finds."""
     command = [sys.executable, "-m", "pip", "index", "versions", package]
     listed = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
@@ -172,17 +174,40 @@ def table(columns: tuple[str, ...], rows: list[Row]) -> Table:
 
 
 def document(rows: list[Row], models: list[Row]) -> str:
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"""# One build, many versions of torch
+    return f"""# Compatibility
+
+{documents.table(SUMMARY, summary(rows, models))}
+
+GPUs: tests and figures ran on an H100 and an H200, with torch 2.11.0+cu130. Nothing ran on another GPU.
+
+## Which torch
 
 Made by `make compat`: one build of the extensions, for torch's stable ABI of {oldest()}, loaded with `get_kernel` under
-Python {python} and each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
+each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
 gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
 
 {documents.table(COLUMNS, [row.cells for row in rows])}
 
 {models_of_transformers(models)}
 {chosen_variants()}"""
+
+
+def summary(rows: list[Row], models: list[Row]) -> list[tuple[str, str, str]]:
+    """What was run, and the least that can work."""
+    python = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    cudas = sorted({row.cells[1] for row in rows} - {"none"})
+    return [
+        ("torch", ", ".join(row.cells[0].partition("+")[0] for row in rows), f"{oldest()}, for its stable ABI"),
+        ("CUDA of torch", ", ".join(cudas), "12.6, for which the code was compiled and not run"),
+        ("Python", here, f"{python}, which `kernels` wants; not free-threaded"),
+        ("`kernels`", tested("kernels"), "no other was tried"),
+        (
+            "transformers",
+            ", ".join(row.cells[0] for row in models),
+            "no older was tried; see [below](#which-transformers)",
+        ),
+    ]
 
 
 def models_of_transformers(rows: list[Row]) -> str:
@@ -213,9 +238,9 @@ def chosen_variants() -> str:
     return f"""## Which variant a torch for CUDA takes
 
 A release has variants for CUDA {built}. By the rule of `kernels`, a torch takes the newest of its own
-major version of CUDA that is not newer than itself. The table above has no torch for CUDA 12: since 2.11, PyPI has
-torch for CUDA 13 alone. What is known of the variant for CUDA 12.6 is that the compilers of 12.6 and 12.8 accept its
-code (`make matrix`).
+major version of CUDA that is not newer than itself. The table above has no torch for CUDA 12: since 2.11, pip
+installs torch for CUDA 13 alone. What is known of the variant for CUDA 12.6 is that the compilers of 12.6 and 12.8
+accept its code (`make matrix`).
 
 {documents.table(("CUDA of torch", "variant"), rows, left=2)}
 """

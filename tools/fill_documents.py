@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fills README.md, docs/performance.md and the READMEs of cuda/ from what was measured (benchmarks/results,
+"""Fills README.md, CARD.md, docs/performance.md and the READMEs of cuda/ from what was measured (benchmarks/results,
 profiling/results) and counted (docs/coverage.md), so that no figure in their tables is copied by hand.
 """
 
@@ -13,7 +13,7 @@ import textwrap
 import documents
 import project
 
-PLACES = ("README.md", "docs/performance.md", "cuda/README.md", "cuda/sm80/README.md")
+PLACES = ("README.md", "CARD.md", "docs/performance.md", "cuda/README.md", "cuda/sm80/README.md")
 DOCUMENTS = [project.ROOT / place for place in PLACES]
 RESULTS = project.ROOT / "benchmarks/results"
 CPU_PROFILE = project.ROOT / "profiling/results/cpu.json"
@@ -22,51 +22,30 @@ COVERAGE = project.ROOT / "docs/coverage.md"
 
 HEADS = {
     "compile": "torch.compile",
-    "compile-max": "max-autotune",
     "liger": "Liger",
     "quack": "QuACK",
     "gemms": "cuBLAS GEMMs alone",
     "gemm": "cuBLAS GEMM alone",
-    "gate-up-gemm": "cuBLAS, packed",
     "addmm-activation": "cuBLASLt GELU_BIAS",
+    "copy": "a copy",
     "ours": "**fused-mlp**",
-    "ours-erf": "**fused-mlp**, erf",
-    "ours-gated": "**fused-mlp**, gated",
-    "ours-triton": "ours, Triton",
-    "ours-backward": "**fused-mlp**, backward",
     "eager-backward": "eager, backward",
+    "ours-backward": "**fused-mlp**, backward",
 }
-KEYS = {"wall": "wall_us", "CPU": "cpu_us"}  # and GPU time where a column names neither
-# The name of a part: the run, what its shapes are called, the columns: a provider, which time, and after the stroke the
-# provider that its ratio in brackets is to.
+# The name of a part: the run, what its shapes are called, the columns: a provider, and after the stroke the provider
+# that its speed-up in brackets is over.
 TABLES = {
-    "mlp": (
-        "h100-mlp",
-        "M, D, H",
-        "eager; compile / eager; liger / eager; gemms / eager; ours / eager; ours-triton / eager",
-    ),
-    "mlp-wall": (
-        "h100-mlp",
-        "M, D, H",
-        "eager wall; compile wall / eager; liger wall / eager; ours wall / eager; eager CPU; ours CPU / eager",
-    ),
-    "gated": ("h100-mlp", "M, D, H", "gate-up-gemm; ours-gated / gate-up-gemm"),
-    "compile-max": ("h100-compile-max", "M, D, H", "eager; compile-max / eager; ours / eager"),
-    "quack": ("h100-quack", "M, D, H", "eager; quack / eager; ours / eager; quack CPU; ours CPU"),
+    "mlp": ("h100-mlp", "M, D, H", "eager; compile / eager; liger / eager; gemms / eager; ours / eager"),
+    "quack": ("h100-quack", "M, D, H", "eager; quack / eager; ours / eager"),
     "linear": (
         "h100-linear",
         "M, K, N",
-        "eager; compile / eager; gemm / eager; addmm-activation / eager; ours / eager; ours-erf / eager",
-    ),
-    "linear-few-rows": (
-        "h100-linear-few-rows",
-        "M, K, N",
-        "eager; addmm-activation / eager; ours / eager; eager wall; addmm-activation wall / eager; ours wall / eager",
+        "eager; compile / eager; addmm-activation / eager; gemm / eager; ours / eager",
     ),
     "pointwise": (
         "h100-pointwise",
         "M, H",
-        "eager; compile / copy; ours / copy; eager-backward; ours-backward / copy-backward",
+        "copy; eager; compile / eager; ours / eager; eager-backward; ours-backward / eager-backward",
     ),
 }
 
@@ -80,30 +59,24 @@ def main() -> None:
 
 def parts() -> dict[str, str]:
     tables = {name: providers_table(*table) for name, table in TABLES.items()} | {
-        "models": models_table("h200-models", "h200-models-compiled"),
-        "models-h100": models_table("h100-models"),
-        "generate": generate_table("h100-generate"),
-        "generate-h200": generate_table("h200-generate"),
-        "generate-mixture": generate_table("h200-generate-mixture"),
-        "generate-static": generate_table("h200-generate-static"),
+        "expect": expect_table(),
+        "models": models_table(),
+        "generate": generate_table(),
         "training": training_table(),
-        "widths": widths_table(),
+        "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
         "gpu-experts": gpu_experts_table(),
         "modules": modules_table(),
+        "sweep": sweep_table(),
+        "cpu": cpu_table(),
         "mma-sync": mma_sync_table(),
     }
     sentences = {
         "machine": machine(),
-        "models-machine": models_machine("h200-models"),
-        "models-machine-h100": models_machine("h100-models"),
+        "models-machine": models_machine(),
+        "generate-spread": generate_spread(),
         "training-machine": training_machine(),
-        "sweep": sweep_sentence(),
-        "between": between_sentence(),
-        "sweep-graphs": sweep_graphs_sentence(),
-        "between-graphs": between_graphs_sentence(),
-        "cpu": cpu_sentence(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -120,18 +93,21 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def gain(*speedups: float) -> str:
+    """A speed-up, or the least and the greatest of several."""
+    low, high = (f"{of(speedups):.2f}" for of in (min, max))
+    return f"{high}x" if low == high else f"{low}-{high}x"
+
+
 def providers_table(name: str, shape: str, columns: str) -> str:
-    wanted = [(what.split(), base) for what, _, base in (column.partition(" / ") for column in columns.split("; "))]
-    heads = [", ".join([HEADS.get(provider, provider), *which]) for (provider, *which), _ in wanted]
+    """GPU time in microseconds."""
+    wanted = [(provider, base) for provider, _, base in (column.partition(" / ") for column in columns.split("; "))]
     rows = []
     for result in run(name)["results"]:
-        row = [", ".join(map(str, result["shape"]))]
-        for (provider, *which), base in wanted:
-            key = KEYS[which[0]] if which else "kernel_us"
-            time = result["providers"][provider][key]
-            row.append(figure(time) + (f" ({time / result['providers'][base][key]:.2f})" if base else ""))
-        rows.append(row)
-    return documents.table((shape, *heads), rows, left=1)
+        us = {provider: figures["kernel_us"] for provider, figures in result["providers"].items()}
+        cells = (figure(us[of]) + (f" ({gain(us[base] / us[of])})" if base else "") for of, base in wanted)
+        rows.append((", ".join(map(str, result["shape"])), *cells))
+    return documents.table((shape, *(HEADS.get(of, of) for of, _ in wanted)), rows, left=1)
 
 
 def machine() -> str:
@@ -142,207 +118,246 @@ def machine() -> str:
     )
 
 
-# Whole models.
+# What to expect, by situation.
 
-NAMES = {"gemma-2b": "Gemma 2B size", "llama-8b": "Llama 8B size", "qwen3-30b-a3b": "Qwen3 30B-A3B size"}
-SETUPS = {
-    "eager": "eager",
-    "batched_mm": "batched_mm",
-    "liger": "Liger",
-    "ours": HEADS["ours"],
-    "compile": "CUDA graphs by torch.compile",
-    "ours + compile": f"{HEADS['ours']} in them",
+GROUPS = {
+    "BERT, MiniLM: sentence embeddings": ("minilm", "bert-base"),
+    "ViT, DINOv2, Whisper's encoder": ("vit-b/16", "dinov2-base", "whisper-base encoder"),
+    "T5's encoder": ("flan-t5-base encoder",),
+    "GPT-2, Llama 1B, Gemma 2B: one forward": ("gpt2", "llama-1b", "gemma-2b", "gemma-2-2b"),
+    "diffusion transformers: SD 3, PixArt": ("sd3-medium", "pixart-alpha"),
+    "a UNet: Stable Diffusion 1.5": ("sd-1.5 unet",),
+}
+# What nobody has run, in words.
+NEVER_RUN = {
+    "A100, L4, L40S, RTX 3090 to 5090": "mostly cuBLAS and one pointwise kernel",
+    "B200": "cuBLAS and one pointwise kernel",
+    "GPUs by AMD and Intel": "PyTorch; Triton kernels on request",
 }
 
 
-COMPILED = {"compiled": "fused, compiled", "graphs": "fused, in CUDA graphs"}  # by the benchmark's names of the modes
-
-
-def models_table(name: str, compiled_name: str = "") -> str:
-    """Times of the forward of whole models, fused against not; those of compiled models are another run's."""
-    found = run(compiled_name)["results"] if compiled_name else []
-    compiled = {(each["model"], each["size"]): each for each in found}
-    modes = COMPILED if compiled_name else {}
+def expect_table() -> str:
+    """Speed-ups by what one runs, the modes beside each other."""
+    found = models()
     rows = []
-    for result in run(name)["results"]:
-        times, others = result["variants"], compiled.get((result["model"], result["size"]), {})
-        place = result.get("in_place_us")
-        rows.append(
-            (
-                f"{result['model']}, {result['size']}",
-                f"{times['eager']['ms']:.2f} ± {models_spread_of(times):.0f}%",
-                models_ratio(result, "eager"),
-                f"{place['eager']:.0f} to {place['eager fused']:.0f}" if place else "",
-                *(models_ratio(others, mode) for mode in modes),
-            )
+    for title, names in GROUPS.items():
+        of = [result for result in found if result["model"] in names]
+        cells = ([speedup for each in of if (speedup := models_speedup(each, mode))] for mode in MODES)
+        rows.append((title, "H200", *(gain(*cell) if cell else "" for cell in cells)))
+
+    eager, graphs = generate_gains("h200-generate")[0], generate_gains("h100-generate")[1]
+    rows.append(("`generate`: Gemma 2B, Llama 8B", "H200; graphs: H100", gain(*eager), "", gain(*graphs)))
+    eager, graphs = generate_gains("h200-generate-static")
+    rows.append(("`generate`: four layers of Qwen3 30B-A3B, a mixture", "H200", gain(*eager), "", gain(*graphs)))
+
+    for model, title in {"gpt2": "GPT-2", "llama": "four layers of Llama 8B"}.items():
+        (times,) = (each["providers"] for each in run("h200-training")["results"] if each.get("model") == model)
+        memory = times["ours"]["peak"] / times["eager"]["peak"]
+        speedup = gain(times["eager"]["wall_us"] / times["ours"]["wall_us"])
+        rows.append((f"a training step: {title}", "H200", f"{speedup}, {memory:.0%} of the memory", "", ""))
+
+    unfused = {kind: gain(*unfused_gains(kind)) for kind in ("lora", "lora trained", "nf4")}
+    lora = f"{unfused['lora']}; training {unfused['lora trained']}"
+    rows.append(("LoRA on the MLP: not fused", "H100", lora, "", ""))
+    rows.append(("NF4 weights: not fused", "H100", unfused["nf4"], "", ""))
+
+    for title, dtype, maker, where in (
+        ("one MLP in bfloat16, Intel CPU with AMX", "bfloat16", "Intel", "Xeon"),
+        ("one MLP in float32, the same CPU", "float32", "Intel", "Xeon"),
+        ("one MLP in float32, AMD CPU of Zen 5", "float32", "AMD", "EPYC"),
+    ):
+        inference, trained = (
+            1 / statistics.median(module_ratios(maker, dtype, way)) for way in ("inference", "training")
         )
-    heads = ("model, input", "eager, ms", "fused", "CPU time behind attention, us", *modes.values())
-    return documents.table(heads, rows, left=1)
+        rows.append((title, where, f"{gain(inference)}; training {gain(trained)}", "", ""))
+    rows += [(what, "never run", words, "", "") for what, words in NEVER_RUN.items()]
+    return documents.table(("you run", "measured on", *MODES.values()), rows, left=5)
 
 
-def models_ratio(result: dict, mode: str) -> str:
-    """That of neighbouring turns, where the run has it; nothing where copies lie further apart than fusing could make
-    them.
-    """
-    times = result.get("variants", {})
-    if mode not in times:
-        return ""
-    original, fused = times[mode], times[f"{mode} fused"]
-    ratio = result.get("ratios", {}).get(mode)
-    figures = [(ratio, "ratio")] if ratio else [(original, "ms"), (fused, "ms")]
-    if any(each["high"] - each["low"] > 0.25 * each[median] for each, median in figures):
-        return ""
-    return f"{ratio['ratio'] if ratio else fused['ms'] / original['ms']:.2f}"
+# Whole models.
+
+MODES = {"eager": "eager", "compiled": "compiled", "graphs": "CUDA graphs"}  # by the benchmark's names
 
 
-def models_spread_of(times: dict) -> float:
-    """Half of how far the copies of the slower-spread variant lie apart, in percent."""
-    return max(50 * (each["high"] - each["low"]) / each["ms"] for each in times.values())
+def models() -> list[dict]:
+    """The run in eager, with what another run has of the same models compiled."""
+    compiled = {(each["model"], each["size"]): each for each in run("h200-models-compiled")["results"]}
+    found = []
+    for result in run("h200-models")["results"]:
+        other = compiled.get((result["model"], result["size"]), {"variants": {}, "ratios": {}})
+        found.append(result | {key: result[key] | other[key] for key in ("variants", "ratios")})
+    return found
 
 
-def models_spread(name: str) -> str:
-    """The distance between the copies of one variant."""
-    variants = [times for result in run(name)["results"] for times in result["variants"].values()]
-    spreads = sorted((times["high"] - times["low"]) / times["ms"] for times in variants)
-    return f"{100 * spreads[len(spreads) // 2]:.0f}% at the median and {100 * spreads[-1]:.0f}% at most"
+def models_table() -> str:
+    """In each mode the time unfused, in milliseconds, and the speed-up."""
+    rows = []
+    for result in models():
+        cells = [f"{result['model']}, {result['size']}"]
+        for mode in MODES:
+            original, speedup = result["variants"].get(mode), models_speedup(result, mode)
+            spread = max(map(half_range, (original, result["variants"][f"{mode} fused"]))) if original else 0
+            cells += [f"{original['ms']:.2f} ± {spread:.0%}" if original else "", gain(speedup) if speedup else ""]
+        rows.append(cells)
+    heads = (head for title in MODES.values() for head in (f"{title}, ms", "fused"))
+    return documents.table(("model, input", *heads), rows, left=1)
 
 
-def models_machine(name: str) -> str:
-    facts = run(name)["machine"]
-    libraries = ", ".join(f"{each} {facts[each]}" for each in ("transformers", "diffusers") if each in facts)
+def half_range(times: dict) -> float:
+    return (times["high"] - times["low"]) / times["ms"] / 2
+
+
+def models_speedup(result: dict, mode: str) -> float | None:
+    """None where copies lie further apart than fusing could make them, or nothing was measured."""
+    ratio = result["ratios"].get(mode)
+    if ratio is None or ratio["high"] - ratio["low"] > 0.25 * ratio["ratio"]:
+        return None
+    return 1 / ratio["ratio"]
+
+
+def models_machine() -> str:
+    facts = run("h200-models")["machine"]
+    spreads = [half_range(times) for result in models() for times in result["variants"].values()]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, {libraries}, bfloat16, random weights; at least "
-        f"{facts['copies']} copies of each variant in turns, which lie {models_spread(name)} apart. "
-        "Ratios below 1 are faster; a ratio is to the same mode without fusing, of runs right after one another."
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, diffusers "
+        f"{facts['diffusers']}, bfloat16, random weights; {facts['copies']} copies of each variant take turns. They "
+        f"differ by ±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
     )
 
 
-# Those who train, as far as a run has them: their times, and of some the memory.
-TRAINED = ("compile", "liger", "liger-gemm", "liger-tiled", "checkpoint", "quack", "gemms", "ours", "ours-recompute")
-KEEPING = ("eager", "liger-tiled", "ours", "ours-recompute")
-TRAINED_HEADS = HEADS | {"liger-gemm": "LigerMLP", "liger-tiled": "Liger, tiled", "ours-recompute": "recomputing"}
+GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-generate-static")
+
+
+def generate_spread() -> str:
+    ways = [way for name in GENERATED for result in run(name)["results"] for way in result["setups"].values()]
+    spreads = [way["tokens_per_second_spread"] / 2 for way in ways if "tokens_per_second_spread" in way]
+    return (
+        f"On the H200 the turns of one way differ in tokens/s by ±{statistics.median(spreads):.0%} at the median and "
+        f"±{max(spreads):.0%} at most; the runs on the H100 have no spread."
+    )
+
+
+def generate_gains(name: str) -> tuple[list[float], list[float]]:
+    """Of tokens a second: in eager, and with a static cache in CUDA graphs."""
+    eager, graphs = [], []
+    for result in run(name)["results"]:
+        rates = {way: figures["tokens_per_second"] for way, figures in result["setups"].items()}
+        eager.append(rates["ours"] / rates["eager"])
+        graphs += [rates["ours + compile"] / rates["compile"]] if "compile" in rates else []
+    return eager, graphs
+
+
+def generate_table() -> str:
+    rows = []
+    for name in GENERATED:
+        found = run(name)
+        for result in found["results"]:
+            ways = result["setups"]
+            rates = {way: figures["tokens_per_second"] for way, figures in ways.items()}
+            first = {way: figures["ttft_ms"] for way, figures in ways.items()}
+            rows.append(
+                (
+                    f"{result['model']}, {result['layers']} layers",
+                    str(result["batch"]),
+                    found["machine"]["gpu"].split()[1],
+                    f"{first['eager']:.1f}",
+                    gain(first["eager"] / first["ours"]),
+                    figure(rates["eager"]),
+                    gain(rates["liger"] / rates["eager"]) if "liger" in rates else "",
+                    gain(rates["ours"] / rates["eager"]),
+                    figure(rates["compile"]) if "compile" in rates else "",
+                    gain(rates["ours + compile"] / rates["compile"]) if "compile" in rates else "",
+                )
+            )
+    heads = ("first token, eager, ms", "fused", "tokens/s, eager", "Liger", "fused", "in CUDA graphs", "fused in them")
+    return documents.table(("model", "batch", "GPU", *heads), rows, left=1)
 
 
 def training_table() -> str:
-    """Eager's GPU and wall time in microseconds and memory in MiB; of the others their parts of these."""
-    results = run("h200-training")["results"]
-    present = {way for result in results for way in result["providers"]}
-    trained, keeping = ([way for way in ways if way in present] for ways in (TRAINED, KEEPING))
+    """Eager's wall time and peak memory; speed-ups over it, and parts of its memory."""
     rows = []
-    for result in results:
+    for result in run("h200-training")["results"]:
         times = result["providers"]
         if not times:
             continue
-        eager, name = times["eager"], f"step of {result['model']}, " if "model" in result else ""
-        row = [name + ", ".join(map(str, result["shape"])), f"{eager['kernel_us']:.0f} / {eager['wall_us']:.0f}"]
-        for way in trained:
-            ratios = (f"{times[way][key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us") if way in times)
-            row.append(" / ".join(ratios))
-        row += [f"{times[way]['saved']:.0f} / {times[way]['peak']:.0f}" if way in times else "" for way in keeping]
-        rows.append(row)
-    heads = (TRAINED_HEADS.get(way, way) for way in trained)
-    memory = (f"{TRAINED_HEADS.get(way, way)}, MiB" for way in keeping)
-    return documents.table(("M, D, H", "eager, us", *heads, *memory), rows, left=1)
+        name = f"step of {result['model']}, " if "model" in result else ""
+        eager, ways = times["eager"], ("compile", "liger", "ours", "ours-recompute")
+        gains = (gain(eager["wall_us"] / times[way]["wall_us"]) if way in times else "" for way in ways)
+        memory = (f"{times[way]['peak'] / eager['peak']:.0%}" for way in ("ours", "ours-recompute"))
+        row = (name + ", ".join(map(str, result["shape"])), f"{eager['wall_us'] / 1e3:.2f}", *gains)
+        rows.append((*row, f"{eager['peak']:.0f}", *memory))
+    heads = ("torch.compile", "Liger", "**fused-mlp**", "recomputing", "peak, MiB", "**fused-mlp**", "recomputing")
+    return documents.table(("M, D, H", "eager, ms", *heads), rows, left=1)
 
 
 def training_machine() -> str:
     facts = run("h200-training")["machine"]
+    spreads = [
+        way["wall_us_spread"] / 2 for each in run("h200-training")["results"] for way in each["providers"].values()
+    ]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU: GPU time / wall time, as parts of eager's; "
-        f"memory kept for the backward / at the peak. A copy moves {facts['copy_bandwidth_GBps']} GB/s."
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU; wall time, whose turns differ by "
+        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
     )
 
 
-def generate_table(name: str) -> str:
+# Models that are not fused whole.
+
+UNFUSED = {
+    "plain": "plain linear layers: fused whole",
+    "hook": "a forward hook on each down projection",
+    "lora": "LoRA on all linear layers, inference",
+    "lora trained": "LoRA on all linear layers, a training step",
+    "nf4": "bitsandbytes NF4",
+}
+
+
+def unfused_points(kind: str) -> dict[int, list[float]]:
+    """Speed-ups of the turns, by rows."""
+    points = (point for point in run("h100-unfused")["points"] if point["kind"] == kind)
+    return {point["rows"]: [1 / ratio for ratio in point["ratios"]] for point in points}
+
+
+def unfused_gains(kind: str) -> list[float]:
+    return [statistics.median(speedups) for speedups in unfused_points(kind).values()]
+
+
+def unfused_table() -> str:
+    """Medians, and quartiles in brackets."""
     rows = []
-    for result in run(name)["results"]:
-        eager = result["setups"]["eager"]
-        for key, title in SETUPS.items():
-            found = result["setups"].get(key)
-            if found is None:
-                continue
-            where = (NAMES[result["model"]], str(result["batch"])) if key == "eager" else ("", "")
-            first = f"{found['ttft_ms']:.1f} ({eager['ttft_ms'] / found['ttft_ms']:.2f})"
-            rate = found["tokens_per_second"]
-            rows.append((*where, title, first, f"{rate:.0f} ({rate / eager['tokens_per_second']:.2f})"))
-    return documents.table(("model", "batch", "set-up", "first token, ms", "tokens/s"), rows, left=3)
+    for kind, title in UNFUSED.items():
+        cells = (statistics.quantiles(speedups, n=4) for speedups in unfused_points(kind).values())
+        rows.append((title, *(f"{gain(median)} ({low:.2f} to {high:.2f})" for low, median, high in cells)))
+    return documents.table(("model", *(f"{rows} rows" for rows in unfused_points("plain"))), rows, left=1)
 
 
 # All widths.
 
 
-def ratios(results: list[dict], key: str) -> list[float]:
-    return [result["providers"]["ours"][key] / result["providers"]["eager"][key] for result in results]
-
-
-def widths_table() -> str:
-    """A row a width: medians and extremes over the numbers of rows."""
-    by_width: dict[tuple[int, ...], list[dict]] = {}
-    for result in run("h100-sweep")["results"]:
-        by_width.setdefault(tuple(result["shape"][1:]), []).append(result)
+def sweep_table() -> str:
+    """One gated MLP in CUDA graphs, the least flattering mode."""
     rows = []
-    for width, results in sorted(by_width.items()):
-        gpu, wall = ratios(results, "kernel_us"), ratios(results, "wall_us")
-        cells = (f"{of(values):.2f}" for values in (gpu, wall) for of in (min, statistics.median, max))
-        rows.append((" x ".join(map(str, width)), *cells))
-    heads = (f"{kind}, {which}" for kind in ("GPU", "wall") for which in ("best", "median", "worst"))
-    return documents.table(("D x H", *heads), rows, left=1)
+    for name in ("h200-sweep-graphs", "h100-sweep-graphs", "h200-between-graphs"):
+        found = run(name)
+        times = [result["providers"] for result in found["results"]]
+        speedups = [each["eager"]["graph_us"] / each["ours"]["graph_us"] for each in times]
+        spreads = [way["graph_us_spread"] / 2 for each in times for way in each.values()]
+        what = "drawn at random" if "between" in name else "of nine models"
+        cells = (gain(of(speedups)) for of in (max, statistics.median, min))
+        rows.append((f"{len(speedups)} {what}", found["machine"]["gpu"], *cells, f"±{statistics.median(spreads):.1%}"))
+    return documents.table(("shapes", "GPU", "best", "median", "worst", "spread, median"), rows, left=2)
 
 
-def sweep_sentence() -> str:
-    results = run("h100-sweep")["results"]
-    rows = sorted({result["shape"][0] for result in results})
-    widths = len({tuple(result["shape"][1:]) for result in results})
-    gpu, wall = ratios(results, "kernel_us"), ratios(results, "wall_us")
-    return (
-        f"Over {len(results)} shapes ({rows[0]} to {rows[-1]} rows, the widths of {widths} models) the fused MLP takes "
-        f"{statistics.median(gpu):.2f} of eager's GPU time at the median and {max(gpu):.2f} at worst, and "
-        f"{statistics.median(wall):.2f} and {max(wall):.2f} of its wall time."
-    )
-
-
-def sweep_graphs_sentence() -> str:
-    runs = [run("h200-sweep-graphs"), run("h100-sweep-graphs")]
-    found = {measured["machine"]["gpu"]: ratios(measured["results"], "graph_us") for measured in runs}
-    figures = "; ".join(
-        f"on an {gpu} {statistics.median(of):.2f} at the median, {max(of):.2f} at worst and over 1 at "
-        f"{sum(ratio > 1 for ratio in of) or 'none'} of {len(of)} shapes"
-        for gpu, of in found.items()
-    )
-    return f"In CUDA graphs it takes, of eager's time over the same widths and rows: {figures}."
-
-
-def between_graphs_sentence() -> str:
-    measured = run("h200-between-graphs")
-    found = ratios(measured["results"], "graph_us")
-    return (
-        f"At {len(found)} shapes drawn at random it takes {statistics.median(found):.2f} at the median on an "
-        f"{measured['machine']['gpu']}, {max(found):.3f} at worst, and over 1 at "
-        f"{sum(ratio > 1 for ratio in found) or 'none'} of them."
-    )
-
-
-def between_sentence() -> str:
-    results = run("h100-between")["results"]
-    gpu = ratios(results, "kernel_us")
-    slower = sum(ratio > 1 for ratio in gpu)
-    return (
-        f"Over {len(results)} more shapes, at rows and widths between and beside those, GPU time is "
-        f"{statistics.median(gpu):.2f} of eager's at the median; it is longer than eager's at {slower} of them, "
-        f"{max(gpu):.2f} at worst."
-    )
-
-
-def cpu_sentence() -> str:
+def cpu_table() -> str:
     run = json.loads(CPU_PROFILE.read_text())
     (mlp,) = (workload for workload in run["workloads"] if workload["key"] == "mlp")
     shape, facts = mlp["shape"], run["machine"]
     ms = {setup["key"]: setup["wall_us"] / 1e3 for setup in mlp["setups"]}
-    return (
-        f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, "
-        f"{run['dtype']}: a gated MLP of {shape['batch'] * shape['seq']} x {shape['dim']} x {shape['hidden']} takes "
-        f"{ms['ours']:.0f} ms, eager {ms['eager']:.0f} and torch.compile {ms['compile']:.0f}."
-    )
+    machine = f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}"
+    sizes = f"{shape['batch'] * shape['seq']}, {shape['dim']}, {shape['hidden']}"
+    gains = (gain(ms["eager"] / ms[way]) for way in ("compile", "ours"))
+    row = (machine, run["dtype"], sizes, f"{ms['eager']:.0f}", *gains)
+    return documents.table(("CPU", "dtype", "M, D, H", "eager, ms", "torch.compile", HEADS["ours"]), [row], left=3)
 
 
 # Experts of mixtures.
@@ -351,40 +366,30 @@ EXPERTS = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_
 
 
 def experts_table() -> str:
-    """Ratios to the best of transformers' ways."""
+    """Speed-ups over the best of transformers' ways."""
     rows = []
     for result in run("cpu-experts")["results"]:
         times = {name: figures["wall_us"] for name, figures in result["providers"].items()}
         best = min(time for name, time in times.items() if name != "ours")
-        cells = (f"{times[name] / best:.2f}" if name in times else "" for name in EXPERTS)
+        cells = (gain(best / times[name]) if name in times else "" for name in EXPERTS)
         backward = ", with backward" if result["backward"] else ""
         rows.append((f"{result['tokens']}, {result['routing']}{backward}", *cells))
     return documents.table(("tokens, routing", *EXPERTS.values()), rows, left=1)
 
 
-# What transformers and Liger run, and what is ours by name: "ours" alone is what a call takes by itself.
-GPU_EXPERTS = {
-    "grouped_mm": "grouped_mm",
-    "batched_mm": "batched_mm",
-    "liger": "Liger",
-    "ours-triton": "ours, Triton",
-    "ours-cuda": "ours, CUDA",
-    "ours": HEADS["ours"],
-}
-
-
 def gpu_experts_table() -> str:
-    """GPU and wall time in microseconds."""
-    results = [result for result in run("h200-experts")["results"] if result["providers"]]
-    names = [name for name in GPU_EXPERTS if any(name in result["providers"] for result in results)]
+    """GPU time in microseconds, and the speed-up over the fastest other way."""
     rows = []
-    for result in results:
-        times = result["providers"]
-        backward = ", with backward" if result["backward"] else ""
-        cells = (f"{times[n]['kernel_us']:.0f} / {times[n]['wall_us']:.0f}" if n in times else "" for n in names)
-        rows.append((f"{result['name']}, {result['tokens']}, {result['routing']}{backward}", *cells))
-    heads = ("experts, tokens, routing", *(GPU_EXPERTS[name] for name in names))
-    return documents.table(heads, rows, left=1)
+    for result in run("h200-experts")["results"]:
+        if result["routing"] != "balanced" or not result["providers"]:
+            continue
+        us = {way: figures["kernel_us"] for way, figures in result["providers"].items()}
+        others = [way for way in ("grouped_mm", "batched_mm") if way in us]
+        cells = (f"{us[way]:.0f}" if way in us else "" for way in ("grouped_mm", "batched_mm"))
+        ours = f"{us['ours']:.0f} ({gain(min(us[way] for way in others) / us['ours'])})"
+        trained = ", with backward" if result["backward"] else ""
+        rows.append((f"{result['name']}, {result['tokens']}{trained}", *cells, ours))
+    return documents.table(("experts, tokens", "grouped_mm", "batched_mm", HEADS["ours"]), rows, left=1)
 
 
 def gpu_experts_machine() -> str:
@@ -394,12 +399,12 @@ def gpu_experts_machine() -> str:
         f"{result['top_k']} a token"
         for result in found["results"]
     }
-    spreads = [way["wall_us_spread"] for result in found["results"] for way in result["providers"].values()]
+    spreads = [way["kernel_us_spread"] for result in found["results"] for way in result["providers"].values()]
     facts = found["machine"]
     return (
-        f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, {facts['dtype']}: GPU / wall "
-        f"time in us; the turns of one way differ by {statistics.median(spreads):.1%} of their median wall time. "
-        f"{'; '.join(shapes.values())}."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, {facts['dtype']}: GPU "
+        f"time in us, balanced routing; the turns of one way lie {statistics.median(spreads):.1%} of their median "
+        f"apart at the median. {'; '.join(shapes.values())}."
     )
 
 
@@ -410,9 +415,8 @@ def experts_machine() -> str:
     return (
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
-        f"{shape['top_k']} a token. Wall time as a part of the best of transformers' ways. The machine was busy with "
-        f"other work: the turns of one way differ by {statistics.median(spreads):.0%} of their median, and the times "
-        "themselves say nothing."
+        f"{shape['top_k']} a token. Speed-ups in wall time over the best of transformers' ways. The machine was busy "
+        f"with other work: the turns of one way lie {statistics.median(spreads):.0%} of their median apart."
     )
 
 
@@ -460,23 +464,26 @@ ROWS = ((1, 15), (16, 127), (128, 2048))
 
 
 def modules_table() -> str:
-    """By dtype, way and machine: medians of the ratios, by number of rows and of all; how many are losses."""
+    """By dtype, way and machine: medians of the speed-ups, by number of rows and of all; how many are losses."""
     rows = []
     for dtype, way in itertools.product(("float32", "bfloat16"), ("inference", "training")):
-        for maker, name in MODULES.items():
-            of = [each for each in run(name)["results"] if (each["dtype"], each["way"]) == (dtype, way)]
-            medians = [statistics.median(ratios_of(of, *bounds)) for bounds in (*ROWS, (1, 2048))]
-            high = ratios_of(of, 1, 2048)[int(0.95 * len(of))]
+        for maker in MODULES:
+            medians = [
+                1 / statistics.median(module_ratios(maker, dtype, way, *bounds)) for bounds in (*ROWS, (1, 2048))
+            ]
+            of = [each for each in run(MODULES[maker])["results"] if (each["dtype"], each["way"]) == (dtype, way)]
             losses = sum(min(each["ratios"]) > 1.05 for each in of)
-            rows.append(
-                (f"{dtype}, {way}", maker, *(f"{cell:.2f}" for cell in (*medians, high)), f"{losses} of {len(of)}")
-            )
-    heads = ("", "CPU", *(f"{low} to {high} rows" for low, high in ROWS), "all", "95%", "above 1.05, twice")
+            rows.append((f"{dtype}, {way}", maker, *map(gain, medians), f"{losses} of {len(of)}"))
+    heads = ("", "CPU", *(f"{low} to {high} rows" for low, high in ROWS), "all", "slower than 0.95x, twice")
     return documents.table(heads, rows, left=2)
 
 
-def ratios_of(points: list[dict], low: int, high: int) -> list[float]:
-    return sorted(each["ratios"][0] for each in points if low <= each["rows"] <= high)
+def module_ratios(maker: str, dtype: str, way: str, low: int = 1, high: int = 2048) -> list[float]:
+    return [
+        each["ratios"][0]
+        for each in run(MODULES[maker])["results"]
+        if (each["dtype"], each["way"]) == (dtype, way) and low <= each["rows"] <= high
+    ]
 
 
 def modules_machines() -> str:
@@ -486,7 +493,7 @@ def modules_machines() -> str:
         f"{each['copy_bandwidth_GBps']} GB/s, PyTorch {each['torch']}"
         for maker, each in facts.items()
     ]
-    return f"{'; '.join(words)}. Medians of the fused module's time as a part of the original's."
+    return f"{'; '.join(words)}. Medians of the speed-ups."
 
 
 # Models that fuse_mlps takes.
