@@ -5,7 +5,6 @@ import copy
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama import modeling_llama
 from transformers.utils import kernel_config
 
+import forks
 import machine
 import mixtures
 import project
@@ -325,7 +325,7 @@ EXAMPLES = {
 }
 
 
-# What PyPI's torch says where there is no GPU. Python runs a module of this name when it starts.
+# What PyPI's torch says where there is no GPU.
 CUDA_TORCH_WITHOUT_GPU = """
 import torch
 torch.version.cuda = "13.0"
@@ -336,26 +336,20 @@ torch.cuda.is_available = lambda: False
 TORCHS = ("this torch", "a CUDA torch without a GPU")
 
 
-@pytest.fixture(params=TORCHS)
-def with_torch(request, tmp_path):
-    """The environment of a process."""
-    chosen = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
-    if request.param == TORCHS[0]:
-        return chosen
-    (tmp_path / "sitecustomize.py").write_text(CUDA_TORCH_WITHOUT_GPU)
-    return chosen | {"PYTHONPATH": str(tmp_path)}
+def run(installed: str, program: str | Path, cwd: str | Path, **variables: str) -> subprocess.CompletedProcess:
+    """With this torch, and no LOCAL_KERNELS but a given one."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
+    return forks.run(program, cwd=cwd, env=environment, before=CUDA_TORCH_WITHOUT_GPU if installed != TORCHS[0] else "")
 
 
 # Under the other torch one for `kernels` and one for transformers: all of them find the build by the same lines.
 @pytest.mark.parametrize(
-    ("name", "with_torch"),
+    ("name", "installed"),
     [*((name, TORCHS[0]) for name in EXAMPLES), ("kernelize", TORCHS[1]), ("kernel_config", TORCHS[1])],
-    indirect=["with_torch"],
 )
-def test_examples(name, with_torch):
+def test_examples(name, installed):
     """Each runs as it is, from anywhere, and says at the end that the answers agree."""
-    command = [sys.executable, EXAMPLES[name]]
-    done = subprocess.run(command, cwd="/", env=with_torch, capture_output=True, text=True, timeout=300)
+    done = run(installed, EXAMPLES[name], cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest difference" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
@@ -371,32 +365,25 @@ import_utils.is_kernels_available = lambda: False
 sys.path.insert(0, {str(EXAMPLES[name].parent)!r})
 runpy.run_path({str(EXAMPLES[name])!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.run(code)
     assert done.returncode == 1 and re.search(r"^error: transformers [\d.]+ does not take kernels", done.stderr, re.M)
 
 
-def test_what_the_readme_shows(with_torch, tmp_path):
+@pytest.mark.parametrize("installed", TORCHS)
+def test_what_the_readme_shows(installed, tmp_path):
     """With the LOCAL_KERNELS that it shows, and run as a program of its own."""
     readme = (project.ROOT / "README.md").read_text()
     assert "LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in readme
-    command = [sys.executable, project.ROOT / "tools/project.py"]
-    value = subprocess.run(command, env=with_torch, capture_output=True, text=True, check=True).stdout.strip()
+    value = run(installed, project.ROOT / "tools/project.py", project.ROOT).stdout.strip()
     intro, *use = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     code = [*use, intro, "print(fused_mlp.__file__)"]  # the first example is of a model that one has
     (tmp_path / "shown.py").write_text("\n".join(code))
-    done = subprocess.run(
-        [sys.executable, "shown.py"],
-        cwd=tmp_path,
-        env=with_torch | {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(installed, tmp_path / "shown.py", tmp_path, LOCAL_KERNELS=value, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 MLPs run in one call each" in done.stdout
     assert "No kernel mapping" not in done.stderr
     loaded = Path(done.stdout.splitlines()[-1]).parent.name
-    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or "PYTHONPATH" in with_torch)
+    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or installed != TORCHS[0])
 
 
 def test_there_is_an_example_of_every_way():
