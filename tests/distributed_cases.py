@@ -1,8 +1,8 @@
 """What two processes run for test_distributed.py: fused models under every kind of parallelism, against one process.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/distributed_cases.py gloo OUT
+    RANK=0 WORLD_SIZE=2 python tests/distributed_cases.py gloo OUT      and the same with RANK=1 beside it
 
-Each rank writes OUT/RANK.json: for every case what it saw, or the traceback.
+Each writes OUT/RANK.json: for every case what it saw, or the traceback.
 """
 
 import copy
@@ -39,12 +39,13 @@ PLANS = {
 class Setting:
     """This process: its device, the mesh of both, the kernel, and inputs that all ranks share."""
 
-    def __init__(self, backend):
-        self.rank = int(os.environ["RANK"])
+    def __init__(self, backend, folder):
+        self.rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         self.device = torch.device("cuda", self.rank) if backend == "nccl" else torch.device("cpu")
         if backend == "nccl":
             torch.cuda.set_device(self.device)
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+        options = {"rank": self.rank, "world_size": world, "timeout": datetime.timedelta(seconds=60)}
+        dist.init_process_group(backend, init_method=f"file://{folder}/ranks", **options)
         self.mesh = init_device_mesh(self.device.type, (2,))
         self.fused_mlp = kernels.get_kernel(
             project.repo_id(), version=project.version(), backend=self.device.type, trust_remote_code=True
@@ -192,16 +193,24 @@ def tp_plan(setting, way):
     return setting.facts(parallel)
 
 
+# Every two values of any two columns meet.
+TENSOR_PARALLEL = [
+    (Gated, "fuse_mlps", "before", True),
+    (Gated, "fuse_mlps", "after", False),
+    (Gated, "kernelize", "before", False),
+    (Gated, "kernelize", "after", True),
+    (Plain, "fuse_mlps", "before", False),
+    (Plain, "fuse_mlps", "after", True),
+    (Plain, "kernelize", "before", True),
+    (Plain, "kernelize", "after", False),
+]
 CASES = {
     **{
         f"tensor parallel, {kind.__name__}, {way} {when}, {'local' if local else 'DTensor'} outputs": (
             tensor_parallel,
             (way, when, kind, local),
         )
-        for kind in PLANS
-        for way in ("fuse_mlps", "kernelize")
-        for when in ("before", "after")
-        for local in (True, False)
+        for kind, way, when, local in TENSOR_PARALLEL
     },
     **{
         f"FSDP2, {kind.__name__}, {way} {when}, by {unit}": (fully_sharded, (way, when, kind, unit))
@@ -236,7 +245,7 @@ def refusal(name, backend):
 
 def main():
     backend, folder = sys.argv[1:]
-    setting = Setting(backend)
+    setting = Setting(backend, folder)
     results = {}
     for name, (case, arguments) in CASES.items():
         if refusal(name, backend) is not None:

@@ -23,6 +23,7 @@ from kernels.archs import _supports_cuda_capability
 from kernels.variants import parse_variant, resolve_variant
 
 import build as build_script
+import forks
 import install as install_script
 import project
 from builder import plan, toolchain
@@ -491,9 +492,8 @@ first, second = (get_kernel(f"someone/{name}", version=3, backend="cpu") for nam
 print(first.twice(4), second.twice(4))
 """
     kernels = f"someone/first={small.root / first}:someone/second={small.root / second}"
-    command = [sys.executable, "-c", script]
-    output = subprocess.check_output(command, env={**os.environ, "LOCAL_KERNELS": kernels}, text=True)
-    assert output.split() == ["8", "80"]
+    done = forks.run(script, env={**os.environ, "LOCAL_KERNELS": kernels})
+    assert done.stdout.split() == ["8", "80"], done.stderr
 
 
 def test_id_is_that_of_the_sources(small, tmp_path):

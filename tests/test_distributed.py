@@ -5,14 +5,16 @@ On CPUs through gloo; where there are two GPUs, the same cases through NCCL.
 
 import functools
 import json
-import subprocess
+import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import forks
 from distributed_cases import CASES, refusal
 from modules import Gated, PackedGated
 from safety import Blocks, assert_close, pair
@@ -26,21 +28,15 @@ has_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="NCCL ne
 def results(backend):
     """What each rank wrote."""
     script = Path(__file__).with_name("distributed_cases.py")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            [sys.executable, *launch, str(script), backend, folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=300)
-        finally:
-            process.terminate()  # the launcher ends its processes
-        files = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
-        assert all(file.exists() for file in files), output[-5000:]
-        return [json.loads(file.read_text()) for file in files]
+
+    def start(rank):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        return forks.run(script, backend, folder, env=os.environ | place | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(RANKS) as pool:
+        for done in pool.map(start, range(RANKS)):
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=has_gpus)])

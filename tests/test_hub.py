@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kernels.variants import get_variants_local, resolve_variant
 from kernels.verify import DEFAULT_POLICIES
 
 import checkout
+import forks
 import machine
 import noarch
 import project
@@ -81,7 +81,7 @@ class Users:
         self.hub = hub
         self.folder = folder
 
-    def run(self, *command, home: str = "home", **more: str) -> subprocess.CompletedProcess:
+    def environment(self, home: str, more: dict[str, str]) -> dict[str, str]:
         kept = {
             name: os.environ[name] for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS") if name in os.environ
         }
@@ -92,23 +92,30 @@ class Users:
             "HF_HOME": str(self.folder / home),
             "HF_ENDPOINT": self.hub.url,
         }
-        environment = kept | known | more
+        return kept | known | more
+
+    def run(self, *command, home: str = "home", **more: str) -> subprocess.CompletedProcess:
+        environment = self.environment(home, more)
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
 
     def does(self, *command, **more: str) -> str:
         """What the command prints; it must succeed."""
-        done = self.run(*command, **more)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.strip()
+        return self._printed(self.run(*command, **more))
 
-    def python(self, code: str, **more: str) -> str:
-        return self.does(sys.executable, "-c", code, **more)
+    def python(self, program: str | Path, *arguments: str, home: str = "home", **more: str) -> str:
+        """What the code or the script prints; it must succeed."""
+        done = forks.run(program, *arguments, cwd=self.folder, env=self.environment(home, more))
+        return self._printed(done)
 
-    def fails(self, code: str, **more: str) -> str:
-        """The error with which the code ends."""
-        done = self.run(sys.executable, "-c", code, **more)
+    def fails(self, program: str | Path, *arguments: str) -> str:
+        """The error with which the code or the script ends."""
+        done = forks.run(program, *arguments, cwd=self.folder, env=self.environment("home", {}))
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stderr
+
+    def _printed(self, done: subprocess.CompletedProcess) -> str:
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
 
     def fetched(self) -> list[str]:
         """The files whose content was asked for."""
@@ -169,11 +176,11 @@ GET = f"from kernels import get_kernel; kernel = get_kernel({REPO!r}, version={V
 
 # Loading
 
-SMOKE = (sys.executable, "-I", dry_run.SMOKE, REPO, str(VERSION))
+SMOKE = (dry_run.SMOKE, REPO, str(VERSION))
 
 
 def test_a_model_fused_with_what_the_hub_serves(published, users):
-    loaded, *models = users.does(*SMOKE).splitlines()
+    loaded, *models = users.python(*SMOKE).splitlines()
     assert loaded == f"loaded {REPO} version {VERSION}, commit {published.commit}"
     assert [line.split(", ")[0] for line in models] == ["Llama: 2 MLPs fused", "Gemma: 2 MLPs fused"]
 
@@ -186,16 +193,14 @@ def fuse_mlps(model):
     return _fuse_mlps(model)
 """
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
-    done = users_of_copy.run(*SMOKE)
-    assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
+    assert "Tensor-likes are not close" in users_of_copy.fails(*SMOKE)
 
 
 def test_a_kernel_whose_compiled_ops_do_not_run_is_seen(copy, users_of_copy):
     """What PyTorch computes in their place is right, and differs in nothing."""
     fault = b'\n_forced = backend("torch")\n_forced.__enter__()\n'
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
-    done = users_of_copy.run(*SMOKE)
-    assert done.returncode == 1 and "of Llama's MLPs not all were fused" in done.stderr
+    assert "of Llama's MLPs not all were fused" in users_of_copy.fails(*SMOKE)
 
 
 def test_the_right_variant_is_downloaded_once_and_nothing_else(published, users):

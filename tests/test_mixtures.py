@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+import forks
 import machine
+import project
 from safety import assert_close
 
 EXPERTS, WIDTH, HIDDEN, TOKENS, TOP_K = 6, 16, 12, 9, 2
@@ -326,7 +327,8 @@ def test_without_transformers():
         "try: fused_mlp.register_experts()\n"
         "except ImportError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="tools")
+    done = forks.run(code, cwd=project.ROOT / "tools")
+    assert done.returncode == 0, done.stderr
     missing, old = done.stdout.strip().splitlines()[-2:]
     assert missing.startswith("register_experts needs transformers, which cannot be imported")
     assert old == "register_experts needs transformers 5.0 or later, whose experts have an interface; this is 4.57"

@@ -13,6 +13,7 @@ import pytest
 from kernels._rust import Backend, Build
 from kernels.variants import parse_variant, resolve_variant
 
+import forks
 import machine
 import noarch
 import project
@@ -81,29 +82,44 @@ def test_which_variant_is_taken(build, backend, monkeypatch):
     assert resolved.variant_str.startswith("torch-stable-abi211-cpu-")
 
 
-def python(tmp_path: Path, build: Path, backend: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
-    """A process whose torch looks as one for these GPUs from the first import on."""
-    (tmp_path / "torch_for.py").write_text(f"import torch\ntorch.version.{TORCH[backend][0]} = {TORCH[backend][1]!r}\n")
-    kernels = f"{project.repo_id()}={build}"
-    environment = {"PYTHONPATH": str(tmp_path), "LOCAL_KERNELS": kernels, "HF_HUB_OFFLINE": "1", **more}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=600
-    )
+def torch_for(backend: str) -> str:
+    """Code after which torch looks as one for these GPUs."""
+    return f"import torch\ntorch.version.{TORCH[backend][0]} = {TORCH[backend][1]!r}\n"
 
 
-@pytest.mark.parametrize(("backend", "some", "passed"), [("rocm", "", 22), ("xpu", "gated_mlp", 4)])
-def test_the_kernels_compute(build, backend, some, passed, tmp_path):
-    """What kernel-builder runs on every variant, on Triton's interpreter: all of it for one of the two."""
+def environment(build: Path, **more: str) -> dict[str, str]:
+    return os.environ | {"LOCAL_KERNELS": f"{project.repo_id()}={build}", "HF_HUB_OFFLINE": "1", **more}
+
+
+def test_the_two_hold_the_same_code(build):
+    def code(backend: str) -> dict[Path, bytes]:
+        folder = build / f"torch-{backend}"
+        files = (path.relative_to(folder) for path in folder.rglob("*.py"))
+        return {path: (folder / path).read_bytes() for path in files if path.name != "_ops.py"}
+
+    one, other = map(code, noarch.BACKENDS)
+    assert one and one == other
+
+
+def test_the_kernels_compute(build, tmp_path):
+    """What kernel-builder runs on every variant, on Triton's interpreter, for one of the two."""
+    (tmp_path / "torch_for.py").write_text(torch_for("rocm"))
     tests = [str(project.ROOT / "tests/test_kernels_ci.py"), "--rootdir", str(tmp_path), "--noconftest"]
-    options = ["-p", "torch_for", "-p", "no:cacheprovider", "-o", "markers=kernels_ci", "-k", some]
-    done = python(tmp_path, build, backend, "-m", "pytest", *tests, *options, TRITON_INTERPRET="1")
+    command = [sys.executable, "-m", "pytest", *tests, "-p", "torch_for", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-o", "markers=kernels_ci"],
+        cwd=tmp_path,
+        env=environment(build, TRITON_INTERPRET="1", PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{passed} passed, " in done.stdout  # others in bfloat16, which the interpreter computes wrongly
+    assert "22 passed, " in done.stdout  # others in bfloat16, which the interpreter computes wrongly
 
 
 PROGRAM = """
-import torch_for, torch
+import torch
 import torch.nn.functional as F
 from kernels import get_kernel, get_loaded_kernels
 fused_mlp = get_kernel({repo!r}, version={version})
@@ -132,7 +148,7 @@ print(cpu.explain(cpu.linear, x, gate).implementation)
 def test_what_is_chosen(build, backend, tmp_path):
     """PyTorch, until such a GPU has been measured, and what is forced and not there says so."""
     program = PROGRAM.format(repo=project.repo_id(), version=project.version())
-    done = python(tmp_path, build, backend, "-c", program)
+    done = forks.run(program, cwd=tmp_path, env=environment(build), before=torch_for(backend))
     assert done.returncode == 0, done.stderr
     refused = "is forced, and it does not take linear:"
     assert done.stdout.splitlines() == [

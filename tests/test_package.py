@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import checkout
+import forks
 import machine
 import modules
 import project
@@ -19,11 +20,10 @@ from builder import toolchain
 ROOT = Path(__file__).parent.parent
 
 
-def run(command, cwd=ROOT, **environment):
-    """A process with nothing in its environment but what Python needs, and what is given."""
+def environment(**more):
+    """Nothing but what Python needs, and what is given."""
     needed = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS", "FUSED_MLP_TEST_SEED")
-    environment = {name: os.environ[name] for name in needed if name in os.environ} | environment
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return {name: os.environ[name] for name in needed if name in os.environ} | more
 
 
 def local_kernels():
@@ -89,7 +89,7 @@ def test_from_elsewhere(tmp_path):
     """A script in another directory, with nothing but LOCAL_KERNELS: functions, a layer, a whole model."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(repo_id=project.repo_id(), version=project.version()))
-    done = run([sys.executable, str(script)], cwd=tmp_path, LOCAL_KERNELS=local_kernels())
+    done = forks.run(script, cwd=tmp_path, env=environment(LOCAL_KERNELS=local_kernels()))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True", "True fused", "True 2 0"], done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
@@ -157,12 +157,9 @@ def test_instruction_sets(isa):
     chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or few_rows or any_call"
     chosen += " or number_of_rows"
     files = ("tests/test_functional.py", "tests/test_experts.py", "tests/test_training.py")
-    done = run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
-        LOCAL_KERNELS=local_kernels(),
-        FUSED_MLP_CPU_ISA=isa,
-        CUDA_VISIBLE_DEVICES="",
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
+    chosen_cpu = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=chosen_cpu, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"^[1-9]\d* passed", done.stdout, re.MULTILINE), done.stdout
 
@@ -173,11 +170,7 @@ def test_an_instruction_set_that_does_not_exist(isa):
     script += (
         "get_kernel(project.repo_id(), version=project.version(), backend='cpu').swiglu(torch.ones(2), torch.ones(2))"
     )
-    done = run(
-        [sys.executable, "-c", script],
-        cwd=ROOT / "tools",
-        LOCAL_KERNELS=local_kernels(),
-        FUSED_MLP_CPU_ISA=isa,
-    )
+    variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa)
+    done = forks.run(script, cwd=ROOT / "tools", env=variables)
     assert done.returncode != 0
     assert f"FUSED_MLP_CPU_ISA must be scalar, avx2, avx512, avx512_bf16 or amx, not {isa}" in done.stderr

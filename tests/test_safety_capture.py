@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tiny_models
 from modules import Gated
-from safety import Blocks, alike, assert_close, assert_same, kinds, llama, outcome, pair, ways, x_of
+from safety import KINDS, Blocks, alike, assert_close, assert_same, kinds, llama, outcome, pair, ways, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 modes = pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
@@ -90,8 +90,9 @@ def test_compiled_with_a_bias_that_is_broadcast(fused_mlp, device, kind, index, 
 
 
 @ways
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@modes
+@pytest.mark.parametrize(
+    ("strict", "with_grad"), [(False, True), (True, False)], ids=["non-strict-grad", "strict-no_grad"]
+)
 @kinds
 def test_exported(fused_mlp, device, way, kind, with_grad, strict):
     """With inputs by name and dynamic rows; the program needs no op of this package, and its gradients are right."""
@@ -162,21 +163,26 @@ def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
     assert not [warning for warning in recwarn if "fused-mlp" in warning.filename or "build/" in warning.filename]
 
 
-@pytest.mark.parametrize("memory", ["activations", "recompute"])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@kinds
+# Every kind of MLP with either memory, of a forward that ran eagerly or was compiled in turn.
+FORWARDS = [
+    (kind, memory, (row + column) % 2 == 1)
+    for row, kind in enumerate(KINDS)
+    for column, memory in enumerate(("activations", "recompute"))
+]
+
+
+@pytest.mark.parametrize(("kind", "memory", "is_compiled"), FORWARDS)
 def test_compiled_autograd(fused_mlp, device, kind, memory, is_compiled):
-    """As one graph, of a forward that ran eagerly or was compiled."""
+    """A backward as one graph."""
     model = kind(bias=True).to(device)
     fused = copy.deepcopy(model)
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused
     x = x_of(device)
-    for each in (model, fused):
-        each.zero_grad()
-        call = torch.compile(each, fullgraph=True, backend="aot_eager") if is_compiled else each
-        loss = call(x).square().mean()
-        with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
-            loss.backward()
+    model(x).square().mean().backward()
+    call = torch.compile(fused, fullgraph=True, backend="aot_eager") if is_compiled else fused
+    loss = call(x).square().mean()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        loss.backward()
     gradients = ({name: p.grad for name, p in each.named_parameters()} for each in (fused, model))
     assert_close(*gradients)
 
