@@ -2,65 +2,52 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 import machine
 import project
 
 HUB_WAYS = ("default_names", "kernel_config", "kernelize", "standalone_layer")
 RECIPES = sorted((project.ROOT / "examples/recipes").glob("*.py"))
 
-# The PyTorch that pip installs is for CUDA, on machines without a GPU too. Python runs a module of this name when it
-# starts.
-CUDA_TORCH_WITHOUT_GPU = """
+# By torch: what runs first. The PyTorch that pip installs is for CUDA, on machines without a GPU too.
+TORCHS = {
+    "this torch": "",
+    "a CUDA torch without a GPU": """
 import torch
 torch.version.cuda = "13.0"
 torch.cuda.is_available = lambda: False
-"""
-TORCHS = ("this torch", "a CUDA torch without a GPU")
+""",
+}
+THIS, OTHER = TORCHS
 
 
-@pytest.fixture(params=TORCHS)
-def with_torch(request, tmp_path):
-    """The environment of a process."""
-    chosen = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
-    if request.param == TORCHS[0]:
-        return chosen
-    (tmp_path / "sitecustomize.py").write_text(CUDA_TORCH_WITHOUT_GPU)
-    return chosen | {"PYTHONPATH": str(tmp_path)}
-
-
-def run(program, folder, environment):
-    """What the program prints; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, program], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+def run(installed, program, folder, **variables):
+    """What a program prints that succeeds, with no LOCAL_KERNELS but a given one."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
+    done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No kernel mapping" not in done.stderr
     return done.stdout
 
 
-def exported(environment):
-    """The environment after the `export` that the README shows."""
+def exported(installed):
+    """The variables after the `export` that the README shows."""
     assert "export LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in (project.ROOT / "README.md").read_text()
-    command = [sys.executable, project.ROOT / "tools/project.py"]
-    value = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    return environment | {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"}
+    value = run(installed, project.ROOT / "tools/project.py", project.ROOT).strip()
+    return {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"}
 
 
 # Under the other torch one for `kernels` and one for transformers: all of them find the build by the same lines.
 @pytest.mark.parametrize(
-    ("name", "with_torch"),
-    [*((name, TORCHS[0]) for name in HUB_WAYS), ("kernelize", TORCHS[1]), ("kernel_config", TORCHS[1])],
-    indirect=["with_torch"],
+    ("name", "installed"), [*((name, THIS) for name in HUB_WAYS), ("kernelize", OTHER), ("kernel_config", OTHER)]
 )
-def test_ways_of_the_hub(name, with_torch):
+def test_ways_of_the_hub(name, installed):
     """Each runs from anywhere, and says at the end that the answers agree."""
-    said = run(project.ROOT / f"examples/{name}.py", "/", with_torch)
+    said = run(installed, project.ROOT / f"examples/{name}.py", "/")
     assert "largest difference" in said
     assert max(len(line) for line in said.splitlines()) <= 100
 
@@ -76,7 +63,7 @@ import_utils.is_kernels_available = lambda: False
 sys.path.insert(0, {str(program.parent)!r})
 runpy.run_path({str(program)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.run(code)
     assert done.returncode == 1 and re.search(r"^error: transformers [\d.]+ does not take kernels", done.stderr, re.M)
 
 
@@ -87,17 +74,18 @@ def test_recipes(recipe):
     assert len(text.splitlines()) <= 40
     assert f"Run: `python examples/recipes/{recipe.name}`" in text
     assert f"(../examples/recipes/{recipe.name})" in (project.ROOT / "docs/recipes.md").read_text()
-    said = run(f"examples/recipes/{recipe.name}", project.ROOT, exported(dict(os.environ)))
+    said = run(THIS, recipe, project.ROOT, **exported(THIS))
     fused = max(map(int, re.findall(r"^(\d+) of \d+ MLPs run in one call each", said, re.MULTILINE)))
     assert fused > 0 or machine.device_type() == "cuda"  # which has no kernel for experts in float32
 
 
-def test_what_the_readme_shows(with_torch, tmp_path):
+@pytest.mark.parametrize("installed", TORCHS)
+def test_what_the_readme_shows(installed, tmp_path):
     """As a program of its own."""
     readme = (project.ROOT / "README.md").read_text()
     code = [*re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL), "print(fused_mlp.__file__)"]
     (tmp_path / "shown.py").write_text("\n".join(code))
-    said = run("shown.py", tmp_path, exported(with_torch))
+    said = run(installed, tmp_path / "shown.py", tmp_path, **exported(installed))
     assert "2 of 2 MLPs run in one call each" in said
     loaded = Path(said.splitlines()[-1]).parent.name
-    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or "PYTHONPATH" in with_torch)
+    assert ("-cpu-" in loaded) == (machine.device_type() == "cpu" or installed == OTHER)
