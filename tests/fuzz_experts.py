@@ -125,7 +125,7 @@ def source_of(seed):
 
 
 def outcome(fused_mlp, seed, folder):
-    """Whether a class is "fused" or "left". Raises AssertionError where a fused one computes something else."""
+    """True if a class is "fused" or "left". Raises AssertionError where a fused one computes something else."""
     text, change = source_of(seed)
     path = folder / f"experts_{seed}.py"
     path.write_text(text)

@@ -32,5 +32,5 @@ def implementations() -> list[str]:
 
 
 def takes(implementation: str, dtype: torch.dtype) -> bool:
-    """Whether the implementation has kernels for the dtype; where it has none, a call is PyTorch's."""
+    """True if the implementation has kernels for the dtype; where it has none, a call is PyTorch's."""
     return implementation != "cpu" or dtype in (torch.float32, torch.bfloat16)

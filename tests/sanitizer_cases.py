@@ -216,7 +216,7 @@ def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, 
 
 
 def fits(architecture: str, entry: tuple[str, ...]) -> bool:
-    """Whether the GPU has the shared memory that a kernel needs: all of sm90's do."""
+    """True if the GPU has the shared memory that a kernel needs: all of sm90's do."""
     if architecture == "sm90":
         return True
     rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())

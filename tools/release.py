@@ -104,7 +104,7 @@ def check_tag(tag: str) -> str | None:
 
 
 def _holds(reference: str, tag: str) -> bool:
-    """Whether the commit of a tag is that of a reference, or came before it."""
+    """True if the commit of a tag is that of a reference, or came before it."""
     command = ["git", "merge-base", "--is-ancestor", f"refs/tags/{tag}", reference]
     return subprocess.run(command, cwd=project.ROOT).returncode == 0
 

@@ -145,7 +145,7 @@ def write(made: str, path: Path = ROWS) -> None:
 
 
 def has(made: str, path: Path = ROWS) -> bool:
-    """Whether there is a row of that capability."""
+    """True if there is a row of that capability."""
     return any(line.startswith(_capability(made)) for line in path.read_text().splitlines())
 
 

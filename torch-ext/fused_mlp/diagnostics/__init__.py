@@ -1,1 +1,1 @@
-"""What users ask before they trust a kernel: :func:`check` of their machine, :func:`benchmark` of their model."""
+"""Answers before trust: :func:`check` of a machine, :func:`benchmark` of a model."""

@@ -105,7 +105,7 @@ def _device() -> str:
 
 
 def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, Sequence[plans.Part]]]:
-    """What a fused model does with so many rows, by what is computed: the kind, and the parts by which it is known."""
+    """The kind of each product of a fused model with so many rows, and the parts by which it is known."""
 
     def empty(*shape: int, trained: bool = False) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=trained)
@@ -145,7 +145,7 @@ def _kind_and_parts(found: Explanation) -> Tuple[str, Sequence[plans.Part]]:
 
 
 def _in_words(kinds: Sequence[str]) -> str:
-    """What becomes of each number of rows: "torch to 8, GEMM above"."""
+    """The kind by number of rows, in words: "torch to 8, GEMM above"."""
     ends = [(kind, rows) for kind, rows, after in zip(kinds, _ROWS, [*kinds[1:], ""]) if after != kind]
     words = [f"{kind} to {rows}" for kind, rows in ends[:-1]]
     return ", ".join([*words, ends[-1][0] + (" above" if words else "")])

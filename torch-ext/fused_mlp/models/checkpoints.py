@@ -1,4 +1,4 @@
-"""How transformers loads the checkpoint of a replaced class into a layer that packs its weights."""
+"""Loads the checkpoint of a replaced class into a layer that packs its weights, as transformers does it."""
 
 from __future__ import annotations
 

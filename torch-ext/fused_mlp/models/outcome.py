@@ -1,4 +1,4 @@
-"""How far the MLPs of a module are fused in its present state and what keeps them from it, as records with words."""
+"""Outcomes: how far the MLPs of a module are fused in its present state and the reasons, as records with words."""
 
 from __future__ import annotations
 
@@ -85,8 +85,11 @@ _ADVICE = {  # by what a detail has in it
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is not fused: ``code`` is one of this file's, ``part`` names what it is about (the path of a part,
-    the class of an activation, a method), ``detail`` is what was found there. ``str`` gives its words."""
+    """A reason why something is not fused.
+
+    ``code`` is one of this file's, ``part`` names its subject (the path of a part, the class of an activation, a
+    method), ``detail`` is what was found there. ``str`` gives its words.
+    """
 
     code: str
     part: str = ""
@@ -99,7 +102,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a module is fused: the patterns of the MLPs in it, the extent, and the reasons why it is not more."""
+    """The outcome for a module: the patterns of its MLPs, the extent, and the reasons why it is not more."""
 
     extent: str
     reasons: Tuple[Reason, ...] = ()
@@ -107,7 +110,7 @@ class Outcome:
 
 
 def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """How far the MLPs in fused methods of a module are fused."""
+    """The outcome for the MLPs in fused methods of a module."""
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return of_experts(module)
@@ -130,7 +133,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
 
 
 def _part_fused(mlp: FoundMLP) -> str:
-    """What is fused of an MLP that is not fused whole."""
+    """The extent of an MLP that is not fused whole."""
     if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
@@ -140,7 +143,7 @@ def _part_fused(mlp: FoundMLP) -> str:
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
-    """Whether a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
+    """True if a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
     obstacle = mixtures.obstacle(module, asked)
     if obstacle is None:
         return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
@@ -160,7 +163,7 @@ AROUND, NORMED = around_of(True, False), around_of(True, True)
 
 
 def words_of(extent: str, pattern: str) -> str:
-    """What one call computes of a module with this pattern that is fused to this extent."""
+    """The words for the computation of one call, of a module with this pattern that is fused to this extent."""
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 
@@ -175,7 +178,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """Why nothing would be fused by these methods, ever; None if something may be."""
+    """The reason why nothing would be fused by these methods, ever; None if something may be."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
     never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
@@ -185,14 +188,14 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
-    """How far an MLP is fused that has these projections, and an activation that is known."""
+    """The outcome for an MLP with these projections and a known activation."""
     around = obstacles.of_surroundings()
     reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons)
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
-    """Whether a layer, the first of these parts, and the last one, the norm of its sum with a residual, are one call.
+    """True if a layer, the first of these parts, and the last one, the norm of its sum with a residual, are one call.
     What is between them passes its result on."""
     (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
@@ -208,7 +211,7 @@ _SUM = f"{forwards.LINEAR} with residual and norm"
 
 
 def origin_of(method: Any) -> str:
-    """Where something comes from that stands in the place of a method."""
+    """The origin of something that stands in the place of a method."""
     while type(method) in (MethodType, functools.partial):
         method = method.__func__ if type(method) is MethodType else method.func
     return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
@@ -229,19 +232,19 @@ def called(obstacle_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
 
 
 def of_activation(function: object) -> Reason:
-    """Why no kernel computes what is no row of the table of activations."""
+    """The reason why no kernel computes what is no row of the table of activations."""
     name, alteration = recognition.name_of(function), recognition.alteration_of(function)
     return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
 
 
 def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
-    """Why a module is left whose class has this method, if it may be an MLP."""
+    """The reason why a module is left whose class has this method, if it may be an MLP."""
     is_mlp = shape.has_parts_of_mlp(module) and shape.applies_activation_to_projection(module)
     return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
-    """Why nothing was found in a module that is an MLP all the same; None if it is none."""
+    """The reason why nothing was found in a module that is an MLP all the same; None if it is none."""
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
@@ -256,7 +259,7 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
 
 
 def _reasons(mlp: FoundMLP) -> List[Reason]:
-    """Why one MLP is not fused further."""
+    """The reason why one MLP is not fused further."""
     around = obstacles.of_surroundings()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
@@ -271,7 +274,7 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
 
 
 def _without_kernel(mlp: FoundMLP) -> List[Reason]:
-    """Why torch computes an MLP on its device and in its dtype, if it does."""
+    """The reason why torch computes an MLP on its device and in its dtype, if it does."""
     weight, forced = _weight(mlp), dispatch._open_blocks[-1].name
     if weight is None or weight.is_meta or forced not in ("auto", "torch"):  # what is forced may refuse by an error
         return []

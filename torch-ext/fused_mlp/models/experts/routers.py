@@ -121,7 +121,7 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
 
 
 def obstacle(module: nn.Module) -> Optional[str]:
-    """Why the forward of a fused router runs as it was written, in its present state; None if it does not."""
+    """The reason why the forward of a fused router now runs as it was written; None if it does not."""
     method = _method_of(module)
     found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""What was decided of modules of experts: the compiled op of one, for as long as what decided it is as it was.
+"""Cached decisions about modules of experts: the compiled op of one, for as long as what decided it is as it was.
 
 To ask what a module of experts computes, and whether one op may compute it, takes longer than the op. Here is what it
 was asked of: attributes, by their names and values, each compared by identity at each call. Weights are not remembered,
@@ -89,7 +89,7 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
 
 
 def are_experts(index: Tensor, last: int) -> bool:
-    """Whether indices are none but from 0 to ``last``. On a GPU nobody asks: the host would have to wait."""
+    """True if indices are none but from 0 to ``last``. On a GPU nobody asks: the host would have to wait."""
     if not index.is_cpu or index.numel() == 0:
         return True
     low, high = torch.aminmax(index)

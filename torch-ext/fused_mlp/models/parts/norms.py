@@ -1,4 +1,4 @@
-"""Which modules are norms over the last dimension, or scales of it: torch's by class, others by what they compute.
+"""Finds norms over the last dimension and scales of it: torch's by class, others by what they compute.
 
 At each call compiled code asks whether a class and a module of it are still what was read (torch-ext/parts.cpp,
 ``read_norm``).

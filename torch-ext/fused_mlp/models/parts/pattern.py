@@ -1,4 +1,4 @@
-"""What a fused call computes, apart from its operands."""
+"""The pattern of a fused call: its computation, apart from its operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which row of the table of activations a module or a function computes."""
+"""Finds the row of the table of activations that a module or a function computes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _written_out(function: Any) -> Optional[str]:
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
-    """Whether something that is no row of the table computes a function of each element of its input."""
+    """True if something that is no row of the table computes a function of each element of its input."""
     if not isinstance(function, torch.nn.Module):
         return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
     kind = type(function)
@@ -129,7 +129,7 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
 
 
 def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
-    """What keeps a module of a class in the table from being recognised, as a noun phrase; None for any other."""
+    """The obstacle, as a noun phrase, to recognising a module whose class is in the table; None for any other."""
     if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
         return None
     return _alteration(function)

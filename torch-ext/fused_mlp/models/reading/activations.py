@@ -1,4 +1,4 @@
-"""Which row of the table of activations a function computes, by the form of what it returns."""
+"""Finds the row of the table of activations that a function computes, by the form of its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import Dependency, Held, Node, NotProved, Proof, Proofs, Value, cla
 
 
 class Read(NamedTuple):
-    """What a function computes of each element of its tensor: ``row`` of the table, if it is one of these."""
+    """An elementwise function that was read: its ``row`` of the table, if it is one of these."""
 
     row: Optional[Activation]
     is_closed: bool  # whether the instance has no part in it
@@ -26,7 +26,7 @@ class Read(NamedTuple):
 
 
 def read(callee: Any) -> Optional[Read]:
-    """What a function, or the forward of a module, of one tensor computes, element by element; None if it does
+    """The elementwise computation of a function, or of a module's forward, of one tensor; None if it does
     anything else, or may, or is linear."""
     root = callee if isinstance(callee, nn.Module) else None
     key = callee if root is None else looked_up(class_of(root), "forward")

@@ -1,4 +1,4 @@
-"""What modules hold, in the order in which Python finds it, read without running any code of their classes."""
+"""The attributes of modules, in the order in which Python finds them, read without running code of their classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 def is_module(part: Any) -> bool:
-    """Whether something is a module; ``isinstance`` asks the thing itself for its class."""
+    """True if something is a module; ``isinstance`` asks the thing itself for its class."""
     return issubclass(type(part), nn.Module)
 
 

@@ -1,4 +1,4 @@
-"""What code binds, reads and does beside computing, by its syntax. What is not known to be harmless is not."""
+"""Names that code binds and reads, and its side effects, by its syntax. Unknown code is not harmless."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def bound(node: ast.AST) -> Set[str]:
 
 
 def uses(node: ast.AST, name: str) -> Set[ast.Name]:
-    """Where a name is read, or deleted."""
+    """The places where a name is read, or deleted."""
     changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
     names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
     return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
 
 
 def is_harmless(node: ast.AST, may_call: MayCall) -> bool:
-    """Whether code only computes and binds names."""
+    """True if code only computes and binds names."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call):
             if not may_call(part.func):
@@ -69,7 +69,7 @@ def is_harmless(node: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
-    """Whether code computes an expression in it in any case, beside nothing but what is harmless."""
+    """True if code computes an expression in it in any case, beside nothing but what is harmless."""
     if holder is node:
         return True
     if not isinstance(holder, _UNCONDITIONAL):
@@ -84,14 +84,14 @@ def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_plain(node: ast.expr) -> bool:
-    """Whether it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
+    """True if it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return isinstance(node.operand, ast.Constant)
     return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
 def is_view(node: ast.expr) -> bool:
-    """Whether an expression is a name, or one with dimensions added: ``h[:, None]``, ``h.unsqueeze(1)``."""
+    """True if an expression is a name, or one with dimensions added: ``h[:, None]``, ``h.unsqueeze(1)``."""
     if isinstance(node, ast.Call):
         axis = node.args[0] if len(node.args) == 1 and not node.keywords else None
         is_unsqueezed = isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze"

@@ -88,7 +88,7 @@ def _chunked(node: ast.expr) -> Optional[ast.expr]:
 
 
 def reads_of(name: str, place: Place) -> Optional[Set[ast.Name]]:
-    """Where the value that a statement gives to a name may be read; None if that cannot be told."""
+    """The places where the value that a statement gives to a name may be read; None if that cannot be told."""
     for scope in ast.walk(place.function):
         if isinstance(scope, _SCOPES) and scope is not place.function and uses(scope, name):
             return None
@@ -111,7 +111,7 @@ def _used(name: str, statements: List[ast.stmt]) -> Set[ast.Name]:
 
 
 def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[List[ast.stmt]]:
-    """What may run after a block that is in one of the statements; None if it is in none of them.
+    """The statements that may run after a block in one of these statements; None if it is in none of them.
 
     That is what is behind the statements that hold it, and a whole loop, for its next turn.
     """

@@ -91,7 +91,7 @@ class Dependency:
 
 
 def holds(dependencies: Tuple[Dependency, ...], root: Optional[nn.Module]) -> bool:
-    """Whether all that a proof rests on is as it was read."""
+    """True if all that a proof rests on is as it was read."""
     return all(dependency.holds(root) for dependency in dependencies)
 
 
@@ -121,7 +121,7 @@ class Proofs:
 
 
 def looked_up(owner: Any, name: str) -> Any:
-    """What a dictionary, a class, a function or a cell has under a name. No descriptor runs."""
+    """The value that a dictionary, a class, a function or a cell has under a name. No descriptor runs."""
     if isinstance(owner, dict):
         return owner.get(name, MISSING)
     if isinstance(owner, CellType):

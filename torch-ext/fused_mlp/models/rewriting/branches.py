@@ -58,7 +58,7 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
 
 
 def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
-    """What conditions are of a module as it is; without those that raise."""
+    """The values of conditions for a module as it is, without those that are not known."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
@@ -196,7 +196,7 @@ class _Parting:
         return guards, taken
 
     def is_settled(self, statement: ast.stmt) -> bool:
-        """Whether a statement has a condition that the attributes of the module decide, or their classes, or flags."""
+        """True if a statement has a condition that the attributes of the module decide, or their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
         for part in ast.walk(statement.test):
@@ -224,7 +224,7 @@ def _callees(statement: ast.stmt) -> List[ast.expr]:
 
 
 def _stores(statement: ast.stmt) -> bool:
-    """Whether a statement changes an attribute or an item of something."""
+    """True if a statement changes an attribute or an item of something."""
     owned = (part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript)))
     return any(isinstance(part.ctx, (ast.Store, ast.Del)) for part in owned)
 

@@ -122,7 +122,7 @@ def _modulation(modulation: Optional[Modulation]) -> ast.expr:
 
 
 def expression_of(act: Act) -> ast.expr:
-    """What gives the activation as a callable of one tensor."""
+    """The expression of the activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
     if act.form == "method":

@@ -102,17 +102,17 @@ def _role_unwrapped(part: Any) -> Optional[str]:
 
 
 def is_fused(function: Any) -> bool:
-    """Whether a function is one that :func:`fused_methods` makes."""
+    """True if a function is one that :func:`fused_methods` makes."""
     return function in sequences.SEQUENTIAL.values() or function in _made
 
 
 def memory_of(function: FunctionType) -> str:
-    """What training keeps in a fused method."""
+    """The choice of what training keeps in a fused method."""
     return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """What a fused method fuses of its module."""
+    """The MLPs of its module that a fused method fuses."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
     original, found = switching.written[function].function, []
@@ -158,7 +158,7 @@ def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, st
 
 
 def role_of(part: Any) -> Optional[str]:
-    """What a part of a module may be in a site."""
+    """The role of a part of a module in a match."""
     if part is None:
         return None
     if issubclass(type(part), nn.ModuleList):
@@ -186,7 +186,7 @@ def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
 
 
 def _is_flag(part: Any) -> bool:
-    """Whether a function takes nothing, and returns a global."""
+    """True if a function takes nothing, and returns a global."""
     if not isinstance(part, FunctionType) or part.__code__.co_freevars or part.__code__.co_varnames:
         return False
     tree = tree_of(part)
@@ -217,7 +217,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 def _role_of_layer(part: nn.Module) -> str:
-    """Whether a layer is half of an MLP: by its forward, if it has a projection itself."""
+    """True if a layer is half of an MLP: by its forward, if it has a projection itself."""
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
@@ -261,7 +261,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 
 @remembered
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
-    """What a function calls, or runs in a loop, by name or attribute, by its source."""
+    """The names and attributes that a function calls, or loops over, by its source."""
     tree = effects.readable(function)
     nodes = [] if tree is None else list(ast.walk(tree))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -272,7 +272,7 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
 def roles_in(
     function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
 ) -> Tuple[Tuple[str, str], ...]:
-    """What the callees of a method may be in a site, by their texts."""
+    """The roles of the callees of a method, by their texts."""
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
 
 
@@ -288,7 +288,7 @@ def _conditions_in(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -
 
 
 def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
-    """What callees may be in a site, where all their values are alike."""
+    """The roles of callees, where all their values are alike."""
     roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
@@ -407,7 +407,7 @@ def _unchunked(
 
 
 def _worth(sites: List[AnySite]) -> Tuple[int, int, int]:
-    """How many modules that are MLPs have blocks around them, how many products are fused, and how many of the former
+    """The numbers of modules that are MLPs with blocks around them, of products that are fused, and of the former
     blocks begin with a norm."""
     blocks = [site for site in sites if isinstance(site, Block) and isinstance(site.site, Whole)]
     modules, normed = (
@@ -429,7 +429,7 @@ def _key(site: AnySite) -> Tuple[Any, ...]:
 
 
 def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
-    """What stands for a site in a tree, in each branch."""
+    """The calls that stand for a match in a tree, in each branch."""
     nodes = set(ast.walk(tree))
     return [node for other, node in calls if node in nodes and _key(other) == _key(site)]
 
@@ -503,7 +503,7 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
 
 
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:
-    """Whether modules in turn are an MLP and no more."""
+    """True if modules in turn are an MLP and no more."""
     return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of heads
 
 

@@ -1,1 +1,1 @@
-"""What fused methods call."""
+"""The functions that fused methods call, and how the methods get into modules."""

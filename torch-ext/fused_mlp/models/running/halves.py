@@ -31,7 +31,7 @@ _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _to
 
 
 class Pending(NamedTuple):
-    """What a head hands over: the pattern of the whole MLP, and what there is of it."""
+    """The parts that the first module of an MLP hands over, and the pattern of the whole MLP."""
 
     pattern: Pattern
     x: Tensor
@@ -131,7 +131,7 @@ def _is_taken(pending: Pending) -> bool:
 
 
 def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
-    """What a module hands over to a tail: hidden values where it takes another branch than the one with an MLP in it;
+    """The values handed to a tail: hidden values where a module takes another branch than the one with an MLP in it;
     None where it is no head, or its call does more than its forward."""
     half = running(head, heads)
     if type(half) is str or _are_watched():
@@ -143,14 +143,14 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, N
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
-    """What comes out of the projection that a tail begins with."""
+    """The result of the projection that a tail begins with."""
     pattern, x, projections, act = pending
     found = shortcut.fused_parts(pattern, x, (*projections, projection), act, between)
     return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 
 def is_head(kind: type) -> bool:
-    """Whether the forward of a class is that of heads."""
+    """True if the forward of a class is that of heads."""
     forward = getattr(kind, "forward", None)
     return type(forward) is FunctionType and forward in heads
 
@@ -170,6 +170,6 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
 
 
 def _are_watched() -> bool:
-    """Whether somebody may see every call of a module."""
+    """True if somebody may see every call of a module."""
     hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
     return bool(hooks) or calls.pointwise_reason() is not None

@@ -80,7 +80,7 @@ def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
 
 
 def known_by(act: Union[Act, str]) -> Union[Act, str]:
-    """What compiled code knows an activation by: the table's function where a method is one, or spells it out."""
+    """The key of an activation in compiled code: the table's function where a method is one, or spells it out."""
     if type(act) is not forms.Form and type(act) is not MethodType:
         return act
     row = forms.row_of(act)

@@ -40,11 +40,11 @@ class Written(NamedTuple):
     looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
 
     def is_in(self, kind: type) -> bool:
-        """Whether a class has it, unchanged."""
+        """True if a class has it, unchanged."""
         return getattr(kind, self.name, None) is self.function and self.is_as_read()
 
     def parts(self) -> Dict[str, Any]:
-        """What it was made of, by attribute. Where there were no defaults, calls that need some fail as before."""
+        """Its code and defaults, by attribute. Where there were no defaults, calls that need some fail as before."""
         parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -93,7 +93,7 @@ def switch_back(module: nn.Module) -> None:
 
 
 def saved(module: nn.Module) -> Dict[str, Any]:
-    """What a module holds, for :func:`put_back`."""
+    """The methods that a module holds, for :func:`put_back`."""
     return dict(state_of(module))
 
 
@@ -133,7 +133,7 @@ def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Whether the class of a fused module has the methods that the fused ones were made from."""
+    """True if the class of a fused module has the methods that the fused ones were made from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
