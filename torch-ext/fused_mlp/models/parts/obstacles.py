@@ -117,7 +117,7 @@ def own_method(module: nn.Module, name: str) -> Any:
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
-    """The reason why ``projection`` has to be called, or None if it is a plain linear layer, whose weight may be used."""
+    """The reason why ``projection`` has to be called, or None if it is a plain linear layer."""
     found = parameters_of(projection)
     return found if isinstance(found, str) else None
 
