@@ -104,7 +104,7 @@ class Made:
     def backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """All gradients, a parameter changed in place before them or not, or one alone, which it returns."""
         draw, parameters = random.Random(self.source.seed), list(self.root.parameters())
-        wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
+        wanted = [each for each in (x, *parameters) if each.requires_grad and not nn.parameter.is_lazy(each)]
         way = draw.choice(("all", "all", "one", "changed"))
         if way == "one" and wanted:
             return torch.autograd.grad(loss, draw.choice(wanted), allow_unused=True)[0]
