@@ -80,9 +80,32 @@ def test_nothing_is_ours_where_torch_is_forced(fused_mlp):
 )
 def test_advice_for_the_wrong_build(fused_mlp, monkeypatch, built_for, gpu, advice):
     check = part_of(fused_mlp, "diagnostics.check")
+    assert not any(advice in each for each in fused_mlp.check().advice)
     monkeypatch.setattr(check, "native", SimpleNamespace(DEVICE_TYPE=built_for))
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     assert any(advice in each for each in check._advice("cpu", fused_mlp.check().products))
+
+
+def test_advice_for_capped_instructions(fused_mlp, monkeypatch):
+    monkeypatch.setattr(part_of(fused_mlp, "diagnostics.check"), "native", SimpleNamespace(DEVICE_TYPE="cpu"))
+    monkeypatch.setenv("FUSED_MLP_CPU_ISA", "avx2")
+    found = part_of(fused_mlp, "diagnostics.check")._advice("cpu", {})
+    assert "unset FUSED_MLP_CPU_ISA, which keeps the kernels to avx2" in found
+
+
+def test_gpus_in_words(fused_mlp, monkeypatch):
+    """NVIDIA's, AMD's and Intel's, as torch describes them."""
+    gpu = part_of(fused_mlp, "diagnostics.machine").gpu
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: found)
+    assert gpu() == "NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB"
+    found.name, found.gcnArchName = "AMD Instinct MI300X", "gfx942"
+    assert gpu() == "AMD Instinct MI300X, gfx942, 80 GiB"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.xpu.get_device_name", lambda: "Intel Arc B580")
+    assert gpu() == "Intel Arc B580"
 
 
 # benchmark

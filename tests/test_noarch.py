@@ -159,7 +159,7 @@ def test_what_is_chosen(build, backend, tmp_path):
         f"backend 'cuda' {refused} this build holds Triton kernels",
         f"backend 'cpu' {refused} this build holds Triton kernels",
         f"backend 'triton' {refused} Triton kernels run on GPUs and x is on cpu",
-        "{'torch'} nothing is compiled for this GPU, and its Triton kernels are for those who ask: backend(\"triton\")",
+        "{'torch'} backend(\"triton\") runs the Triton kernels of this build, which nobody has run on such a GPU",
         "cpu",
     ]
 

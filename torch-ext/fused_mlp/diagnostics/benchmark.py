@@ -60,7 +60,7 @@ class Comparison:
         """The same for notebooks."""
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
         table = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{_broken(self._head())}</p><table>{table}</table><p>{_broken(self._conclusions())}</p>"
+        return f"<p>{_in_html(self._head())}</p><table>{table}</table><p>{_in_html(self._conclusions())}</p>"
 
     def _head(self) -> List[str]:
         return [self.model, self.machine, summary(self.fusion.modules)]
@@ -70,12 +70,19 @@ class Comparison:
         rows: List[Tuple[str, ...]] = [("", "time", "spread", *(["peak memory"] if on_gpu else []))]
         for name, each in ((_ORIGINAL, self.original), (_FUSED, self.fused)):
             memory = [f"{each.peak_bytes / 2**20:.1f} MiB"] if each.peak_bytes is not None else []
-            rows.append((name, f"{each.milliseconds:.3g} ms", f"{each.spread:.0%}", *memory))
+            rows.append(
+                (
+                    name,
+                    f"{each.milliseconds:{',.0f' if each.milliseconds >= 100 else '.3g'}} ms",
+                    f"{each.spread:.0%}",
+                    *memory,
+                )
+            )
         return rows
 
     def _conclusions(self) -> List[str]:
         if self.spread > timing.NOISY:
-            found = f"{self.verdict}: the turns spread by {self.spread:.0%}, a verdict needs {timing.NOISY:.0%}"
+            found = f"{self.verdict}: the turns spread by {self.spread:.0%}, and above {timing.NOISY:.0%} is no verdict"
         else:
             found = f"speed-up {self.speedup:.2f}x: {self.verdict}"
         return [found, f"largest difference {self.largest_difference:.1e}, of values up to {self.largest_value:.1e}"]
@@ -218,5 +225,5 @@ def _peak_bytes(call: Callable[[], Any], outputs: List[Tensor]) -> Optional[int]
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _broken(sentences: List[str]) -> str:
+def _in_html(sentences: List[str]) -> str:
     return "<br>".join(map(escape, sentences))

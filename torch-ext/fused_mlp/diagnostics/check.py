@@ -92,7 +92,7 @@ def check() -> Check:
     return Check(
         variant=Path(__file__).resolve().parents[1].name,
         version=VERSION,
-        machine=machine.gpu() if device == "cuda" else machine.cpu(),
+        machine=machine.cpu() if device == "cpu" else machine.gpu(),
         kernels=tuple(sorted(kernels - {"", "epilogue"})),
         products=products,
         advice=tuple(_advice(device, products)),
@@ -101,7 +101,9 @@ def check() -> Check:
 
 def _device() -> str:
     """The type of the device that models of this process would be on, as far as this build has kernels for it."""
-    return "cuda" if native.DEVICE_TYPE != "cpu" and torch.cuda.is_available() else "cpu"
+    if native.DEVICE_TYPE != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    return "xpu" if native.DEVICE_TYPE is None and torch.xpu.is_available() else "cpu"
 
 
 def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, Sequence[plans.Part]]]:
@@ -160,8 +162,8 @@ def _advice(device: str, products: Dict[str, Dict[str, str]]) -> Iterator[str]:
     if native.DEVICE_TYPE == "cuda" and device == "cpu":
         yield 'this build is for GPUs, and PyTorch finds none: get_kernel(..., backend="cpu") loads that for CPUs'
     if native.DEVICE_TYPE is None:
-        yield 'nothing is compiled for this GPU, and its Triton kernels are for those who ask: backend("triton")'
-    if device == "cuda":
+        yield 'backend("triton") runs the Triton kernels of this build, which nobody has run on such a GPU'
+    if native.DEVICE_TYPE == device == "cuda":
         refused = native.refusal("linear", torch.empty(0, device=device))
         yield from [] if refused is None else [f"this build cannot run here: {refused}"]
     if "FUSED_MLP_CPU_ISA" in os.environ and native.DEVICE_TYPE == "cpu":

@@ -30,7 +30,9 @@ def cpu() -> str:
 
 
 def gpu() -> str:
-    """The current GPU in words: its model, its compute capability or architecture, and its memory."""
+    """The current GPU in words: its model and, of NVIDIA's and AMD's, its architecture and its memory."""
+    if not torch.cuda.is_available():
+        return torch.xpu.get_device_name()
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     arch = getattr(device, "gcnArchName", None) or f"compute capability {device.major}.{device.minor}"
     return f"{device.name}, {arch}, {device.total_memory / 2**30:.0f} GiB"
