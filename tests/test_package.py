@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -154,12 +152,14 @@ def test_instruction_sets(isa):
     known = [name for name, flags in FLAGS.items() if flags <= cpu_flags()]
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
-    chosen = "activations_and_dtypes or extreme or strides_of_all or empty or many_rows or few_rows or any_call"
-    chosen += " or number_of_rows"
+    chosen = "activations_and_dtypes or extreme or strides_of_all or many_rows or few_rows or any_call"
+    chosen = f"({chosen} or number_of_rows) and not -float16"  # which torch computes
+    if isa == "avx512_bf16":  # differs from avx512 in products of this dtype alone
+        chosen += " and bfloat16"
     files = ("tests/test_functional.py", "tests/test_experts.py", "tests/test_training.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
-    chosen_cpu = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, cwd=ROOT, env=chosen_cpu, capture_output=True, text=True, timeout=600)
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
+    done = forks.run(program, "-q", "-p", "no:cacheprovider", *files, "-k", chosen, env=variables, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"^[1-9]\d* passed", done.stdout, re.MULTILINE), done.stdout
 
