@@ -1,4 +1,4 @@
-// What a GPU can do at most, for mma_sync.py: products by mma.sync from registers, and reading memory.
+// The peaks of a GPU, for mma_sync.py: products by mma.sync from registers, and reading memory.
 #include <cuda_runtime.h>
 
 #include <cstdint>

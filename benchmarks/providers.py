@@ -146,7 +146,7 @@ def pointwise_providers(shape, dtype, fused_mlp, wanted):
     return {name: make() for name, make in makers.items() if name in wanted}
 
 
-# What is computed: the callables, and the names of all providers.
+# The computations: the callables, and the names of all providers.
 WORKLOADS = {
     "mlp": (
         mlp_providers,

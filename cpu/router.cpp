@@ -24,7 +24,7 @@ namespace {
 // Two probabilities that are no further apart, relative to them, may be equal to torch, or in the other order.
 constexpr float kNear = 1e-6f;
 
-// What torch chooses among the experts: the weights, and the index.
+// torch's choice among the experts: the weights, and the index.
 std::array<Tensor, 2> torch_choice(const Tensor& logits, int64_t top_k) {
   std::array<StableIValue, 3> softmax{from(logits), from(int64_t{-1}), from(false)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_softmax", "", softmax.data(), TORCH_ABI_VERSION));

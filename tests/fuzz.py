@@ -304,9 +304,9 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
             f"an error of the package's own: {entry.reason}"
         )
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
-    # What is in another branch now may run later.
+    # Code in another branch may run later.
     waiting = any(reason.code == "other branch" for entry in report.left for reason in entry.reasons)
-    # What runs as it was written for now, for its hooks, dtype or device, holds the method that asks for that, and
+    # A module that runs as it was written for now, for its hooks, dtype or device, still holds a method that asks, and
     # autocast may cast what has no kernel to a dtype that has one.
     asks = any(reason.code in ("called", "no kernel") for entry in report.left for reason in entry.reasons)
     bitwise = all(entry.extent == "none" for entry in report.modules) and not waiting and not asks

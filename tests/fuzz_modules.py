@@ -77,7 +77,7 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 """.replace("\n", "|").split("|")
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
 
-# What else may stand between an MLP and the sum of its block.
+# Other code that may stand between an MLP and the sum of its block.
 BEHIND = ["self.after({h})", "self.root({h})", "self.root({h})", "self.scales({h})", "self.scales({h})"]
 FACTORS = ["{h} * 0.5", "0.5 * {h}", "{h} * self.factor", "self.factor * {h}", "{h} * self.mean"]
 
@@ -208,7 +208,7 @@ x: torch.Tensor, fused=None | x, self_=1 | x, other=None
 """.replace("\n", "|").split("|")
 ARGUMENTS = [arguments.strip() for arguments in ARGUMENTS if arguments.strip()]
 
-# What a layer does around an MLP and its sum: conditions on attributes of its own, and what may change these.
+# Code of a layer around an MLP and its sum: conditions on attributes of its own, and what may change these.
 AROUND = r"""
 h = self.norm(h)
 h = self.drop(h)
@@ -245,7 +245,7 @@ SUMS += ["h = (r.float() + h.float() * g).type_as(r)", "h = (g * self.drop(h).fl
 SUMS += ["h = r + g * h", "h = h * g[None] + r", "h = self.drop(h) * g.unsqueeze(0) + r"]
 SUMS += ["h = self.end(h, r)", "h = self.end(residual=r, h=h)"]
 
-# What is done with the end of a layer before it is fused.
+# Changes to the end of a layer before it is fused.
 END_CHANGES = [
     *("pass",) * 4,
     "self.end.norm.register_forward_hook(lambda *_: record.append('end'))",
@@ -255,7 +255,7 @@ END_CHANGES = [
     "self.end.forward = self.end.forward",
 ]
 
-# What is done with a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
+# Changes to a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
 # of its projections.
 PART_CHANGES = [
     "m.{p}.weight.data = torch._neg_view(m.{p}.weight.data)",
@@ -354,7 +354,7 @@ MODULE_CHANGES = [
 ]
 
 
-# What the calls of a case are surrounded by.
+# The modes around the calls of a case.
 AMBIENTS = ["grad", "no_grad", "inference_mode", "autocast", "autocast, no_grad", "function mode", "default device"]
 
 

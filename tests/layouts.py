@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reference import ACTIVATIONS, FORMULAS
 
-# What lies between the elements of a tensor: large, so that it shows where it is read; not NaN, since PyTorch's own
+# The value between the elements of a tensor: large, so that it shows where it is read; not NaN, since PyTorch's own
 # products multiply some of it with zeros.
 GAP = 1e4
 

@@ -324,7 +324,7 @@ def _tensor_subclass(projection):
     return projection
 
 
-# What makes a projection more than its weight; each changes a plain nn.Linear or takes its place.
+# Changes that make a projection more than its weight; each changes a plain nn.Linear or takes its place.
 WRAPPERS = {
     "LoRA": _lora,
     "int8": _int8,

@@ -327,7 +327,7 @@ def test_one_tensor_as_input_and_residual(ops, device):
             assert torch.equal(x, before)
 
 
-# What is altered in a good case of `all`, with in 64 and out 40; and what the error says.
+# Changes to a good case of `all`, with in 64 and out 40; and what the error says.
 FAULTS = {
     "residual's width": (lambda case: setattr(case, "residual", case.residual[:, :-1]), "residual must have"),
     "residual's dimensions": (lambda case: setattr(case, "residual", case.residual[0]), "residual must have"),

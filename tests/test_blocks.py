@@ -558,7 +558,7 @@ def patched(owner, name):
     return change
 
 
-# What is done to a fused module, and whether its block is one op still.
+# Changes to a fused module, and whether its block is one op still.
 CHANGES = {
     "another eps": (with_attribute("eps", 0.5), True),
     "another weight": (with_attribute("weight", lambda norm: nn.Parameter(2 * norm.weight)), True),
@@ -603,7 +603,7 @@ def hook(part):
     part.register_forward_hook(lambda part, args, output: 2 * output)
 
 
-# What is done to the module that is the MLP.
+# Changes to the module that is the MLP.
 MLP_CHANGES = {
     "a hook": lambda module: hook(module.mlp),
     "a hook of a part": lambda module: hook(module.mlp.fc2),
@@ -632,7 +632,7 @@ def patched_later(module):
     type(module.mlp).forward = lambda self, x: 5 * x
 
 
-# What is done to a sequence that is the MLP.
+# Changes to a sequence that is the MLP.
 SEQUENCE_CHANGES = {
     "a hook": lambda module: hook(module.mlp),
     "a hook of a part": lambda module: hook(module.mlp[3]),
@@ -752,7 +752,7 @@ def test_the_mode_of_the_mlp_alone(fused_mlp, device, blocks):
     assert not blocks
 
 
-# What is done to a factor, and to a scale.
+# Changes to a factor, and to a scale.
 FACTORS = {
     "another": (0.7, (0.7, RMS, NONE, False)),
     "no float": (2, None),

@@ -121,7 +121,7 @@ def with_hooked_weight(part):
     part.weight.register_hook(lambda grad: 3 * grad)
 
 
-# What may happen to a projection.
+# Changes to a projection.
 OF_PROJECTIONS = {
     "forward hook": hook("register_forward_hook", lambda module, args, output: 2 * output),
     "forward pre-hook": hook("register_forward_pre_hook", lambda module, args: (2 * args[0],)),
@@ -160,7 +160,7 @@ def owner(module, path):
     return module.get_submodule(path), name
 
 
-# What may happen to the module itself; the last projection and the activation by name.
+# Changes to the module itself; the last projection and the activation by name.
 OF_MODULES = {
     **{
         name: lambda module, last, act, wrap=wrap: setattr(*owner(module, last), wrap(module.get_submodule(last)))
@@ -257,7 +257,7 @@ def act_of(module):
     return next(name for name, part in module.named_modules() if isinstance(part, (nn.SiLU, nn.GELU)))
 
 
-# What may happen to the halves of an MLP, as modules.
+# Changes to the two modules of an MLP.
 OF_HALVES = {
     "forward hook": hook("register_forward_hook", lambda module, args, output: 2 * output),
     "forward pre-hook": hook("register_forward_pre_hook", lambda module, args: (2 * args[0], *args[1:])),

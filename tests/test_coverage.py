@@ -138,7 +138,7 @@ def test_blocks(fused_mlp, block, dtype):
     assert largest_error(*results) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-# What the survey takes for an MLP.
+# Modules that the survey takes for an MLP.
 
 
 def test_what_counts_as_an_mlp():

@@ -21,7 +21,7 @@ from tuning.prediction import Predictor
 
 MIB = 2**20
 DTYPE = b"bfloat16"  # of the kernels that are disassembled
-# What every machine with this torch has. torch brings the CUDA libraries; the extension itself asks for none.
+# Libraries that every machine with this torch has. torch brings the CUDA libraries; the extension itself asks for none.
 LIBRARIES = r"lib(torch_cuda|torch_cpu|torch|c10|stdc\+\+|gcc_s|m|c|dl|pthread|rt)\.so(\.\d+)?|ld-linux-.*\.so\.\d+"
 
 

@@ -23,7 +23,7 @@ def markdown_files() -> list[Path]:
     return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md"), *beside]
 
 
-# What is filled in
+# Tables that are filled in
 
 
 @pytest.mark.parametrize("path", fill_documents.DOCUMENTS, ids=lambda path: path.name)
@@ -71,7 +71,7 @@ def test_a_table():
     assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
 
 
-# What they point at: test_examples.py runs what they show
+# Links: test_examples.py runs what they show
 
 
 def test_links_lead_somewhere():

@@ -105,7 +105,7 @@ def test_operands_on_two_devices(fused_mlp, device, function):
                 call(**made | {name: made[name].to("meta")})
 
 
-# What replaces a good operand of x [3, 8], hidden 12 and out 6, and what the message must say beside its name.
+# Replacements of a good operand of x [3, 8], hidden 12 and out 6, and what the message must say beside its name.
 BAD_SHAPES = {
     "act_and_mul": [
         ("up", (3, 11), ["gate", r"\[3, 12\]", r"\[3, 11\]"]),

@@ -378,7 +378,7 @@ def test_grouped_in_a_graph(fused_mlp, device):
             assert torch.equal(found, result)
 
 
-# What trains by kernels: features of multiples of 64
+# Experts that train by kernels: features of multiples of 64
 TRAINED = [
     (1, 1, 1, (128, 64)),
     (7, 3, 4, (128, 128)),
@@ -548,7 +548,7 @@ def test_grouped_compiled(fused_mlp, device):
         assert any(event.name.endswith("::experts_mlp") for event in profile.events())
 
 
-# What is not one op
+# Calls that are not one op
 
 
 def gradients(function, made, grad):
@@ -739,7 +739,7 @@ def test_ops(fused_mlp, device):
         torch.library.opcheck(namespace.experts_mlp.default, (*made.values(), *rest), test_utils=tests)
 
 
-# What does not fit
+# Operands that do not fit
 
 WRONG = [
     ({"x": 1.0}, TypeError, "x must be a tensor, got float"),
@@ -795,7 +795,7 @@ def test_the_op_reads_nothing_that_does_not_fit(fused_mlp, device):
             op(*made.values(), code, *rest[1:])
 
 
-# What explains it
+# Explanations
 
 
 def test_explained(fused_mlp, device):

@@ -105,7 +105,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         assert (result.shape, result.dtype) == (exact.shape, dtype), what
         norm, maximum = reference.errors(result, exact)
         eager_norm, eager_maximum = reference.errors(reference.eager(function, made, activation), exact)
-        # What decides the error of a single call may be the rounding of one large element, which is left to chance,
+        # The error of a single call may be decided by the rounding of one large element, which is left to chance,
         # within limits. Over all calls chance evens out.
         assert norm <= 3 * eager_norm + rounding * exact.numel() ** -0.5, f"{what}: {norm}, eager's {eager_norm}"
         assert maximum <= 3 * eager_maximum + rounding, f"{what}: {maximum}, eager's {eager_maximum}"

@@ -250,7 +250,7 @@ def hook(part):
     part.register_forward_hook(lambda part, args, output: 2 * output)
 
 
-# What is done to a fused module, and whether its block is one op still.
+# Changes to a fused module, and whether its block is one op still.
 CHANGES = {
     "a norm with a weight": (with_attribute("norm", lambda: with_weight(nn.LayerNorm(32))), False),
     "RMSNorm": (with_attribute("norm", lambda: nn.RMSNorm(32, elementwise_affine=False, eps=1e-6)), True),

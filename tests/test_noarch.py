@@ -22,7 +22,7 @@ from releasing import sources, variants
 
 pytest.importorskip("triton")
 
-# What `kernels` asks of torch, as it is in torch's own builds.
+# The attributes of torch that `kernels` asks for, as it is in torch's own builds.
 TORCH = {"rocm": ("hip", "7.1.52802"), "xpu": ("xpu", "20250302")}
 both = pytest.mark.parametrize("backend", noarch.BACKENDS)
 

@@ -133,7 +133,7 @@ def test_words_of_others(fused_mlp, norms, device, calls):
     assert calls == [RMS]
 
 
-# What is nearly an RMSNorm: another scale, or another ending.
+# Near misses of an RMSNorm: another scale, or another ending.
 NEARLY = {
     "eps outside": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + self.variance_epsilon",
     "no eps": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True))",
@@ -264,7 +264,7 @@ def test_scales(norms, tmp_path, body):
     assert (norms.code_of(module) == SCALE) == SCALES[body]
 
 
-# What is done to a fused module whose norm is Meta, and whether its block is one op still.
+# Changes to a fused module whose norm is Meta, and whether its block is one op still.
 
 
 def of_class(name, value):

@@ -141,7 +141,7 @@ def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, err
     assert fused_mlp.explain(model[0]).implementation == "fused"
 
 
-# What hands attributes on.
+# Wrappers that hand attributes on.
 
 
 class Forwarding(nn.Module):
@@ -191,7 +191,7 @@ def test_wrappers_that_hand_attributes_on(fused_mlp, device, wrapper, when):
     assert not any(f"{fused_mlp.__name__}_fused" in vars(each) for each in model.modules())
 
 
-# What has code of its own, which is not run.
+# Attributes with code of their own, which is not run.
 
 
 RAN = []

@@ -93,7 +93,7 @@ def hooked(name):
     return change
 
 
-# What is done to a module between its calls.
+# Changes to a module between its calls.
 CHANGES = {
     **{f"a hook of {name}": hooked(name) for name in ("dense", "dropout", "LayerNorm")},
     "another dropout": lambda module, monkeypatch: setattr(module, "dropout", Doubled()),

@@ -647,7 +647,7 @@ def test_a_name_that_stands_for_something_else_later(
     assert fused_mlp.explain(module).implementation == "fused"
 
 
-# What compiles to other code for what stands elsewhere.
+# Statements that compile to other code where others stand elsewhere.
 
 CONTEXTS = {
     "imported": HEAD,

@@ -284,7 +284,7 @@ def doubled(function):
     return lambda *given, **named: 2 * function(*given, **named)
 
 
-# What is done beside a fused module.
+# Changes beside a fused module.
 PATCHES = {
     "a function": (OfFunctions, F, "silu"),
     "the class of layers": (TransposedPlain, Conv1D, "forward"),

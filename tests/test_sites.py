@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-# What the methods of `self` are, and functions.
+# The roles of the attributes of `self`, and of functions.
 ROLES = {
     **dict.fromkeys(("self.p", "self.q", "self.d"), "projection"),
     **dict.fromkeys(("self.act", "gelu"), "activation"),
@@ -228,7 +228,7 @@ HALVES = {
     "return self.head(self.tail(x))": False,
 }
 
-# What is returned, and the block that is found in it: what is around the MLP, in words of `around`.
+# The returned value, and the block that is found in it: what is around the MLP, in words of `around`.
 BLOCKS = {
     "x + self.mlp(x)": "sum",
     "self.mlp(x) + x": "sum",
@@ -293,7 +293,7 @@ BLOCKS = {
     "x[0] + self.mlp(x)": "",
 }
 
-# What a module begins with, with `h` its argument, and whether that is the last projection of an MLP.
+# The start of a module, with `h` its argument, and whether that is the last projection of an MLP.
 STARTS = {
     "return self.d(h)": True,
     "return self.norm(self.d(h) + y)": True,

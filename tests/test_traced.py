@@ -15,7 +15,7 @@ from modules import Gated, Halves, OwnLinears, PackedGated, Plain
 from safety import assert_close, x_of
 from tiny_models import LLM
 
-# What fusing may add to the lines of guards of a whole model: most are of the methods that its modules hold.
+# The most that fusing may add to the lines of guards of a whole model: most are of the methods that its modules hold.
 GUARDS = {"bert": 160, "gpt2": 100}
 
 

@@ -29,7 +29,7 @@ def test_refuses_cpu_tensors(fused_mlp):
 
 
 NOT_INSTALLED = "import sys; sys.modules['triton'] = None"
-# What a search for `triton` finds in the root of this repository.
+# The result of a search for `triton` in the root of this repository.
 A_FOLDER = """
 import sys
 from importlib.machinery import PathFinder

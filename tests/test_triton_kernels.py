@@ -146,7 +146,7 @@ def test_any_strides(fused_mlp, device, repetition):
         layouts.check_product(fused_mlp, "triton", draw, device, torch.float32)
 
 
-# What lies between the elements is NaN: a kernel that reads it cannot but show it.
+# NaN lies between the elements: a kernel that reads it cannot but show it.
 LAYOUTS = {"transposed": layouts.transposed} | {
     layout.__name__: functools.partial(layout, gap=torch.nan)
     for layout in (layouts.chunk, layouts.every_other_column, layouts.misaligned)

@@ -118,7 +118,7 @@ def machine() -> str:
     )
 
 
-# What to expect, by situation.
+# The table of speed-ups by situation.
 
 GROUPS = {
     "BERT, MiniLM: sentence embeddings": ("minilm", "bert-base"),
@@ -128,7 +128,7 @@ GROUPS = {
     "diffusion transformers: SD 3, PixArt": ("sd3-medium", "pixart-alpha"),
     "a UNet: Stable Diffusion 1.5": ("sd-1.5 unet",),
 }
-# What nobody has run, in words.
+# Rows of machines that never ran it.
 NEVER_RUN = {
     "A100, L4, L40S, RTX 3090 to 5090": "mostly cuBLAS and one pointwise kernel",
     "B200": "cuBLAS and one pointwise kernel",

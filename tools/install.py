@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
-# What pip says of a wheel that it fetches, and of an index that it cannot reach.
+# Messages of pip: of a wheel that it fetches, and of an index that it cannot reach.
 FETCHED = re.compile(r"\s+(?:Downloading|Using cached) (?:\S*/)?([^/\s]+?)-\d\S* \(([\d.]+) (kB|MB|GB)\)")
 UNREACHABLE = re.compile(r"Retrying \(Retry\(|connection broken by|Failed to establish a new connection")
 

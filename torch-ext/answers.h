@@ -67,8 +67,8 @@ inline bool is_answer() {
   return PyErr_Occurred() == nullptr;
 }
 
-// What Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an error that is
-// set wins over what it would return.
+// Functions that Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an
+// error that is set wins over what it would return.
 
 // None stands for what is not known, or cannot be asked.
 template <PyObject* (*kFind)(PyObject*)>

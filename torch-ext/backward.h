@@ -134,7 +134,7 @@ inline Tensor rows_of(const Tensor& matrix, int64_t start, int64_t rows) {
   return matrix_view(matrix, {rows, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)}, start * matrix.stride(0));
 }
 
-// What a backend answers that has no kernel for a product with its epilogue.
+// The answer of a backend that has no kernel for a product with its epilogue.
 struct NoKernel {
   explicit operator bool() const { return false; }
   template <typename... Outputs>

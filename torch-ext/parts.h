@@ -65,7 +65,7 @@ bool is_cast(PyObject* part);
 // 0, of an nn.Identity, and of a cast, whose dtypes fused() looks at.
 Answer all_pass(Objects parts, bool recording);
 
-// What is known of the class of an activation that is plain: the tuple, borrowed; nullptr without an error where it
+// The entry of a plain activation among those known: the tuple, borrowed; nullptr without an error where it
 // is not.
 PyObject* known_activation(PyObject* act, bool recording);
 

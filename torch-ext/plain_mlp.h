@@ -18,10 +18,10 @@ struct Mlp {
   bool in_eval = false;  // the module is known to be in eval mode
 };
 
-// What is around an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is stored
-// less 1 and a shift, perhaps of float32; behind its last
-// projection what may pass values on, and among that a norm or a scale; a factor, which is a number or a scale; the sum
-// with the residual; and the norm of that. None where there is no norm, or nothing modulates it.
+// The surroundings of an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is
+// stored less 1 and a shift, perhaps of float32; behind its last projection what may pass values on, and among that a
+// norm or a scale; a factor, which is a number or a scale; the sum with the residual; and the norm of that. None where
+// there is no norm, or nothing modulates it.
 struct Block {
   PyObject *first, *modulation;
   Objects behind;
@@ -47,7 +47,7 @@ Answer are_of(PyObject* operands, PyObject* dtype);
 // Whether one of these operands needs a gradient.
 Answer needs_gradient(PyObject* operands);
 
-// Of a tensor, how many elements it has, and how many along its last dimension; negative where an error of Python's is
+// The number of a tensor's elements, and that along its last dimension; negative where an error of Python's is
 // set: where a tensor is traced, these are no numbers.
 int64_t number_of_elements(PyObject* tensor);
 int64_t size_of_last(PyObject* tensor);

@@ -129,7 +129,7 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* p
     const Objects between = all.subspan(place.act + 1, place.second - place.act - 1);
     return use(Mlp{plain, x, projections.all(), all[place.act], between}, rest);
   }
-  // What is fused is asked at once: nobody may see that a head is asked for its parts.
+  // These questions come first: nobody may see that a head is asked for its parts.
   if (dtype_taken(x) == nullptr || is_undisturbed() != kYes) return nullptr;
   PyObject* const head_state = state_of(all[0]);
   PyObject* const head = head_state == nullptr ? nullptr : running(all[0], head_state, heads, recording, kBeforeNorm);
@@ -279,7 +279,7 @@ Answer is_trained(PyObject* state, int generations) {
   return kError;
 }
 
-// What py_runs_as_written() does. It takes the MLP for one with four times as many hidden features as inputs.
+// Computes py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
   const Answer recording = is_recording(), casting = recording == kError ? kError : is_autocasting();

@@ -3,7 +3,7 @@
 #include "norm.h"
 #include "registration.h"  // and with it Python.h
 
-// What compiled code asks Python's objects about, and by which names.
+// Python's objects that compiled code asks about, and names.
 namespace fused_mlp {
 
 // Set once, by configure(), and never given back: they live as long as the process.
@@ -95,7 +95,7 @@ struct Names {
   PyObject* gated = PyUnicode_InternFromString("gated");
   PyObject* up_first = PyUnicode_InternFromString("up_first");
   PyObject* order = PyUnicode_InternFromString("__mro__");
-  // What finds attributes, of all names and of those that are not found otherwise.
+  // The methods that find attributes: of all names, and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Those of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),

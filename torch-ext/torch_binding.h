@@ -109,7 +109,7 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
                                               int64_t activation, int64_t needs);
 
-// What a call that autograd follows runs: linear, or gated_linear where there is an up_weight; and where there is a
+// The op of a call that autograd follows: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
 // layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,
 // weight and bias hold gate and up, of which up comes first or second, and so does what is kept, [..., 2 * hidden].

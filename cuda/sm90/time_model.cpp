@@ -134,7 +134,7 @@ double torch_microseconds(const GemmProblem& p, const TorchTime& c, const Chip& 
   const double gemm = c.start + std::max(arithmetic / chip.clock, floor);
   if (p.linear() && !p.gated()) return gemm;
   const int gemms = p.gated() ? 2 : 1;
-  // Of what the pointwise kernel moves, L2 still holds a part (measured on an H100 and an H200).
+  // L2 still holds a part of what the pointwise kernel moves (measured on an H100 and an H200).
   constexpr double kHeld = 30e6, kBytesPerMicrosecond = 5.3e6;
   const double moved = (gemms + 1) * results, held = std::min(moved, kHeld);
   const double beyond = (moved - held) / (c.pointwise_share * chip.bytes_per_microsecond);

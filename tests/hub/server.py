@@ -206,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
             commit = repository.commit(branch, message, added, removed)
         self.json({"commitUrl": f"{self.hub.url}/kernels/{repo}/commit/{commit}", "commitOid": commit})
 
-    # What they have in common
+    # Common to all requests
 
     def serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

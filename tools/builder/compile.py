@@ -25,7 +25,7 @@ HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized
 # Two builds in one process must not share the statics of inline functions. kernel-builder adds this to C++ alone, too.
 CXX_FLAGS = ["-fno-gnu-unique"]
 NOT_OF_CLANG = {"-fno-gnu-unique", "-Wno-maybe-uninitialized"}
-# Of a core, for a file on average, measured on a Xeon of 2023: by which a build says how long it will take.
+# Seconds of a core for a file on average, measured on a Xeon of 2023. A build says by these how long it will take.
 CORE_SECONDS = {"cpu": 3.5, "cuda": 17}
 # No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]

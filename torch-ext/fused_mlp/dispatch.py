@@ -19,7 +19,7 @@ if native.DEVICE_TYPE is not None:
 _NAMES = ("cuda", "triton", "cpu", "torch")
 
 # Measured order: the compiled ops win wherever they exist, the Triton kernels where a build has no code for the GPU.
-# What has never run on a kind of GPU, which is all that a build without compiled ops holds, is for those who force it.
+# Kernels that never ran on a kind of GPU, as all of a build without compiled ops, are for those who force them.
 _AUTO: Tuple[str, ...] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), None: ()}[native.DEVICE_TYPE]
 _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 

@@ -216,7 +216,7 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     needs, keep = ctx.needs_input_grad, inputs[8]
-    # Of the operands all, for a gradient that is differentiated: what traces this sees which the op is given.
+    # All operands, for a gradient that is differentiated: what traces this sees which the op is given.
     ctx.save_for_backward(*inputs[:7], *_values(inputs, output, nodes.saved(needs, keep)))
     ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 

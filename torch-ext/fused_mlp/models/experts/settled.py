@@ -179,7 +179,7 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
     )
 
 
-# What decides besides what was read.
+# Attributes that decide besides those that were read.
 _ALWAYS = ("config", "parametrizations", "_is_expert_parallel", switching.FUSED)
 
 

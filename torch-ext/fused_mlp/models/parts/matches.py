@@ -307,7 +307,7 @@ def _is_number(node: ast.expr, number: int) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value == number
 
 
-# What a whole method does.
+# Whole methods.
 
 
 def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:

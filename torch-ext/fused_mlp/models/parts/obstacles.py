@@ -38,8 +38,8 @@ def unpatched(owner: Any, name: str, home: Any) -> Any:
     return function if inspect.isbuiltin(function) else None
 
 
-# What the parts of an MLP call, activations included. Profilers that count operations, quantisers and loggers put
-# functions of their own in these places.
+# Functions that the parts of an MLP call, activations included. Profilers that count operations, quantisers and
+# loggers put functions of their own in these places.
 _PATCHABLE = (
     (nn.Linear, "__call__", _torch_module),  # and with it that of every module
     (nn.Linear, "forward", nn.modules.linear),
@@ -79,7 +79,7 @@ def of_surroundings() -> Optional[str]:
         return "a trace of torch.jit"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
-    # What torch.compile records is run under modes of its own.
+    # torch.compile records under modes of its own.
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"
     return None

@@ -33,7 +33,7 @@ _FUNCTIONS: Dict[Callable, str] = {
 
 _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 
-# What was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
+# Code that was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
 # rests on.
 _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 

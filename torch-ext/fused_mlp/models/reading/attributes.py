@@ -27,7 +27,7 @@ def state_of(module: Any) -> Dict[str, Any]:
 
 def children_of(module: nn.Module) -> Dict[str, nn.Module]:
     """The children of a module by name."""
-    # What TorchScript has compiled keeps them elsewhere.
+    # Modules that TorchScript has compiled keep them elsewhere.
     is_scripted = issubclass(type(module), torch.jit.ScriptModule)
     children = module._modules if is_scripted else state_of(module)["_modules"]
     return {name: child for name, child in children.items() if is_module(child)}

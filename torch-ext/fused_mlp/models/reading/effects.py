@@ -11,13 +11,13 @@ from .source import bound_names, tree_of
 
 MayCall = Callable[[ast.expr], bool]  # whether a call of something does no more than compute
 
-# What computes and binds names, and does nothing else.
+# Statements that compute and bind names, and do nothing else.
 _HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
 _HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
 _HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
 _HARMLESS += (ast.cmpop,)
 
-# What computes all its parts, whatever their values are.
+# Expressions that compute all their parts, whatever the values are.
 _UNCONDITIONAL = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _UNCONDITIONAL += (ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
 _UNCONDITIONAL += (ast.Attribute, ast.Subscript)

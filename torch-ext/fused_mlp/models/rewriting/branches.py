@@ -29,11 +29,11 @@ from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
 
-# What a condition may be made of, beside names.
+# The nodes of a condition, beside names.
 _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.expr_context)
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
-# What a condition may be moved over. Another call, such as an attention's, may change what the condition asks for.
+# Roles of calls that a condition may be moved over. Another call, such as an attention's, may change the condition.
 _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
 _STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 

@@ -142,7 +142,7 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
-# What the calls name. Rewritten methods know these functions by names that no source can spell.
+# The functions that calls name. Rewritten methods know these functions by names that no source can spell.
 
 
 _CALLS = {

@@ -91,7 +91,7 @@ def known_by(act: Union[Act, str]) -> Union[Act, str]:
 # lack it: all ops are called then.
 _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
-# What compiled code is told of torch and of this package: settings.h says what each is.
+# Settings of compiled code: settings.h says what each is.
 _settings = {
     "tensor": Tensor,
     "parameter": nn.Parameter,

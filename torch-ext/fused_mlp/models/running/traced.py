@@ -136,7 +136,7 @@ def _fuse(nodes: List[fx.Node], memory: str) -> None:
             _is_replaced(node, hidden, None, [], memory)
 
 
-# What is recorded for the parts of an MLP.
+# Nodes that are recorded for the parts of an MLP.
 
 
 class _Projection(NamedTuple):
@@ -295,7 +295,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-# What becomes of it.
+# The op in their place.
 
 
 class _Made:
