@@ -21,7 +21,7 @@ from .. import training
 from . import outcome, verification
 from .experts import mixtures, routers
 from .outcome import Outcome, Reason
-from .reading.attributes import finder_of, method_in, modules_of, state_of
+from .reading.attributes import finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
 from .running import shortcut, switching
@@ -214,7 +214,7 @@ def _plan_of(
 def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
     """True if what a module holds in the place of a method is that of its class, or a fused one, also of the module
     that it is a shallow copy of."""
-    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in switching.written
+    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
     return is_fused or method_in(module, name) is getattr(type(module), name)
 
 

@@ -15,7 +15,7 @@ from .. import dispatch, training
 from ..backends import reference
 from .experts import mixtures, routers
 from .parts import norms, obstacles, recognition
-from .reading.attributes import attribute_of
+from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
 from .rewriting import endings, rewriter, shape
 from .rewriting.found import FoundMLP, around_of
@@ -201,7 +201,7 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
     found = {projection: obstacles.of_projection(layer)}
     found.update({name: forwards.alteration(part) for name, part in behind})
-    found[last] = unknown or obstacles.of_call(norm)
+    found[last] = unknown or of_call(norm)
     around = obstacles.of_surroundings()
     reasons = called(found if around is None else dict.fromkeys(found, around))
     return Outcome(NONE if reasons else FULL, reasons, _SUM)

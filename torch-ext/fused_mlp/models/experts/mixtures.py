@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ... import calls, dispatch
 from ...backends import reference
 from ..parts import obstacles
+from ..reading.attributes import as_written, of_call, written
 from ..reading.mixtures import SKIPS_ALL
 from ..reading.source import remembered
 from ..running import switching
@@ -68,8 +69,8 @@ def fused_method(method: FunctionType) -> FunctionType:
     """The forward of a class of experts made anew: with one call of ``experts_mlp`` where it may be."""
     own = interface.original_of(method)
     names = tuple(inspect.signature(own or method).parameters)[1:]
-    written = switching.as_written("forward", method)
-    instead = switching.instead_of(written)
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if not _is_compiling() and len(args) == 3 and not kwargs:
@@ -85,7 +86,7 @@ def fused_method(method: FunctionType) -> FunctionType:
 
     functools.update_wrapper(forward, method)
     _made.add(forward)
-    switching.written[forward] = written
+    written[forward] = original
     return forward
 
 
@@ -106,7 +107,7 @@ def registered(
 
 def routed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The output of a module of experts, called by a layer of this package: on every device by ``experts_mlp``."""
-    called = obstacles.of_call(module) is not None or type(module).__call__ is not nn.Module.__call__
+    called = of_call(module) is not None or type(module).__call__ is not nn.Module.__call__
     result = None if called else _fused(module, x, index, weights, interface.NAME)
     return module(x, index, weights) if result is None else result
 

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from ...experts import Form
 from ..reading import mixtures as reading
+from ..reading.attributes import class_of
 from ..reading.evaluation import Evaluation
 from ..reading.mixtures import SKIPS_NONE, Loop, Sizes
 from ..reading.values import MISSING, PLAIN, Bound, NotProved, Proof, Proofs
-from ..running import switching
 from . import interface
 
 
@@ -74,7 +74,7 @@ def of(module: nn.Module) -> Union[Experts, Unknown]:
 
 def proof_of(module: nn.Module) -> Proof:
     """The proof of what a module computes, which holds as long as its dependencies do. Those of a class are kept."""
-    key = switching.class_of(module), _shapes(module)
+    key = class_of(module), _shapes(module)
     return _proofs.get(key, module, lambda: _proved(module))
 
 
@@ -182,7 +182,7 @@ def _plain(proof: Proof) -> Optional[_Plain]:
 
 def method_of(module: nn.Module) -> FunctionType:
     """The forward that the class of a module has, or had before it was fused."""
-    return switching.class_of(module).forward
+    return class_of(module).forward
 
 
 def _stacks(module: nn.Module) -> List[str]:

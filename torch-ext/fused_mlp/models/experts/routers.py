@@ -13,6 +13,7 @@ from ... import calls, dispatch
 from ...backends import native
 from ..parts import obstacles
 from ..parts.guards import Guards, guards_of
+from ..reading.attributes import as_written, class_of, written
 from ..reading.evaluation import Evaluation, inputs
 from ..reading.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
 from ..running import shortcut, switching
@@ -50,7 +51,7 @@ _WEIGHT = Node("parameter", (("weight",),))
 
 def _method_of(module: nn.Module) -> Optional[FunctionType]:
     """The forward of a router made anew, if it is known what the router computes."""
-    method = getattr(switching.class_of(module), "forward", None)
+    method = getattr(class_of(module), "forward", None)
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__") or method.__code__.co_argcount != 2:
         return None
     if "weight" not in module._parameters or module._modules:
@@ -104,8 +105,8 @@ def _argument(value: Any, op: str, *rest: Any) -> Any:
 
 def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     """The forward of a class of routers made anew: with one op where it may be."""
-    written = switching.as_written("forward", method)
-    instead = switching.instead_of(written)
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         another = instead(self)
@@ -116,7 +117,7 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
 
     functools.update_wrapper(forward, method)
     _forms[forward] = form
-    switching.written[forward] = written
+    written[forward] = original
     return forward
 
 

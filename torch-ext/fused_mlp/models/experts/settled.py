@@ -18,8 +18,9 @@ from ... import dispatch, training
 from ...backends import native
 from ...operands import is_narrowed
 from ..parts import obstacles
+from ..reading.attributes import FUSED, class_of
 from ..reading.values import MISSING, Proof, held_at
-from ..running import shortcut, switching
+from ..running import shortcut
 from . import interface, proofs
 
 # Bound once: a name of another module costs two look-ups more.
@@ -162,7 +163,7 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
     up, down = (parameters[name] for name in weights[:2])
     if native.experts_refusal(x, index, up, down, found.form.interleaved, found.form.transposed) is not None:
         return
-    attributes.append((switching.class_of(module), "forward", method))
+    attributes.append((class_of(module), "forward", method))
     _known.setdefault(module, {})[way] = _Settled(
         kind=type(module),
         dtype=up.dtype,
@@ -180,7 +181,7 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
 
 
 # Attributes that decide besides those that were read.
-_ALWAYS = ("config", "parametrizations", "_is_expert_parallel", switching.FUSED)
+_ALWAYS = ("config", "parametrizations", "_is_expert_parallel", FUSED)
 
 
 def _pairs(dictionary: Dict[str, Any], names: Iterable[str]) -> _Pairs:

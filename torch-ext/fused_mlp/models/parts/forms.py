@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...activations import Activation, get_activation
-from . import obstacles
+from ..reading.attributes import of_call
 from .recognition import activation_of, name_of
 
 # As they were when this was imported: what is put in their place is called.
@@ -87,7 +87,7 @@ def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     given = (*options, *named.values())
     if type(function) is nn.GLU:
         dim = function.dim
-        known = not given and nn.GLU.forward is _GLU_FORWARD and obstacles.of_call(function) is None
+        known = not given and nn.GLU.forward is _GLU_FORWARD and of_call(function) is None
     else:
         dim, known = given[0] if given else -1, function is _GLU_FUNCTION
     row = get_activation("sigmoid") if known and dim == -1 else None

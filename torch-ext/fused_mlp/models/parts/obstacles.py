@@ -7,7 +7,7 @@ purpose: what is not known to be plain is called. The answers are noun phrases, 
 from __future__ import annotations
 
 import inspect
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Optional, Tuple, Union
 
 import torch
@@ -19,8 +19,7 @@ from torch.utils._device import DeviceContext
 from ... import functional
 from ...activations import ACTIVATIONS
 from ...operands import NARROWED, is_narrowed
-from ..reading.attributes import state_of
-from ..running.switching import written
+from ..reading.attributes import PLAIN_FORWARDS, of_call, state_of
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -57,6 +56,7 @@ def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 linear_forward.__name__ = "forward"  # the name under which a bound method is pickled
+PLAIN_FORWARDS[nn.Linear] = linear_forward
 
 
 def of_surroundings() -> Optional[str]:
@@ -83,37 +83,6 @@ def of_surroundings() -> Optional[str]:
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"
     return None
-
-
-def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
-    """The effect of calling ``module`` beyond the forward that its class was written with, or None.
-
-    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
-    of the forward, computes the same.
-    """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "hooks"
-    function = own_method(module, "forward")
-    if function is not None:
-        known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
-        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
-        if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
-            return "a forward of its own"
-    return None
-
-
-_NO_METHOD = object()
-
-
-def own_method(module: nn.Module, name: str) -> Any:
-    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
-
-    What else it may hold, like a method of another module, is told as an object that is no function.
-    """
-    own = module.__dict__.get(name)
-    if own is None:
-        return None
-    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
@@ -182,13 +151,6 @@ def of_input(x: Tensor) -> Optional[str]:
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
     return "a nested input" if x.is_nested else of_surroundings()
-
-
-def _is_of_a_layer(function: Any) -> bool:
-    """True if it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        return False
-    return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
 
 
 def _name(kind: type) -> str:

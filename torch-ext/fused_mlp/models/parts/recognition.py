@@ -11,9 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from ...activations import ACTIVATIONS, Activation, get_activation
 from ..reading import activations as reading
-from ..reading.attributes import children_of, parameters_of
+from ..reading.attributes import children_of, of_call, parameters_of
 from ..reading.values import Dependency, holds
-from . import obstacles
 from .guards import Guards, guards_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
@@ -157,7 +156,7 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
         return "a patched class"
     if forward.__module__ != kind.__module__ and _written_out(forward) is None:
         return "a patched class"
-    return obstacles.of_call(module, kernelizable=True)
+    return of_call(module, kernelizable=True)
 
 
 def _by_qualified_name(function: Callable) -> Optional[str]:

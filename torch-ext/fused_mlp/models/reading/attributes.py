@@ -1,10 +1,11 @@
-"""The attributes of modules, in the order in which Python finds them, read without running code of their classes."""
+"""Attributes and methods of modules, as Python finds them, read without running code of their classes."""
 
 from __future__ import annotations
 
 import inspect
-from types import FunctionType, MethodType
-from typing import Any, Dict, Iterator, Optional, Set, Tuple
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Dict, Iterable, Iterator, NamedTuple, Optional, Set, Tuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -79,3 +80,102 @@ def finder_of(kind: type) -> Optional[str]:
     """The method of a class of modules that Python runs where an attribute is read, if nn.Module has another one."""
     names = ("__getattribute__", "__getattr__")
     return next((name for name in names if getattr(kind, name, None) is not getattr(nn.Module, name)), None)
+
+
+def class_of(module: nn.Module) -> type:
+    """The class of a module as it was written: without what torch parametrizes in it."""
+    kind, parts = type(module), module._modules  # Dynamo follows this
+    return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
+
+
+# Methods that modules hold: fused ones, those of kernels, and wrappers.
+
+# The mark: fused methods by name, with whether the module itself held that of its class. It has the name of this build:
+# what another one fused is not its own.
+FUSED = f"{__package__.partition('.')[0]}_fused"
+
+
+class Written(NamedTuple):
+    """A method of a class as it was read, with what notebooks replace in it when its source changes.
+
+    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
+    """
+
+    name: str
+    function: FunctionType
+    code: CodeType
+    defaults: Optional[Tuple[Any, ...]]
+    named_defaults: Optional[Dict[str, Any]]
+    looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
+
+    def is_in(self, kind: type) -> bool:
+        """True if a class has it, unchanged."""
+        return getattr(kind, self.name, None) is self.function and self.is_as_read()
+
+    def parts(self) -> Dict[str, Any]:
+        """Its code and defaults, by attribute. Where there were no defaults, calls that need some fail as before."""
+        parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def is_as_read(self) -> bool:
+        parts = ((self.function, name, part) for name, part in self.parts().items())
+        return are_unchanged((*parts, *self.looked_up))
+
+
+written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
+
+
+def are_unchanged(attributes: Iterable[Tuple[Any, ...]]) -> bool:
+    """True if owners have these values under these names, and nothing under a name without a value."""
+    return all(_is_unchanged(*each) for each in attributes)
+
+
+def _is_unchanged(owner: Any, name: str, value: Any = _MISSING) -> bool:
+    return (owner.get(name, _MISSING) if type(owner) is dict else getattr(owner, name, _MISSING)) is value
+
+
+def as_written(name: str, function: FunctionType) -> Written:
+    """A method as it is now."""
+    return Written(name, function, function.__code__, function.__defaults__, function.__kwdefaults__)
+
+
+# By class of modules: a forward that is not the class's own and computes the same.
+PLAIN_FORWARDS: Dict[type, FunctionType] = {}
+
+
+def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
+    """The effect of calling ``module`` beyond the forward that its class was written with, or None.
+
+    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
+    of the forward, computes the same.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "hooks"
+    function = own_method(module, "forward")
+    if function is not None:
+        known = function is type(module).forward or function is PLAIN_FORWARDS.get(type(module))
+        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
+        if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
+            return "a forward of its own"
+    return None
+
+
+_NO_METHOD = object()
+
+
+def own_method(module: nn.Module, name: str) -> Any:
+    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
+
+    What else it may hold, like a method of another module, is told as an object that is no function.
+    """
+    own = module.__dict__.get(name)
+    if own is None:
+        return None
+    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
+
+
+def _is_of_a_layer(function: Any) -> bool:
+    """True if it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")

@@ -18,8 +18,8 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from ..parts import obstacles
 from . import operations
+from .attributes import of_call
 from .effects import bound
 from .source import tree_of
 from .values import MISSING, PLAIN, Bound, Dependency, Held, Method, Node, NotProved, Value, class_of, looked_up
@@ -455,7 +455,7 @@ class Evaluation:
         if found is not None:
             return found
         forward, call = looked_up(kind, "forward"), looked_up(kind, "__call__")
-        obstacle = obstacles.of_call(part.value, kernelizable=True)
+        obstacle = of_call(part.value, kernelizable=True)
         self._depends(kind, "", "forward", forward)
         self._depends(kind, "", "__call__", call)
         self._depends(part.path, "call", "", obstacle)

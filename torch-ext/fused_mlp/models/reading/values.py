@@ -9,8 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..parts import obstacles
-from ..running import switching
+from . import attributes
 
 
 class NotProved(Exception):
@@ -82,7 +81,7 @@ class Dependency:
             if self.part == "class":
                 return class_of(owner) is self.value
             if self.part == "call":
-                return obstacles.of_call(owner, kernelizable=True) == self.value
+                return attributes.of_call(owner, kernelizable=True) == self.value
             if self.part == "type":
                 return type(owner.__dict__.get(self.name)) is self.value
             owner = owner.__dict__
@@ -142,7 +141,7 @@ def is_same(found: Any, value: Any) -> bool:
 
 
 def class_of(value: Any) -> type:
-    return switching.class_of(value) if isinstance(value, nn.Module) else type(value)
+    return attributes.class_of(value) if isinstance(value, nn.Module) else type(value)
 
 
 def held_at(root: Any, path: Tuple[str, ...]) -> Any:

@@ -16,10 +16,11 @@ from torch import nn
 from ..parts import obstacles
 from ..parts.roles import Role
 from ..reading import effects
-from ..reading.attributes import attribute_of
-from ..reading.source import Instead, remembered
-from ..running import forwards, halves, plans, shortcut, switching
+from ..reading.attributes import as_written, attribute_of, class_of
+from ..reading.source import remembered
+from ..running import forwards, halves, plans, shortcut
 from . import branches, rewriter
+from .functions import Instead
 from .fused_calls import NAMES, made_call
 
 
@@ -28,7 +29,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
 
     ``memory``: what training keeps of the MLPs around it, by which a second call knows that nothing has changed.
     """
-    forward = getattr(switching.class_of(module), "forward", None)
+    forward = getattr(class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
     read = rewriter.roles_in(forward, module), rewriter.answers_in(forward, module)
@@ -77,7 +78,7 @@ def _made(
             [],
         ),
     ]
-    instead = Instead(switching.as_written("forward", forward), rewriter.TRACED, None, None, False)
+    instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
     made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan}, instead, (), memory)
     _names[made] = half.names
     halves.tails[made] = half

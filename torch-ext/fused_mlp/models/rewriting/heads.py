@@ -16,8 +16,9 @@ from ..parts.roles import Role, RoleOf
 from ..parts.sites import AnySite, Site, Turns
 from ..reading.effects import is_harmless, uses
 from ..reading.names import assignment, body_of, is_name
-from ..reading.source import function_of, read_of, value_of
+from ..reading.source import read_of, value_of
 from ..running import forwards, halves, sequences
+from .functions import function_of
 from .fused_calls import arguments_of, name_of_pattern
 
 _NOTHING = ast.parse("def nothing(): pass").body[0]

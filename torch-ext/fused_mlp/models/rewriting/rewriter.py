@@ -27,12 +27,22 @@ from ..parts.recognition import looks_like_activation, name_of, recognise
 from ..parts.roles import Role, RoleOf
 from ..parts.sites import Act, AnySite, Block, Joint, Site, Turns, Whole
 from ..reading import effects
-from ..reading.attributes import children_of, finder_of, is_module, parameters_of, state_of
+from ..reading.attributes import (
+    as_written,
+    children_of,
+    finder_of,
+    is_module,
+    own_method,
+    parameters_of,
+    state_of,
+    written,
+)
 from ..reading.names import body_of
-from ..reading.source import Instead, function_of, read_of, remembered, tree_of, values_of
-from ..running import halves, sequences, shortcut, switching, traced
-from . import branches, chunks, loops, substitution
+from ..reading.source import read_of, remembered, tree_of, values_of
+from ..running import halves, sequences, shortcut, traced
+from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
+from .functions import Instead, function_of
 from .fused_calls import NAMES, call_of, made_call
 from .heads import head_of, names_of, whole_of
 
@@ -70,7 +80,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     fused = tuple(made.items())
     for name in [name for name in methods if made and name not in made]:
         whole = _unchunked(methods[name], name, fused, memory)
-        if whole is not None and obstacles.own_method(module, name) is None:
+        if whole is not None and own_method(module, name) is None:
             made[name] = whole
     return made, list(unknown.values())
 
@@ -86,7 +96,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
         if not any(obstacles.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
             made[name] = method
             continue
-        original = switching.written[method].function
+        original = written[method].function
         roles = roles_in(original, module, _role_unwrapped)
         lean, _ = _rewritten(original, name, roles, memory_of(method), answers_in(original, module))
         if lean is not None:
@@ -115,7 +125,7 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """The MLPs of its module that a fused method fuses."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
-    original, found = switching.written[function].function, []
+    original, found = written[function].function, []
     for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
         aside = None if None in unmet else unmet[0]
@@ -143,7 +153,7 @@ def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
 
 def _halves_in(half: str, function: FunctionType, module: nn.Module) -> List[Any]:
     nodes = [getattr(site, half) for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
-    return [part for node in nodes for part in values_of(node, switching.written[function].function, module).values()]
+    return [part for node in nodes for part in values_of(node, written[function].function, module).values()]
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
@@ -153,7 +163,7 @@ def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, st
         (part, around_of(True, block.is_normed))
         for block in blocks
         if isinstance(block.site, Whole)
-        for part in values_of(block.site.module, switching.written[function].function, module).values()
+        for part in values_of(block.site.module, written[function].function, module).values()
     ]
 
 
@@ -330,22 +340,22 @@ def _rewritten(
         calls.append((site, call_of(memory, function, site, planned)))
         return calls[-1][1]
 
-    written = effects.readable(function)
-    tree = copy.deepcopy(written)
+    source = effects.readable(function)
+    tree = copy.deepcopy(source)
     found = substitution.rewrite(tree, role, is_known, replacement)
-    other = branches.parted(written, role, answers) if answers else None
+    other = branches.parted(source, role, answers) if answers else None
     if other is not None:
         other_tree = copy.deepcopy(other)
         there = substitution.rewrite(other_tree, role, is_known, replacement)
         if _worth(there) > _worth(found):
-            written, tree, found = other, other_tree, _once(there)
-    found += loops.rewrite(tree, role, replacement)
+            source, tree, found = other, other_tree, _once(there)
+    found += substitution.rewrite_loops(tree, role, replacement)
     left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
     made = None
     if found:
-        written = copy.deepcopy(written)
-        substitution.rewrite(written, role, is_known, replacement, otherwise=True)
-        loops.rewrite(written, role, replacement)
+        source = copy.deepcopy(source)
+        substitution.rewrite(source, role, is_known, replacement, otherwise=True)
+        substitution.rewrite_loops(source, role, replacement)
         computed = [site.site if isinstance(site, Block) else site for site, _ in calls]
         patterns = [site.pattern for site in computed if isinstance(site, Site)]
         names = {**NAMES, **planned}
@@ -354,11 +364,11 @@ def _rewritten(
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
-        instead = Instead(switching.as_written(name, function), TRACED, memory, runs_as_written, gated)
+        instead = Instead(as_written(name, function), TRACED, memory, runs_as_written, gated)
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
         ]
-        made = method_of(written, function, names, instead, tuple(found), memory, tuple(conditions), tree)
+        made = method_of(source, function, names, instead, tuple(found), memory, tuple(conditions), tree)
         if head is not None:
             halves.heads[function] = halves.heads[made] = head
         if whole is not None:
@@ -393,7 +403,7 @@ def _unchunked(
     tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
     if tree is None:
         return None
-    instead = Instead(switching.as_written(name, function), TRACED, None, None, False)
+    instead = Instead(as_written(name, function), TRACED, None, None, False)
     made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
     whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))

@@ -18,7 +18,7 @@ from ... import calls
 from ...activations import Activation
 from ..parts import obstacles
 from ..parts.pattern import Pattern
-from ..reading.attributes import attribute_of
+from ..reading.attributes import attribute_of, of_call
 
 LINEAR, PLAIN = Pattern(), Pattern(whole=True)
 GATED, PACKED_GATED = Pattern(gated=True, whole=True), Pattern(gated=True, whole=True, packed=True)
@@ -102,7 +102,7 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
         return f"a {kind.__name__}"
     if kind.forward is not _PASSING[kind] or kind.__call__ is not nn.Linear.__call__:
         return f"a patched {kind.__name__}"
-    return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else obstacles.of_call(part)
+    return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else of_call(part)
 
 
 def dtype_of(projection: Any) -> Optional[torch.dtype]:

@@ -20,9 +20,8 @@ from ... import calls, training
 from ..parts import forms, obstacles
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
-from ..reading.attributes import state_of
+from ..reading.attributes import FUSED, are_unchanged, of_call, own_method, state_of, written
 from . import forwards, shortcut
-from .switching import FUSED, are_unchanged, written
 
 _plain = shortcut.plain
 _call = shortcut._originals[nn.Linear, "__call__"]
@@ -159,14 +158,14 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     """The half that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
     kind = type(part)
     forward = getattr(kind, "forward", None)
-    own = obstacles.own_method(part, "forward") if isinstance(part, nn.Module) else None
+    own = own_method(part, "forward") if isinstance(part, nn.Module) else None
     is_fused = type(own) is FunctionType and own in written and FUSED in state_of(part)
     half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
     if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
     if forward is not half.forward or not are_unchanged(half.guards.unchanged):
         return f"a patched {kind.__name__}"
-    return obstacles.of_call(part) or half
+    return of_call(part) or half
 
 
 def _are_watched() -> bool:

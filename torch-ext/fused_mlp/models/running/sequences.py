@@ -18,6 +18,7 @@ from ... import training
 from ..parts import forms, obstacles
 from ..parts.pattern import Pattern
 from ..parts.recognition import row_of_class
+from ..reading.attributes import as_written, written
 from . import halves, shortcut, switching, traced
 from .forwards import LINEAR, PACKED_GATED, PLAIN
 
@@ -178,5 +179,5 @@ SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # 
 for _forward in SEQUENTIAL.values():
     _forward.__name__ = "forward"  # the name under which a bound method is pickled
     _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
-    switching.written[_forward] = switching.as_written("forward", nn.Sequential.forward)
-_instead_of_sequential = switching.instead_of(switching.as_written("forward", nn.Sequential.forward))
+    written[_forward] = as_written("forward", nn.Sequential.forward)
+_instead_of_sequential = switching.instead_of(as_written("forward", nn.Sequential.forward))

@@ -26,9 +26,9 @@ from ...operands import halves, narrows_float32
 from ..parts import forms, norms, obstacles, recognition
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
+from ..reading.attributes import FUSED, own_method
 from . import forwards, plans
 from .plans import Plan, part_of
-from .switching import FUSED
 
 is_traced = torch.compiler.is_dynamo_compiling  # bound once: a name of another module costs two look-ups more
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
@@ -306,7 +306,7 @@ def learn(act: Act) -> None:
         key, of_class = kind, ((kind, "__call__", _CALL), (kind, "forward", forward))
         if kind is nn.GELU:
             key = act.approximate
-        own = obstacles.own_method(act, "forward")
+        own = own_method(act, "forward")
         own = None if own is forward else own
     elif kind not in (FunctionType, BuiltinFunctionType):
         return

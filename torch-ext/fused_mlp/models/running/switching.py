@@ -9,65 +9,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from types import CodeType, FunctionType, MethodType
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
-from weakref import WeakKeyDictionary
+from types import FunctionType, MethodType
+from typing import Any, Callable, Dict, Optional
 
 from torch import nn
 
-from ..reading.attributes import method_in, state_of
+from ..reading.attributes import FUSED, Written, method_in, state_of, written
 
-# The mark: fused methods by name, with whether the module itself held that of its class. It has the name of this build:
-# what another one fused is not its own.
-FUSED = f"{__package__.partition('.')[0]}_fused"
 _REPLICATE = "_replicate_for_data_parallel"
 _MISSING = object()
 
 lock = threading.RLock()  # held by whoever fuses, restores or explains
-
-
-class Written(NamedTuple):
-    """A method of a class as it was read, with what notebooks replace in it when its source changes.
-
-    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
-    """
-
-    name: str
-    function: FunctionType
-    code: CodeType
-    defaults: Optional[Tuple[Any, ...]]
-    named_defaults: Optional[Dict[str, Any]]
-    looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
-
-    def is_in(self, kind: type) -> bool:
-        """True if a class has it, unchanged."""
-        return getattr(kind, self.name, None) is self.function and self.is_as_read()
-
-    def parts(self) -> Dict[str, Any]:
-        """Its code and defaults, by attribute. Where there were no defaults, calls that need some fail as before."""
-        parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def is_as_read(self) -> bool:
-        parts = ((self.function, name, part) for name, part in self.parts().items())
-        return are_unchanged((*parts, *self.looked_up))
-
-
-written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
-
-
-def are_unchanged(attributes: Iterable[Tuple[Any, ...]]) -> bool:
-    """True if owners have these values under these names, and nothing under a name without a value."""
-    return all(_is_unchanged(*each) for each in attributes)
-
-
-def _is_unchanged(owner: Any, name: str, value: Any = _MISSING) -> bool:
-    return (owner.get(name, _MISSING) if type(owner) is dict else getattr(owner, name, _MISSING)) is value
-
-
-def as_written(name: str, function: FunctionType) -> Written:
-    """A method as it is now."""
-    return Written(name, function, function.__code__, function.__defaults__, function.__kwdefaults__)
 
 
 def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
@@ -135,12 +87,6 @@ def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 def is_unchanged(module: nn.Module) -> bool:
     """True if the class of a fused module has the methods that the fused ones were made from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
-
-
-def class_of(module: nn.Module) -> type:
-    """The class of a module as it was written: without what torch parametrizes in it."""
-    kind, parts = type(module), module._modules  # Dynamo follows this
-    return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:

@@ -1,0 +1,111 @@
+"""Functions made of changed definitions of methods."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from types import CellType, CodeType, FunctionType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+from ..reading.attributes import FUSED, Written, written
+from ..reading.source import LookUp, compiled, not_looked_up
+from ..running.switching import instead_of
+
+# By which a changed method asks whether another is to run in its place: no source spells them.
+_INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
+
+
+class Instead(NamedTuple):
+    """The methods that may run in place of a changed one: its original, or one that a class is patched with.
+
+    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
+    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
+    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
+    so of the first argument, ``self`` and ``gated``.
+    """
+
+    method: Written
+    traced: CellType
+    memory: Optional[str]
+    runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
+    gated: bool
+
+
+def function_of(
+    definition: ast.FunctionDef,
+    original: FunctionType,
+    names: Dict[str, Any],
+    instead: Optional[Instead] = None,
+    fused: Optional[ast.FunctionDef] = None,
+) -> FunctionType:
+    """The function that a changed definition of a method makes.
+
+    It sees ``names`` beside what the original sees. Where another is to run instead, it calls that, and does nothing
+    else. ``fused`` is the definition without what runs where nothing is fused: by what it does not look up any more.
+    """
+    if instead is not None:
+        looked_up = not_looked_up(fused or definition, original)
+        attributes = (attribute for each in looked_up for attribute in each.attributes)
+        method = instead.method._replace(looked_up=tuple(attributes))
+        names = {**names, _INSTEAD: instead_of(method), _METHOD: method.function, _TYPE: type}
+        names.update({_TRACED: instead.traced, _RUNS_AS_WRITTEN: instead.runs_as_written})
+        names.update({f"@{attribute}": value for attribute, value in method.parts().items()})
+        names.update({f"@{ast.unparse(each.node)}": each.value for each in looked_up})
+        definition.body[:0] = _calls_of_others(definition, instead, looked_up)
+    code = compiled(definition, original, tuple(names))
+    cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
+    # Dynamo guards once on what is in a cell, however many functions share it.
+    cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = _like(original, code, closure)
+    if instead is not None:
+        made.__name__ = method.name  # by which a bound method is pickled
+        written[made] = method
+    return made
+
+
+def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
+    """A function that differs from the original in its code and its closure alone.
+
+    It is no wrapper of the original, as ``functools.wraps`` would say: transformers asks for the signature of a layer's
+    method at every call, and is to find it as soon.
+    """
+    made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        if hasattr(original, name):
+            setattr(made, name, getattr(original, name))
+    vars(made).update(vars(original))
+    return made
+
+
+def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: List[LookUp]) -> List[ast.stmt]:
+    def name(text: str) -> ast.Name:
+        return ast.Name(text, ast.Load())
+
+    arguments = definition.args
+    given: List[ast.expr] = [name(argument.arg) for argument in (*arguments.posonlyargs, *arguments.args)]
+    another = ast.Call(name(_INSTEAD), given[:1], [])
+    given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
+    named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
+    named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
+    method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
+    kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
+    kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    kept.update({f"@{ast.unparse(each.node)}": copy.deepcopy(each.node) for each in looked_up})
+    changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
+    state = ast.Attribute(given[0], "__dict__", ast.Load())
+    restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
+    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
+    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
+    statements: List[ast.stmt] = [
+        ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
+        ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
+    ]
+    if instead.runs_as_written is not None and len(arguments.posonlyargs) + len(arguments.args) > 1:
+        runs_as_written = ast.Call(name(_RUNS_AS_WRITTEN), [given[1], given[0], ast.Constant(instead.gated)], [])
+        statements.append(ast.If(runs_as_written, [ast.Return(ast.Call(name(_METHOD), given, named))], []))
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        ast.copy_location(node, definition)
+    return statements
