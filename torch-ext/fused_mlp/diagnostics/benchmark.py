@@ -69,15 +69,10 @@ class Comparison:
         on_gpu = self.original.peak_bytes is not None
         rows: List[Tuple[str, ...]] = [("", "time", "spread", *(["peak memory"] if on_gpu else []))]
         for name, each in ((_ORIGINAL, self.original), (_FUSED, self.fused)):
+            ms = each.milliseconds
+            time = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
             memory = [f"{each.peak_bytes / 2**20:.1f} MiB"] if each.peak_bytes is not None else []
-            rows.append(
-                (
-                    name,
-                    f"{each.milliseconds:{',.0f' if each.milliseconds >= 100 else '.3g'}} ms",
-                    f"{each.spread:.0%}",
-                    *memory,
-                )
-            )
+            rows.append((name, time, f"{each.spread:.0%}", *memory))
         return rows
 
     def _conclusions(self) -> List[str]:
