@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import look_alikes
-from modules import PROJECTIONS, WRAPPERS, Gated, PackedGated, Plain, TanhGelu
+from modules import PROJECTIONS, WRAPPERS, Gated, PackedGated, Plain
 from tiny_models import MODELS, build, outcome
 
 
@@ -61,7 +61,7 @@ def test_models_in_bfloat16(fused_mlp, device, name):
     assert (got - expected).norm() <= 2e-2 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["Gemma", "Phi3", "GPT-2", "BERT"])
+@pytest.mark.parametrize("name", ["Phi3", "GPT-2", "BERT"])
 def test_a_fused_model_compiles(fused_mlp, device, name):
     torch.compiler.reset()
     model, inputs = build(name, device)
@@ -77,13 +77,6 @@ def test_a_fused_model_compiles(fused_mlp, device, name):
             torch.testing.assert_close(parameter.grad, expected[1][path], rtol=1e-3, atol=1e-5)
 
 
-def test_generation(fused_mlp, device):
-    model, inputs = build("Llama", device)
-    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    fused_mlp.fuse_mlps(model)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
-
-
 def test_a_projection_that_stays_in_float32(fused_mlp, device):
     """T5 keeps `wo` in float32 where the model is in 16 bits, and casts before it."""
     model, inputs = build("T5 gated", device, torch.bfloat16)
@@ -95,14 +88,6 @@ def test_a_projection_that_stays_in_float32(fused_mlp, device):
         got = model(**inputs)[0].float()
     assert {left.extent for left in report.left} == {"partly"}
     assert (got - expected).norm() <= 2e-2 * expected.norm()
-
-
-def test_gradient_checkpointing(fused_mlp, device):
-    model, inputs = build("Llama", device)
-    before = outcome(model.train(), inputs)
-    fused_mlp.fuse_mlps(model)
-    model.gradient_checkpointing_enable()
-    torch.testing.assert_close(outcome(model, inputs), before, rtol=1e-3, atol=1e-5)
 
 
 class Written(TorchDispatchMode):
@@ -295,35 +280,6 @@ def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
     assert (left.path, codes(left), left.reasons[0].part) == ("0", ("called",), "fc1")
     assert (pointwise.path, pointwise.extent) == ("1", "pointwise")
     assert type(plain) is Plain and fused_mlp.explain(plain).implementation == "original"
-
-
-def test_a_layer_that_is_wrapped_later_is_called(fused_mlp, device):
-    """Nothing is fused of a plain MLP then, and the result is that of its parts."""
-    module = Plain().to(device)
-    assert fused_mlp.fuse_mlps(module).fused
-    x = torch.randn(3, 32, device=device)
-    module.fc1 = nn.Sequential(module.fc1, nn.Tanh())
-    assert torch.equal(module(x), module.fc2(F.gelu(module.fc1(x))))
-
-
-def test_hooks_added_later_fire(fused_mlp, device):
-    module = Gated().to(device)
-    fused_mlp.fuse_mlps(module)
-    module(torch.randn(2, 32, device=device))
-    fired = []
-    for name, part in module.named_modules():
-        part.register_forward_hook(lambda *_, name=name: fired.append(name))
-    module(torch.randn(2, 32, device=device))
-    assert sorted(fired) == ["", "act_fn", "down_proj", "gate_proj", "up_proj"]
-
-
-def test_an_activation_that_is_replaced_later(fused_mlp, device):
-    module = Gated(nn.SiLU).to(device)
-    fused_mlp.fuse_mlps(module)
-    x = torch.randn(2, 32, device=device)
-    for act in (TanhGelu(), nn.Mish(), nn.ReLU()):
-        module.act_fn = act
-        torch.testing.assert_close(module(x), Gated.forward(module, x))
 
 
 def test_by_keyword_and_with_too_many_arguments(fused_mlp, device):
