@@ -37,7 +37,7 @@ def pytest_report_header() -> list[str]:
 
 # The files that take longest, most of them for the processes that they start. Who runs files side by side begins with
 # these: the last to end would else be waited for, with nothing left to do beside it.
-LONGEST = ("hub", "triton", "package", "hub_ways", "coverage", "compile", "release", "noarch", "build", "cuda_binary")
+LONGEST = ("recipes", "hub", "hub_ways", "package", "triton", "coverage", "release", "compile", "cuda_binary", "build")
 
 
 def pytest_collection_modifyitems(items) -> None:
