@@ -64,7 +64,7 @@ def _original_of(method: FunctionType) -> Optional[FunctionType]:
 
 @constant
 def decorates(method: Any) -> bool:
-    """Whether a method is what the interface's decorator made."""
+    """True if a method was made by the decorator of the interface."""
     return original_of(method) is not None
 
 
@@ -75,7 +75,7 @@ def implementation_of(module: nn.Module) -> str:
 
 @constant
 def is_own(name: str, method: FunctionType) -> bool:
-    """Whether a name stands for a function of transformers, or of this package, that computes what the class does."""
+    """True if a name selects a function of transformers or of this package that is equivalent to the class's own."""
     if name == "eager":
         return True
     table = _table_of(method)
@@ -86,7 +86,7 @@ def is_own(name: str, method: FunctionType) -> bool:
 
 
 def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
-    """What :func:`is_own` of a way is decided by: dictionaries and names in them; None where that cannot be told."""
+    """The dictionaries, with keys, that determine :func:`is_own` of an implementation; None if they are unknown."""
     if way == "eager":
         return []
     table, module = _table_of(method), sys.modules.get(_MODULE)
@@ -99,7 +99,7 @@ def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:
-    """What computes the experts of a class with this method where ``experts_mlp`` does not."""
+    """The function that computes the experts of a class with this method where ``experts_mlp`` does not."""
     if x.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return sys.modules[_MODULE].grouped_mm_experts_forward
     return original_of(method)

@@ -31,15 +31,15 @@ _OTHER_LINEARS = {
 
 
 def unpatched(owner: Any, name: str, home: Any) -> Any:
-    """What ``owner`` has under a name, if it was written in the module ``home``; None if somebody put it there."""
+    """The attribute of ``owner`` with this name if it was defined in the module ``home``; None if it was patched."""
     function = getattr(owner, name)
     if isinstance(function, FunctionType):
         return None if hasattr(function, "__wrapped__") or function.__globals__ is not vars(home) else function
     return function if inspect.isbuiltin(function) else None
 
 
-# What the parts of an MLP call, activations included. Profilers that count operations, quantisers and loggers put
-# functions of their own in these places.
+# Functions that the parts of an MLP call, activations included. Profilers that count operations, quantisers and
+# loggers replace them.
 _PATCHABLE = (
     (nn.Linear, "__call__", _torch_module),  # and with it that of every module
     (nn.Linear, "forward", nn.modules.linear),
@@ -60,7 +60,7 @@ linear_forward.__name__ = "forward"  # the name under which a bound method is pi
 
 
 def of_surroundings() -> Optional[str]:
-    """What watches or changes every call of a module or of a function of torch, or None."""
+    """The global state that observes or changes every call of a module or of a function of torch, or None."""
     if (
         _torch_module._global_forward_hooks
         or _torch_module._global_forward_pre_hooks
@@ -79,17 +79,16 @@ def of_surroundings() -> Optional[str]:
         return "a trace of torch.jit"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
-    # What torch.compile records is run under modes of its own.
+    # torch.compile records under dispatch modes of its own.
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"
     return None
 
 
 def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
-    """What calling ``module`` does beyond the forward that its class was written with, or None.
+    """The effect of calling ``module`` that the forward written in its class does not have, or None.
 
-    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
-    of the forward, computes the same.
+    ``kernelizable``: accept a forward that ``kernels.kernelize`` took from a kernel layer, if the class supports it.
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "hooks"
@@ -117,7 +116,7 @@ def own_method(module: nn.Module, name: str) -> Any:
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
-    """Why the weight of ``projection`` must not be used without calling it, or None if it is a plain linear layer."""
+    """The reason why ``projection`` must be called to use its weight, or None if it is a plain linear layer."""
     found = parameters_of(projection)
     return found if isinstance(found, str) else None
 
@@ -150,7 +149,7 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
 
 
 def is_foreign(projection: nn.Module) -> bool:
-    """Whether ``projection`` is of a class that is no plain linear layer, whatever its hooks and its weight are."""
+    """True if the class of ``projection`` is no plain linear layer, whatever its hooks and its weight are."""
     return type(projection) is not nn.Linear and not is_other_linear(projection)
 
 
@@ -164,7 +163,7 @@ def is_wrapped(projection: nn.Module) -> bool:
 
 
 def has_own_product(projection: nn.Module) -> bool:
-    """Whether ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
+    """True if ``projection`` is a subclass of nn.Linear with a forward of its own."""
     kind = type(projection)
     return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
 
@@ -176,7 +175,7 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 
 def of_input(x: Tensor) -> Optional[str]:
-    """Why no kernel takes ``x``, whatever it is multiplied with, or None: what it is, or what is around the call."""
+    """The reason why no kernel takes ``x``, whatever the weight: its kind or the global state; None if one may."""
     if not isinstance(x, Tensor):
         return f"an input of type {type(x).__name__}"
     if x.layout is not torch.strided:
@@ -185,7 +184,7 @@ def of_input(x: Tensor) -> Optional[str]:
 
 
 def _is_of_a_layer(function: Any) -> bool:
-    """Whether it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    """True if a function is the unwrapped forward of a class in the ``layers`` of a kernel."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
@@ -196,16 +195,16 @@ def _name(kind: type) -> str:
 
 
 def is_other_linear(projection: nn.Module) -> bool:
-    """Whether ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
+    """True if ``projection`` is of a class of transformers that is equivalent to nn.Linear."""
     kind = type(projection)
     return _name(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
 
 
 def is_transposed(kind: type) -> bool:
-    """Whether such a class has a weight that is [in, out]."""
+    """True if the weight of a class for which :func:`is_other_linear` holds is [in, out]."""
     return _OTHER_LINEARS[_name(kind)]
 
 
 def is_as_written(kind: type) -> bool:
-    """Whether the forward of a class is of the module that the class is of."""
+    """True if a class and its forward were defined in the same Python module."""
     return kind.forward.__module__ == kind.__module__

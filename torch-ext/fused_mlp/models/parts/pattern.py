@@ -1,4 +1,4 @@
-"""What a fused call computes, apart from its operands."""
+"""The description of a fused call, without its operands."""
 
 from __future__ import annotations
 

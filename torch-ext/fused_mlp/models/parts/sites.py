@@ -1,4 +1,4 @@
-"""What may be fused in the source of a function: what one call of ``forwards`` computes, and the parts of it."""
+"""Matches in the source of a function that one call of ``forwards`` can replace, and their parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .roles import Role
 
 @dataclass(frozen=True)
 class Act:
-    """How the source applies an activation to ``h``.
+    """The application of an activation to ``h`` in the source.
 
     ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
     ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h;
@@ -30,7 +30,7 @@ class Act:
 
     @property
     def is_callee(self) -> bool:
-        """Whether it is what the source calls, with h alone, and no method."""
+        """True if the source calls the activation as a function of h alone."""
         return self.form == "call" and not self.options and not self.named and self.role != Role.BOUND
 
     @property
@@ -81,7 +81,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Start:
-    """What the code of a module begins with: ``projection(...(h))`` of its first argument, which nothing else reads."""
+    """The start of a method: ``projection(...(h))`` of its first argument, which nothing else reads."""
 
     node: ast.Call
     argument: ast.Name
@@ -91,7 +91,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ending:
-    """What the code of a module ends with: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
+    """The end of a method: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
 
     ``behind`` are the modules that pass h on.
     """

@@ -1,4 +1,4 @@
-"""What modules hold, in the order in which Python finds it, read without running any code of their classes."""
+"""Look-up of attributes of modules, in Python's order and without running any code of their classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 def is_module(part: Any) -> bool:
-    """Whether something is a module; ``isinstance`` asks the thing itself for its class."""
+    """True if an object is a module. ``isinstance`` would read the object's own ``__class__``."""
     return issubclass(type(part), nn.Module)
 
 
@@ -27,7 +27,7 @@ def state_of(module: Any) -> Dict[str, Any]:
 
 def children_of(module: nn.Module) -> Dict[str, nn.Module]:
     """The children of a module by name."""
-    # What TorchScript has compiled keeps them elsewhere.
+    # Modules compiled by TorchScript keep their children elsewhere.
     is_scripted = issubclass(type(module), torch.jit.ScriptModule)
     children = module._modules if is_scripted else state_of(module)["_modules"]
     return {name: child for name, child in children.items() if is_module(child)}

@@ -29,7 +29,7 @@ _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 
 
 class Instead(NamedTuple):
-    """What else may run in place of a changed method: the one that it is made from, or that a class is patched with.
+    """Alternatives to a changed method: the one that it is made from, or one that a class is patched with.
 
     The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
     For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
@@ -116,7 +116,7 @@ class LookUp(NamedTuple):
 
 
 def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
-    """What a function looks up, and a changed definition of it does not, where it is known."""
+    """The known look-ups of a function that a changed definition of it no longer has."""
     still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
     nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
     found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
@@ -124,7 +124,7 @@ def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[Look
 
 
 def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
-    """What has to be as it is for changed definitions of a function to compute what it does: owners, names, values."""
+    """The (owner, name, value) triples that must not change while changed definitions of a function are in use."""
     looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
     return ((function, "__code__", function.__code__), *looked_up)
 
@@ -158,7 +158,7 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
-    """What a decorator's function stands around: functools.wraps says so, and its closure holds it."""
+    """The function wrapped by a decorator, if both functools.wraps and the closure refer to it; None otherwise."""
     inner = getattr(function, "__wrapped__", None)
     held = any(_holds(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
@@ -169,7 +169,7 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 
 def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
-    """What names and attributes in a function stand for, given its first argument; None where that is not known."""
+    """The value of an expression in a function, given its first argument; None if it is unknown."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -204,7 +204,7 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
 
 @functools.cache
 def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
-    """What is looped over, by the names of variables that are nothing but loop variables."""
+    """The iterables of loops, by the names of variables that are bound by one loop alone."""
     found: Dict[str, ast.expr] = {}
     nodes = list(ast.walk(tree))
     stored = [name for node in nodes for name in bound_names(node)]
@@ -296,8 +296,8 @@ def _compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[
     return code
 
 
-# Which definition in a file, or in a cell of a notebook, a function was made of: that which compiles to the same code.
-# Code depends on what it is compiled with (on imports elsewhere in the file, say), so all of that is compiled again.
+# The definition of a function in a file or in a notebook cell is the one that compiles to the same code. Code depends
+# on its surroundings (on imports elsewhere in the file, say), so the whole file or cell is compiled again.
 
 
 def _definition(code: CodeType, source: str) -> Optional[ast.FunctionDef]:

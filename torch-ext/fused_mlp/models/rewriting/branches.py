@@ -29,11 +29,11 @@ from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
 
-# What a condition may be made of, beside names.
+# Nodes allowed in a condition, beside names.
 _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.expr_context)
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
-# What a condition may be moved over. Another call, such as an attention's, may change what the condition asks for.
+# Calls that a condition may be moved over. Another call, such as an attention's, may change the condition's value.
 _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
 _STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 
@@ -57,7 +57,7 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
 
 
 def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
-    """What conditions are of a module as it is; without those that raise."""
+    """The current values of conditions of a module, without those that raise."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
@@ -183,7 +183,7 @@ class _Parting:
         return [ast.copy_location(ast.If(test, taken, statements), statements[0])]
 
     def is_settled(self, statement: ast.stmt) -> bool:
-        """Whether a statement has a condition that the attributes of the module decide, or their classes, or flags."""
+        """True if the condition of a statement depends only on attributes of the module, their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
         for part in ast.walk(statement.test):
@@ -211,6 +211,6 @@ def _callees(statement: ast.stmt) -> List[ast.expr]:
 
 
 def _stores(statement: ast.stmt) -> bool:
-    """Whether a statement changes an attribute or an item of something."""
+    """True if a statement stores or deletes an attribute or an item."""
     owned = (part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript)))
     return any(isinstance(part.ctx, (ast.Store, ast.Del)) for part in owned)

@@ -40,12 +40,12 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
 
 
 def is_fused(function: Any) -> bool:
-    """Whether a function is one that :func:`fused_methods` gives."""
+    """True if a function was made by :func:`fused_methods`."""
     return function in _names
 
 
 def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
-    """What a fused method calls of its module: the projection, what passes its result on, and the norm."""
+    """The parts that a fused method calls: the projection, the parts that pass its result on, and the norm."""
     return {name: attribute_of(module, name) for name in _names[function]}
 
 

@@ -41,7 +41,7 @@ def _product(site: Site) -> ast.expr:
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
-    """What ``shortcut.fused`` is given."""
+    """The arguments of ``shortcut.fused`` for a match."""
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, expression_of(site.act), between]
@@ -97,7 +97,7 @@ def _by_names(name: str, function: FunctionType, arguments: List[ast.expr], plac
 
 
 def expression_of(act: Act) -> ast.expr:
-    """What gives the activation as a callable of one tensor."""
+    """The expression for an activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
     if act.form == "method":
@@ -117,7 +117,7 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
-# What the calls name. Rewritten methods know these functions by names that no source can spell.
+# Functions that the calls name. Rewritten methods refer to them by names that no source can spell.
 
 
 _CALLS = {

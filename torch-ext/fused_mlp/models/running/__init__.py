@@ -1,1 +1,1 @@
-"""What fused methods call."""
+"""Functions that fused methods call."""

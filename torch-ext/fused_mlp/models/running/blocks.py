@@ -46,5 +46,5 @@ def block(
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """What a sequence is whose call runs its forward, and nothing else."""
+    """The MLP that a sequence is, if its call runs its forward and nothing else; None otherwise."""
     return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)

@@ -89,7 +89,7 @@ def cast(hidden: Tensor) -> Tensor:
 
 
 def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
-    """Why hidden values of a dtype do not come out of a part before a projection as they go in; None if they do."""
+    """The reason why a part before a projection changes hidden values of a dtype; None if it does not."""
     if isinstance(part, FunctionType):
         if torch._C._is_any_autocast_enabled():
             return "in autocast"
@@ -114,7 +114,7 @@ def dtype_of(projection: Any) -> Optional[torch.dtype]:
 
 
 def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
-    """Whether hidden values, of the dtype of x, come out of all these parts before a projection as they go in."""
+    """True if none of these parts before a projection changes hidden values of the dtype of x."""
     for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
         if alteration(part, getattr(x, "dtype", None), projection) is not None:
             return False
@@ -122,7 +122,7 @@ def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
 
 
 def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
-    """What the last projection gives of hidden values, behind the parts between."""
+    """The result of the parts between and the last projection on hidden values."""
     for part in between:
         hidden = part(hidden) if callable(part) else F.dropout(hidden, part, True)
     return projection(hidden)

@@ -30,7 +30,7 @@ _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _to
 
 
 class Pending(NamedTuple):
-    """What a head hands over: the pattern of the whole MLP, and what there is of it."""
+    """The result of a head: the pattern of the whole MLP and its operands up to the activation."""
 
     pattern: Pattern
     x: Tensor
@@ -119,8 +119,10 @@ def _is_taken(pending: Pending) -> bool:
 
 
 def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
-    """What a module hands over to a tail: hidden values where it takes another branch than the one with an MLP in it;
-    None where it is no head, or its call does more than its forward."""
+    """The result of a head for its tail; None if the module is no head or its call does more than its forward.
+
+    It is a tensor of hidden values if the head takes a branch without an MLP.
+    """
     half = running(head, heads)
     if type(half) is str or _are_watched():
         return None
@@ -131,14 +133,14 @@ def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, N
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
-    """What comes out of the projection that a tail begins with."""
+    """The result of the projection that a tail begins with."""
     pattern, x, projections, act = pending
     found = shortcut.fused(pattern, x, (*projections, projection), act, between)
     return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 
 def is_head(kind: type) -> bool:
-    """Whether the forward of a class is that of heads."""
+    """True if the forward of a class is that of a head."""
     forward = getattr(kind, "forward", None)
     return type(forward) is FunctionType and forward in heads
 
@@ -158,6 +160,6 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
 
 
 def _are_watched() -> bool:
-    """Whether somebody may see every call of a module."""
+    """True if hooks or modes may observe every call of a module."""
     hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
     return bool(hooks) or calls.pointwise_reason() is not None

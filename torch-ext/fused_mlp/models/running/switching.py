@@ -40,11 +40,11 @@ class Written(NamedTuple):
     looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
 
     def is_in(self, kind: type) -> bool:
-        """Whether a class has it, unchanged."""
+        """True if a class has this method, unchanged."""
         return getattr(kind, self.name, None) is self.function and self.is_as_read()
 
     def parts(self) -> Dict[str, Any]:
-        """What it was made of, by attribute. Where there were no defaults, calls that need some fail as before."""
+        """The parts of the function, by attribute. Without defaults, calls that need some fail as before."""
         parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -57,7 +57,7 @@ written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by th
 
 
 def are_unchanged(attributes: Iterable[Tuple[Any, str, Any]]) -> bool:
-    """Whether owners have these values under these names; the names of a function may be a dictionary's."""
+    """True if each owner still has this value under this name. An owner may be a dictionary."""
     return all(
         (owner.get(name) if type(owner) is dict else getattr(owner, name, None)) is value
         for owner, name, value in attributes
@@ -92,7 +92,7 @@ def switch_back(module: nn.Module) -> None:
 
 
 def saved(module: nn.Module) -> Dict[str, Any]:
-    """What a module holds, for :func:`put_back`."""
+    """A copy of the attributes of a module, for :func:`put_back`."""
     return dict(state_of(module))
 
 
@@ -132,7 +132,7 @@ def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Whether the class of a fused module has the methods that the fused ones were made from."""
+    """True if the class of a fused module still has the methods that the fused ones were made from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
