@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-# What the GPUs of AMD and Intel have at least, of which no more is known here: none has been measured.
+# A lower bound for the GPUs of AMD and Intel. None has been measured.
 _LEAST_SHARED_MEMORY = 64 * 1024
 
 
@@ -49,7 +49,7 @@ def gpu(device: torch.device) -> Gpu:
     )
 
 
-# What the interpreter stands in for: an H100, so that the kernels run as they would there.
+# The interpreter stands in for an H100, so that the kernels run as they would there.
 INTERPRETER = Gpu("interpreter", 90, 227 * 1024, 132)
 
 
