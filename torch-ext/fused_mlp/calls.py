@@ -1,4 +1,4 @@
-"""Computes calls: some parts as one op, and autograd around the others.
+"""Computation of a call: the choice of the parts that are one op, and autograd around the others.
 
 The functions are those of ``functional``, with a row of the table of activations in the place of its name. A call is
 one op of one backend wherever nothing has to see the parts; where autograd follows, an op of ``training``. Where
@@ -196,7 +196,7 @@ def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> 
 
 
 def are_trained(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
-    """True if autograd follows a call of ``experts_mlp`` that is one op each way."""
+    """True if autograd follows a call of ``experts_mlp`` that is one op forward and one op backward."""
     x = given[0]
     if not autograd_follows(x, *given[2:]) or pointwise_reason(*given) is not None or autocasts(x):
         return False
@@ -237,7 +237,7 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 
 def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: int, memory: str) -> Optional[str]:
-    """The reason why a recorded call, on operands as autocast has cast them, is not one op, or None if it is."""
+    """The reason why a call that autograd follows, on operands cast by autocast, is not one op, or None if it is."""
     reason = pointwise_reason(*given) or training.refusal(op, activation)
     if reason is not None:
         return reason
@@ -270,7 +270,7 @@ def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 
 def _ambient_reason() -> Optional[str]:
-    """The reason outside of a call's operands for which its parts have to be seen."""
+    """The global state that has to see the parts of any call, or None."""
     return _recorder() or ("torch.func follows the parts" if training.is_transformed() else None)
 
 
@@ -307,7 +307,7 @@ def _computed(op: str, given: Operands, activation: int, memory: str = training.
 
 
 def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
-    """True if autograd follows a call that can be one op, as far as operands and surroundings go; None if it cannot.
+    """True if autograd follows a call that can be one op by its operands and the global state; None if it cannot.
 
     Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of these, in
     less time.
@@ -345,7 +345,7 @@ def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...
 
 
 def _may_be_cached() -> bool:
-    """True if autocast's cache can be asked: for operands that autograd plainly records, and nobody else follows."""
+    """True if autocast's cache can be used: autograd records the operands, and no mode or transform follows them."""
     if _is_compiling() or not training.is_recording() or not torch.is_autocast_cache_enabled():
         return False
     return not training.is_followed() and _ambient_reason() is None
@@ -431,7 +431,7 @@ def _composed_experts(
 
 
 def _is_mapped() -> bool:
-    """True if a vmap of torch.func is around a call: no shape may depend on values then."""
+    """True if a call runs under a vmap of torch.func, where no shape may depend on values."""
     if _is_compiling() or not training.is_transformed():
         return False
     return any(each.key() == _VMAP for each in torch._C._functorch.get_interpreter_stack())

@@ -169,7 +169,7 @@ def autocasts(x: Tensor) -> bool:
 
 
 def is_narrowed(x: Tensor) -> bool:
-    """True if torch multiplies what is of the kind of ``x`` in bfloat16, as it may do with float32 on a CPU.
+    """True if torch multiplies tensors of the dtype and device of ``x`` in bfloat16, as it may for float32 on a CPU.
 
     On a GPU all products of float32 are torch's own.
     """
@@ -177,7 +177,7 @@ def is_narrowed(x: Tensor) -> bool:
 
 
 def narrows_float32() -> bool:
-    """True if that is so by ``torch.set_float32_matmul_precision`` or ``torch.backends``."""
+    """True if ``torch.set_float32_matmul_precision`` or ``torch.backends`` sets bfloat16 for float32 GEMMs on CPUs."""
     return _precision("mkldnn", "matmul") == "bf16"
 
 

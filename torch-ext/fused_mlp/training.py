@@ -46,12 +46,12 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_recording() -> bool:
-    """True if autograd records what needs gradients: never in inference mode, of which Dynamo cannot be asked."""
+    """True if autograd records operands that need gradients: never in inference mode, which Dynamo cannot query."""
     return _is_grad_enabled() and (_is_compiling() or not _is_inference())
 
 
 def is_followed() -> bool:
-    """True if somebody sees the operations of this thread, or what autograd keeps of them."""
+    """True if a dispatch mode sees the operations of this thread, or hooks see the tensors that autograd saves."""
     return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
 
 
@@ -85,7 +85,7 @@ def refusal(op: str, activation: int) -> Optional[str]:
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
-    """The tensors that the forward keeps beside its operands, and their bytes."""
+    """The names of the values that the forward keeps beside its operands, and their size in bytes."""
     given = _full(op, given)
     if not keeps(given, memory):
         return (), 0
@@ -99,7 +99,7 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 
 
 def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
-    """The number of hidden values of a call, which tells if its op saves time; None where memory is saved.
+    """The number of hidden values of a call, which decides if its op saves time; None if it recomputes.
 
     By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less.
     """
@@ -132,7 +132,7 @@ def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> 
 
 
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
-    """The plans of the products with an epilogue of training."""
+    """The plans of the training GEMMs that have an epilogue."""
     given = _full(op, given)
     keep = keeps(given, memory)
     return () if keep and is_first_frozen(*given) else native.plan_training(given, activation, keep)
@@ -307,7 +307,7 @@ _record = super(torch.autograd.Function, _Recorded).apply
 
 
 def _are_alone(own: Tuple[Optional[Tensor], Optional[Tensor]]) -> bool:
-    """True if there are values, and nobody holds them but this tuple."""
+    """True if there are values and this tuple holds the only references to them."""
     gate, up = own
     return gate is not None and getrefcount(gate) <= _REFERENCES and (up is None or getrefcount(up) <= _REFERENCES)
 

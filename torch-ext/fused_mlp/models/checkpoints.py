@@ -1,4 +1,4 @@
-"""Loads the checkpoint of a replaced class into a layer that packs its weights, as transformers does it."""
+"""Registration of checkpoint conversions with transformers, for a layer that packs the weights of a replaced class."""
 
 from __future__ import annotations
 

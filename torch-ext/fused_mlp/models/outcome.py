@@ -1,4 +1,4 @@
-"""Outcomes: how far the MLPs of a module are fused in its present state and the reasons, as records with words."""
+"""Records of the extent to which the MLPs of a module are fused in its present state, and of the reasons."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ _ADVICE = {  # by what a detail has in it
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason why something is not fused.
+    """A reason against fusion.
 
-    ``code`` is one of this file's, ``part`` names its subject (the path of a part, the class of an activation, a
-    method), ``detail`` is what was found there. ``str`` gives its words.
+    ``code`` is one of the codes in this file, ``part`` names the subject (the path of a part, the class of an
+    activation, a method), ``detail`` describes its state. ``str`` gives the text.
     """
 
     code: str
@@ -102,7 +102,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome for a module: the patterns of its MLPs, the extent, and the reasons why it is not more."""
+    """The extent of fusion of a module, the reasons why it is not fused further, and the patterns of its MLPs."""
 
     extent: str
     reasons: Tuple[Reason, ...] = ()
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """The outcome for the MLPs in fused methods of a module."""
+    """The outcome of the MLPs in the fused methods of a module."""
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return of_experts(module)
@@ -133,7 +133,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
 
 
 def _part_fused(mlp: FoundMLP) -> str:
-    """The extent of an MLP that is not fused whole."""
+    """The extent of fusion of an MLP that is not fused whole."""
     if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
@@ -143,7 +143,7 @@ def _part_fused(mlp: FoundMLP) -> str:
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
-    """True if a module of experts, whose forward asks that at each call, is one call of ``experts_mlp``."""
+    """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
     obstacle = mixtures.obstacle(module, asked)
     if obstacle is None:
         return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
@@ -163,7 +163,7 @@ AROUND, NORMED = around_of(True, False), around_of(True, True)
 
 
 def words_of(extent: str, pattern: str) -> str:
-    """The words for the computation of one call, of a module with this pattern that is fused to this extent."""
+    """Describe the part of a module with this pattern that one call computes at this extent."""
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 
@@ -178,7 +178,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """The reason why nothing would be fused by these methods, ever; None if something may be."""
+    """The outcome of methods that can never fuse anything; None if they may fuse something."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
     never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
@@ -188,15 +188,17 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
-    """The outcome for an MLP with these projections and a known activation."""
+    """The outcome of an MLP with these projections and a known activation."""
     around = obstacles.of_surroundings()
     reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons)
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
-    """True if a layer, the first of these parts, and the last one, the norm of its sum with a residual, are one call.
-    What is between them passes its result on."""
+    """The outcome of a layer followed by a residual sum and a norm: full if one call computes them.
+
+    The layer is the first of the parts and the norm the last. The parts between them must be inactive.
+    """
     (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
     found = {projection: obstacles.of_projection(layer)}
@@ -211,7 +213,7 @@ _SUM = f"{forwards.LINEAR} with residual and norm"
 
 
 def origin_of(method: Any) -> str:
-    """The origin of something that stands in the place of a method."""
+    """Describe the origin of an object that shadows a method."""
     while type(method) in (MethodType, functools.partial):
         method = method.__func__ if type(method) is MethodType else method.func
     return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
@@ -232,19 +234,19 @@ def called(obstacle_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
 
 
 def of_activation(function: object) -> Reason:
-    """The reason why no kernel computes what is no row of the table of activations."""
+    """The reason for a function that is no row of the table of activations."""
     name, alteration = recognition.name_of(function), recognition.alteration_of(function)
     return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
 
 
 def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
-    """The reason why a module is left whose class has this method, if it may be an MLP."""
+    """The outcome of a module that is skipped because its class has this method; None if it cannot be an MLP."""
     is_mlp = shape.has_parts_of_mlp(module) and shape.applies_activation_to_projection(module)
     return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
-    """The reason why nothing was found in a module that is an MLP all the same; None if it is none."""
+    """The outcome of a module that is an MLP and has no match; None if it is no MLP."""
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
@@ -259,7 +261,7 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
 
 
 def _reasons(mlp: FoundMLP) -> List[Reason]:
-    """The reason why one MLP is not fused further."""
+    """The reasons why one MLP is not fused further."""
     around = obstacles.of_surroundings()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
@@ -274,7 +276,7 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
 
 
 def _without_kernel(mlp: FoundMLP) -> List[Reason]:
-    """The reason why torch computes an MLP on its device and in its dtype, if it does."""
+    """The reason why no kernel computes an MLP on its device and in its dtype; empty if one does."""
     weight, forced = _weight(mlp), dispatch._open_blocks[-1].name
     if weight is None or weight.is_meta or forced not in ("auto", "torch"):  # what is forced may refuse by an error
         return []

@@ -19,7 +19,7 @@ _COLUMNS = ("class", "pattern", "fused", "why not", "modules")
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """The outcome for one module.
+    """The result of ``fuse_mlps`` for one module.
 
     ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
     how far it is fused: "full", "partly", "pointwise", "none"; ``reasons`` why it is not more, each with a ``code``,
@@ -100,12 +100,12 @@ class FusionReport:
 
 
 def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleReport:
-    """The report of an outcome for the module at a path."""
+    """The report of the module at a path, from its outcome."""
     return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
 
 
 def summary(modules: Sequence[ModuleReport]) -> str:
-    """A sentence: how many MLPs, and how much beside them, run in one call each."""
+    """One sentence that counts the modules which run in one call each."""
     if not modules:
         return "no MLP found"
     mlps = [module for module in modules if module.is_mlp]

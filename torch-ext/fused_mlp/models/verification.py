@@ -36,8 +36,10 @@ class Verification:
         self._known: Dict[Tuple[Any, ...], Optional[str]] = {}
 
     def disagreement(self, mlps: List[FoundMLP]) -> Optional[str]:
-        """The difference of a fused call from its parts on a random input, in words; None if none differs, or none can
-        be compared."""
+        """Describe the first MLP whose fused call differs from its parts on a random input.
+
+        None if all agree or none can be compared.
+        """
         return next(filter(None, map(self._of_call, mlps)), None)
 
     def _of_call(self, mlp: FoundMLP) -> Optional[str]:
@@ -65,7 +67,7 @@ class Verification:
 
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
-    """True if nobody would see it: no hooks, no modes, and weights that are here."""
+    """True if a sample call has no side effects (no hooks, no modes) and all weights are materialised."""
     if obstacles.of_surroundings() is not None or mlp.activation is None:
         return False
     if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
@@ -100,7 +102,7 @@ def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
 
 
 def _casts(mlp: FoundMLP) -> List[Callable[[Tensor], Tensor]]:
-    """The effect of the casts among the parts between its projections."""
+    """The casts among the parts between the projections, as functions of the hidden values."""
     *_, last = mlp.projections.values()
     return [lambda hidden: hidden.to(last.weight.dtype) for part in mlp.between.values() if part is forwards.cast]
 

@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-# The least that GPUs of AMD and Intel have, of which no more is known here: none has been measured.
+# A lower bound for the GPUs of AMD and Intel. None has been measured.
 _LEAST_SHARED_MEMORY = 64 * 1024
 
 

@@ -64,7 +64,7 @@ def _original_of(method: FunctionType) -> Optional[FunctionType]:
 
 @constant
 def decorates(method: Any) -> bool:
-    """True if a method is what the interface's decorator made."""
+    """True if a method was made by the decorator of the interface."""
     return original_of(method) is not None
 
 
@@ -75,7 +75,7 @@ def implementation_of(module: nn.Module) -> str:
 
 @constant
 def is_own(name: str, method: FunctionType) -> bool:
-    """True if a name stands for a function of transformers, or of this package, that computes what the class does."""
+    """True if a name selects a function of transformers or of this package that is equivalent to the class's own."""
     if name == "eager":
         return True
     table = _table_of(method)
@@ -86,7 +86,7 @@ def is_own(name: str, method: FunctionType) -> bool:
 
 
 def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
-    """The entries that decide :func:`is_own` of a way: dictionaries and names; None where they cannot be told."""
+    """The dictionaries, with keys, that determine :func:`is_own` of an implementation; None if they are unknown."""
     if way == "eager":
         return []
     table, module = _table_of(method), sys.modules.get(_MODULE)

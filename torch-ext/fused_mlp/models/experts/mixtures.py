@@ -37,7 +37,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
 
 
 def is_fused(function: Any) -> bool:
-    """True if a function is one that :func:`fused_method` makes."""
+    """True if a function was made by :func:`fused_method`."""
     return function in _made
 
 
@@ -45,7 +45,7 @@ _made: Set[FunctionType] = set()
 
 
 def is_registered(module: nn.Module) -> bool:
-    """True if a module of experts asks transformers for the function of this package."""
+    """True if a module of experts is configured to use the function of this package."""
     method = getattr(type(module), "forward", None)
     if interface.original_of(method) is None or interface.implementation_of(module) != interface.NAME:
         return False
@@ -53,7 +53,7 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def are_left(module: nn.Module) -> bool:
-    """True if a module that was not fused is one of experts by the interface of transformers, or by its name."""
+    """True if an unfused module holds experts, by the interface of transformers or by its class name."""
     method = getattr(type(module), "forward", None)
     if interface.original_of(method) is not None:
         return True
@@ -127,9 +127,9 @@ def register_experts() -> None:
 
 
 def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
-    """The reason why the forward of a module of experts now runs as it was written; None if it does not.
+    """The reason why a module of experts runs its original forward in its present state; None if it is fused.
 
-    ``asked`` is the name of what stands in the place of the implementation that it is set to, if anything does.
+    ``asked`` is the name of the implementation that overrides the configured one, if any.
     """
     found = proofs.of(module)
     if isinstance(found, Unknown):
@@ -139,7 +139,7 @@ def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
 
 
 def trains_as_written(module: nn.Module) -> bool:
-    """True if a module of experts that has no obstacle runs as it was written where autograd follows: on a CPU."""
+    """True if a module of experts that can be fused runs its original forward under autograd, as on a CPU."""
     return proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
 
 
@@ -197,7 +197,7 @@ def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, A
 
 
 def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
-    """The reason that keeps a module from being computed by ``experts_mlp``, whatever it is called with."""
+    """The reason why ``experts_mlp`` cannot compute a module, whatever the arguments of the call; None if it can."""
     around = obstacles.of_surroundings()
     if around is not None:
         return around
@@ -225,7 +225,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
 
 
 def _of_device(x: Tensor, way: str) -> Optional[str]:
-    """The reason why what runs anyway is left to run, on the device and in the dtype of x."""
+    """The reason to keep the configured implementation on the device and in the dtype of x, or None."""
     if not _are_products(way):
         return None
     if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
@@ -234,12 +234,12 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
 
 
 def _are_products(way: str) -> bool:
-    """True if a way is transformers' by products of groups, and no backend is forced in its place."""
+    """True if an implementation is a grouped GEMM of transformers and no backend is forced."""
     return way in interface.PRODUCTS and dispatch._open_blocks[-1].name == "auto"
 
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
-    """The reason that keeps a call from being one of ``experts_mlp``."""
+    """The reason why ``experts_mlp`` cannot compute a call; None if it can."""
     for tensor in (x, index, weights):
         if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
             return "operands of another kind"

@@ -1,4 +1,4 @@
-"""Proofs of what a module with stacks of experts' weights computes, from the source of its class.
+"""Proof of the computation of a module with stacks of experts' weights, from the source of its class.
 
 A class that transformers decorates with its experts interface says how its weights lie; its gate is read, and whether
 its own loop over the experts does the same. Of any other class the loop is all there is to read. What is not proved to
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """The computation of experts.
+    """The computation of a module of experts.
 
     ``other_loop``: why the class's own loop over them is not known to compute it too; None where it is. ``wide``: it
     does so in float32 throughout. ``skips``: which indices that no expert has it skips.
@@ -54,13 +54,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class Unknown:
-    """The reason why it is not understood what a module computes that looks like experts."""
+    """The reason why the computation of a module that looks like experts is not proved."""
 
     reason: str
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """True if a module's class has the experts interface, or holds two stacks of weights and takes a routing."""
+    """True if the class has the experts interface, or the module holds two weight stacks and takes a routing."""
     method = method_of(module)
     if not isinstance(method, FunctionType):
         return False
@@ -68,7 +68,7 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def of(module: nn.Module) -> Union[Experts, Unknown]:
-    """The computation of a module that looks like experts."""
+    """The computation of a module that looks like experts, or the reason why it is unknown."""
     return proof_of(module).found
 
 
@@ -177,7 +177,7 @@ def _plain(proof: Proof) -> Optional[_Plain]:
     return fields, tuple(read)
 
 
-# Which modules are looked at.
+# Selection of modules.
 
 
 def method_of(module: nn.Module) -> FunctionType:
@@ -193,7 +193,7 @@ def _stacks(module: nn.Module) -> List[str]:
 
 @functools.cache
 def takes_routing(method: FunctionType) -> bool:
-    """True if it takes three arguments: tokens, the experts of each, and their weights."""
+    """True if a method takes three arguments: tokens, the experts of each, and their weights."""
     parameters = list(inspect.signature(method).parameters.values())
     return len(parameters) == 4 and all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parameters)
 

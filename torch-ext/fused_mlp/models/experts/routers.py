@@ -122,7 +122,7 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
 
 
 def obstacle(module: nn.Module) -> Optional[str]:
-    """The reason why the forward of a fused router now runs as it was written; None if it does not."""
+    """The reason why a fused router runs its original forward in its present state; None if it is fused."""
     method = _method_of(module)
     found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):

@@ -22,7 +22,7 @@ _QUICK_SLOPE = 1.702
 
 
 def matches(value: Value, role: RoleOf) -> Iterator[AnySite]:
-    """The matches of a value, the largest first."""
+    """Yield the matches that end in a value, the largest first."""
     yield from _blocks_of(value, role)
     for match in (_joint, _whole, _hidden, _pointwise):
         site = match(value, role)
@@ -81,7 +81,7 @@ def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
 
 
 def _narrowed(value: Value) -> Tuple[Value, Optional[str]]:
-    """The value in ``(...).type_as(x)``, and the name of x; another value as it is, without a name."""
+    """Split ``(...).type_as(x)`` into the value that is cast and the name ``x``; any other value has no name."""
     call = value.node
     is_method = value.half is None and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
     if not is_method or call.func.attr != "type_as" or call.keywords or len(call.args) != 1:
@@ -104,7 +104,7 @@ def _part_widened(value: Value) -> Optional[Value]:
 
 
 def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:
-    """The modulation of a value, ``(...) * (1 + scale)`` and perhaps ``+ shift``, and the value in it."""
+    """Split ``h * (1 + scale) + shift`` into its modulation and h; the shift is optional. (None, None) otherwise."""
     shift = None
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Add):
         shift = value.node.right
@@ -122,7 +122,7 @@ def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Option
 
 
 def _is_sum_of_names(node: ast.expr) -> bool:
-    """True if it is no matter when an expression is evaluated, for what can be added."""
+    """True if an expression is a sum of names, whose time of evaluation does not matter."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _is_sum_of_names(node.left) and _is_sum_of_names(node.right)
     return isinstance(node, ast.Name)
@@ -142,7 +142,10 @@ def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr]]]:
 
 
 def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:
-    """The value behind modules and dropouts, and these, of which one may be a norm or a scale."""
+    """Split a value into the input of the modules and dropouts around it, these modules, and the norm or scale in them.
+
+    The last is None if there is no norm or scale.
+    """
     value, outer = _through(value, role)
     if value.half is not None or not is_call(value.node, role, Role.NORM, Role.SCALE):
         return value, outer, None
@@ -165,7 +168,7 @@ def _whole(value: Value, role: RoleOf) -> Optional[Site]:
 
 
 def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) -> Tuple[Value, Tuple[ast.expr, ...]]:
-    """The value behind modules, dropouts, and casts for a projection; and these."""
+    """Split a value into the input of the modules, dropouts and casts for a projection around it, and these parts."""
     between: List[ast.expr] = []
     while True:
         part = None if value.half is not None else passed_through(value.node, role)
@@ -307,11 +310,11 @@ def _is_number(node: ast.expr, number: int) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value == number
 
 
-# Whole methods.
+# Matches of whole methods.
 
 
 def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:
-    """The start of a method, if it is a projection of its first argument, perhaps behind dropouts."""
+    """The projection of the first argument, perhaps behind dropouts, that begins a method; None if there is none."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     index = int(ast.get_docstring(function, clean=False) is not None)
     if len(arguments) < 2 or index == len(function.body) or not isinstance(function.body[index], SIMPLE):
@@ -327,7 +330,7 @@ def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:
 
 
 def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional[Ending]:
-    """The rest of a method with two arguments behind its start, if the method computes nothing else."""
+    """The residual sum, perhaps with a norm, that ends a method of two arguments; None if it computes anything else."""
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     if len(names) != 3 or given.vararg or given.kwonlyargs or given.kwarg or given.defaults:

@@ -1,6 +1,6 @@
-"""Finds norms over the last dimension and scales of it: torch's by class, others by what they compute.
+"""Recognition of norms over the last dimension and of scales: torch's by class, others by proof from their source.
 
-At each call compiled code asks whether a class and a module of it are still what was read (torch-ext/parts.cpp,
+At each call compiled code checks that the class and the module have not changed since (torch-ext/parts.cpp,
 ``read_norm``).
 """
 

@@ -1,4 +1,4 @@
-"""The pattern of a fused call: its computation, apart from its operands."""
+"""The description of a fused call, without its operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the row of the table of activations that a module or a function computes."""
+"""Recognition of a module or a function as a row of the table of activations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _FUNCTIONS: Dict[Callable, str] = {
 
 _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 
-# Code that was read: functions, and the forwards of classes, that are a row of the table written out, and all that this
-# rests on.
+# Functions, and forwards of classes, that spell out a row of the table, with the dependencies of that proof.
 _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
 _classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
@@ -100,7 +99,7 @@ def _written_out(function: Any) -> Optional[str]:
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
-    """True if something that is no row of the table computes a function of each element of its input."""
+    """True if a callable that is no row of the table computes a function of each element of its input."""
     if not isinstance(function, torch.nn.Module):
         return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
     kind = type(function)
@@ -128,7 +127,7 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
 
 
 def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
-    """The obstacle, as a noun phrase, to recognising a module whose class is in the table; None for any other."""
+    """The reason, as a noun phrase, why a module of a class in the table is not recognised; None for any other."""
     if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
         return None
     return _alteration(function)

@@ -1,4 +1,4 @@
-"""Roles of callees in code with an MLP in it, and tests of calls by these."""
+"""The roles of callees in code that contains an MLP, and the recognition of calls by role."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "type_as", "uns
 
 
 def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:
-    """True if a node is a call with one argument and no more, of something with one of these roles."""
+    """True if a node is a call with exactly one argument of a callee with one of these roles."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or role(node.func) not in wanted:
         return False
     return not isinstance(node.args[0], ast.Starred)

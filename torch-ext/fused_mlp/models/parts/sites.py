@@ -1,4 +1,4 @@
-"""Matches in the source of a function: each is computed by one fused call, and has parts."""
+"""Matches in the source of a function that one call of ``forwards`` can replace, and their parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Act:
 
     @property
     def is_callee(self) -> bool:
-        """True if it is what the source calls, with h alone, and no method."""
+        """True if the source calls the activation as a function of h alone."""
         return self.form == "call" and not self.options and not self.named and self.role != Role.BOUND
 
     @property
@@ -81,7 +81,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a module's code: ``projection(...(h))`` of its first argument, which nothing else reads."""
+    """The start of a method: ``projection(...(h))`` of its first argument, which nothing else reads."""
 
     node: ast.Call
     argument: ast.Name
@@ -91,7 +91,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a module's code: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
+    """The end of a method: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
 
     ``behind`` are the modules that pass h on.
     """

@@ -1,4 +1,4 @@
-"""Finds the row of the table of activations that a function computes, by the form of its result."""
+"""Proof that a function computes a row of the table of activations, by the form of its result."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from .values import Dependency, Held, Node, NotProved, Proof, Proofs, Value, cla
 
 
 class Read(NamedTuple):
-    """An elementwise function that was read: its ``row`` of the table, if it is one of these."""
+    """The elementwise function that a callable computes: ``row`` of the table, None if the table has no such row."""
 
     row: Optional[Activation]
-    is_closed: bool  # whether the instance has no part in it
+    is_closed: bool  # the result does not depend on the instance
     dependencies: Tuple[Dependency, ...]
 
 
 def read(callee: Any) -> Optional[Read]:
-    """The elementwise computation of a function, or of a module's forward, of one tensor; None if it does
-    anything else, or may, or is linear."""
+    """The elementwise function that a function, or the forward of a module, of one tensor computes.
+
+    None if it is linear or not proved to be elementwise.
+    """
     root = callee if isinstance(callee, nn.Module) else None
     key = callee if root is None else looked_up(class_of(root), "forward")
     return _proofs.get(key, root, lambda: _proved(root, callee if root is None else Held((), root))).found

@@ -1,4 +1,4 @@
-"""Attributes and methods of modules, as Python finds them, read without running code of their classes."""
+"""Look-up of attributes of modules, in Python's order and without running any code of their classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = object()
 
 
 def is_module(part: Any) -> bool:
-    """True if something is a module; ``isinstance`` asks the thing itself for its class."""
+    """True if an object is a module. ``isinstance`` would read the object's own ``__class__``."""
     return issubclass(type(part), nn.Module)
 
 
@@ -28,7 +28,7 @@ def state_of(module: Any) -> Dict[str, Any]:
 
 def children_of(module: nn.Module) -> Dict[str, nn.Module]:
     """The children of a module by name."""
-    # Modules that TorchScript has compiled keep them elsewhere.
+    # Modules compiled by TorchScript keep their children elsewhere.
     is_scripted = issubclass(type(module), torch.jit.ScriptModule)
     children = module._modules if is_scripted else state_of(module)["_modules"]
     return {name: child for name, child in children.items() if is_module(child)}

@@ -1,4 +1,4 @@
-"""Names that code binds and reads, and its side effects, by its syntax. Unknown code is not harmless."""
+"""Bindings, reads and side effects of code, by its syntax. Syntax is harmful unless it is listed as harmless."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .source import bound_names, tree_of
 
 MayCall = Callable[[ast.expr], bool]  # whether a call of something does no more than compute
 
-# Statements that compute and bind names, and do nothing else.
+# Nodes that compute or bind names and do nothing else.
 _HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
 _HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
 _HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
 _HARMLESS += (ast.cmpop,)
 
-# Expressions that compute all their parts, whatever the values are.
+# Nodes that evaluate all their children, whatever the values are.
 _UNCONDITIONAL = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _UNCONDITIONAL += (ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
 _UNCONDITIONAL += (ast.Attribute, ast.Subscript)
@@ -49,7 +49,7 @@ def bound(node: ast.AST) -> Set[str]:
 
 
 def uses(node: ast.AST, name: str) -> Set[ast.Name]:
-    """The places where a name is read, or deleted."""
+    """The nodes that read or delete a name."""
     changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
     names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
     return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
@@ -69,7 +69,7 @@ def is_harmless(node: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
-    """True if code computes an expression in it in any case, beside nothing but what is harmless."""
+    """True if ``holder`` always evaluates the expression ``node`` in it, and the rest of its code is harmless."""
     if holder is node:
         return True
     if not isinstance(holder, _UNCONDITIONAL):
@@ -84,14 +84,14 @@ def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_plain(node: ast.expr) -> bool:
-    """True if it is no matter when an expression is evaluated, or how often: a name, an attribute, a number."""
+    """True for a name, an attribute or a number, whose time and number of evaluations do not matter."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return isinstance(node.operand, ast.Constant)
     return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 
 def is_view(node: ast.expr) -> bool:
-    """True if an expression is a name, or one with dimensions added: ``h[:, None]``, ``h.unsqueeze(1)``."""
+    """True if an expression is a name, perhaps with dimensions added: ``h[:, None]``, ``h.unsqueeze(1)``."""
     if isinstance(node, ast.Call):
         axis = node.args[0] if len(node.args) == 1 and not node.keywords else None
         is_unsqueezed = isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze"

@@ -84,7 +84,7 @@ class Evaluation:
         return tuple(self._found.values())
 
     def returned(self, callee: Value, args: Tuple[Value, ...], options: Optional[Dict[str, Value]] = None) -> Value:
-        """The result of a call. Raises NotProved where it is not understood."""
+        """The result of a call. Raises NotProved if the call cannot be evaluated."""
         return self._called(callee, args, options or {})
 
     def attribute(self, name: str) -> Value:
@@ -252,7 +252,7 @@ class Evaluation:
         turn.sum, turn.added = old, given.args[1:4]
 
     def _is_alone(self, node: Node, frame: _Frame, name: str, where: ast.AST) -> None:
-        """True if nothing but one name shows that a tensor is written into."""
+        """Raise unless one name is the only reference to a tensor that is written into."""
         others = [
             value
             for each in self._frames
@@ -555,7 +555,7 @@ class Evaluation:
 
 
 def _shares(value: Any, node: Node) -> bool:
-    """True if a value may show what is written into a tensor."""
+    """True if a value may share memory with a tensor."""
     if value is node:
         return True
     if isinstance(value, (tuple, list)):
@@ -572,7 +572,7 @@ def _is_operand(value: Any) -> bool:
 
 
 def _finds_plainly(kind: type, actual: type) -> bool:
-    """True if attributes are found in dictionaries alone."""
+    """True if attributes of a class are looked up in dictionaries alone."""
     getting = looked_up(kind, "__getattribute__")
     if _is_config(kind):
         return True
@@ -582,7 +582,7 @@ def _finds_plainly(kind: type, actual: type) -> bool:
 
 
 def _is_config(kind: type) -> bool:
-    """True if a class is a configuration of transformers, which renames attributes by a map and does no more."""
+    """True if a class is a configuration of transformers, which only renames attributes by a map."""
     home = next((base for base in kind.__mro__ if base.__name__ in ("PreTrainedConfig", "PretrainedConfig")), None)
     if home is None or not home.__module__.startswith("transformers.configuration_utils"):
         return False

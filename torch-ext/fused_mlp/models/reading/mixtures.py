@@ -1,4 +1,4 @@
-"""The computation of experts, by the form of their gate and of the loop over them."""
+"""Proof of the computation of experts, by the form of their gate and of the loop over them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def activation_of(evaluation: Evaluation, name: str) -> ExpertsForm:
 
 
 def loop_of(evaluation: Evaluation, method: Any, sizes: Sizes) -> Loop:
-    """The computation of the loop that a class itself has over its experts.
+    """The computation of a class's own loop over its experts.
 
     Raises:
         NotProved: it is anything but the sum over the experts of a token, of what each computes times its weight.
@@ -76,7 +76,7 @@ def loop_of(evaluation: Evaluation, method: Any, sizes: Sizes) -> Loop:
 
 
 class Sizes:
-    """The number of experts in a module's stacks of weights, which decides conditions on an expert's number."""
+    """The number of experts in the weight stacks of a module, which decides conditions on expert numbers."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = module._parameters
@@ -113,7 +113,7 @@ class _Body:
             raise NotProved("a loop over something else than experts")
 
     def slot(self, node: Any) -> Optional[str]:
-        """The kind of an index of a slot of this expert: its token, or its position among those of a token."""
+        """The coordinate of a slot of this expert that a node is: its token or its position in the top-k of a token."""
         node = _attached(node)
         if node.op != "item of" or _attached(node.args[0]).op != "where":
             return None
@@ -164,7 +164,7 @@ class _Body:
         return Loop(names, form._replace(transposed=transposed), _is_wide(source), self._skips(up))
 
     def _skips(self, up: str) -> int:
-        """The indices that no expert has and that are skipped; those beyond raise."""
+        """The ``SKIPS_`` constant for the indices past the last expert that the loop skips; others raise."""
         experts, count = self._sizes.experts(up), self._sizes.number(_count(self._each))
         if self._left_out and min(self._left_out) < experts:
             raise NotProved(f"a loop that leaves out expert {min(self._left_out)}")
@@ -180,7 +180,7 @@ class _Body:
         return SKIPS_ONE if experts in self._left_out and count > experts else SKIPS_NONE
 
     def _without_share(self, value: Sum) -> Sum:
-        """The factor that is multiplied with the weights of an expert."""
+        """The factor of the routing weights of an expert in a sum."""
         terms: Dict[Any, float] = {}
         for factors, scale in value:
             rest = dict(factors)
@@ -256,7 +256,7 @@ def _leaf_of_sum(node: Node, form: Form) -> Optional[Sum]:
 
 
 def _behind_early_return(node: Node) -> Value:
-    """The result of a function, but for its early return where there are no tokens."""
+    """The result of a function behind an early return of zeros for no tokens."""
     condition, early, rest = node.args
     if condition != Node("eq", (Node("numel", (_INDEX,)), 0)) or early.op != "zeros_like" or early.args[0] != _X:
         raise NotProved("a condition on what it is given")
@@ -270,7 +270,7 @@ def _attached(value: Any) -> Node:
 
 
 def _classes(node: Any) -> Any:
-    """The number of experts in a mask [experts, top_k, tokens] of the slots of each; None for another mask."""
+    """The number of experts of a one-hot mask [experts, top_k, tokens]; None if a node is no such mask."""
     node = _attached(node)
     if node.op != "permute" or node.args[1] != (2, 1, 0):
         return None
@@ -333,7 +333,7 @@ def _with_bias(value: Sum, product: Any) -> Sum:
 
 
 def _product(value: Sum) -> Tuple[Sum, str, bool, Optional[str]]:
-    """The operands of one product: factor, weights, true if these are transposed, and bias."""
+    """Split one product into its input, the name of its weights, the transposed flag and the name of its bias."""
     atoms = [algebra.as_atom(frozenset({term})) for term in value]
     products = [part for part in atoms if part is not None and part[0] == "product"]
     biases = [part for part in atoms if part is not None and part[0] == "bias"]

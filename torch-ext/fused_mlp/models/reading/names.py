@@ -88,7 +88,7 @@ def _chunked(node: ast.expr) -> Optional[ast.expr]:
 
 
 def reads_of(name: str, place: Place) -> Optional[Set[ast.Name]]:
-    """The places where the value that a statement gives to a name may be read; None if that cannot be told."""
+    """The nodes that may read the value that a statement gives to a name; None if they cannot be determined."""
     for scope in ast.walk(place.function):
         if isinstance(scope, _SCOPES) and scope is not place.function and uses(scope, name):
             return None
@@ -113,7 +113,7 @@ def _used(name: str, statements: List[ast.stmt]) -> Set[ast.Name]:
 def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[List[ast.stmt]]:
     """The statements that may run after a block in one of these statements; None if it is in none of them.
 
-    That is what is behind the statements that hold it, and a whole loop, for its next turn.
+    They are the statements behind those that hold the block, and a whole loop, for its next iteration.
     """
     if statements is block:
         return []

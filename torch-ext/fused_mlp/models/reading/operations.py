@@ -62,7 +62,7 @@ SIGNATURES = _signatures()
 
 
 def _is_of_torch(function: Any) -> bool:
-    """True if nobody has put a function in torch's place."""
+    """True if a function is torch's own, not a patch."""
     if not isinstance(function, FunctionType):
         return inspect.isbuiltin(function)
     return function.__globals__.get("__name__", "").startswith("torch.") and not hasattr(function, "__wrapped__")

@@ -90,7 +90,7 @@ class Dependency:
 
 
 def holds(dependencies: Tuple[Dependency, ...], root: Optional[nn.Module]) -> bool:
-    """True if all that a proof rests on is as it was read."""
+    """True if no dependency of a proof has changed."""
     return all(dependency.holds(root) for dependency in dependencies)
 
 
@@ -120,7 +120,7 @@ class Proofs:
 
 
 def looked_up(owner: Any, name: str) -> Any:
-    """The value that a dictionary, a class, a function or a cell has under a name. No descriptor runs."""
+    """The entry of a dictionary, class, function or cell with this name. No descriptor runs."""
     if isinstance(owner, dict):
         return owner.get(name, MISSING)
     if isinstance(owner, CellType):

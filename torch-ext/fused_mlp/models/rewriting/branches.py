@@ -29,11 +29,11 @@ from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
 
-# The nodes of a condition, beside names.
+# Nodes allowed in a condition, beside names.
 _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.expr_context)
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
-# Roles of calls that a condition may be moved over. Another call, such as an attention's, may change the condition.
+# Calls that a condition may be moved over. Another call, such as an attention's, may change the condition's value.
 _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
 _STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
 
@@ -58,7 +58,7 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
 
 
 def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
-    """The values of conditions for a module as it is, without those that are not known."""
+    """The current values of conditions of a module, without those that raise."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
@@ -196,7 +196,7 @@ class _Parting:
         return guards, taken
 
     def is_settled(self, statement: ast.stmt) -> bool:
-        """True if a statement has a condition that the attributes of the module decide, or their classes, or flags."""
+        """True if the condition of a statement depends only on attributes of the module, their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
         for part in ast.walk(statement.test):
@@ -224,7 +224,7 @@ def _callees(statement: ast.stmt) -> List[ast.expr]:
 
 
 def _stores(statement: ast.stmt) -> bool:
-    """True if a statement changes an attribute or an item of something."""
+    """True if a statement stores or deletes an attribute or an item."""
     owned = (part for part in ast.walk(statement) if isinstance(part, (ast.Attribute, ast.Subscript)))
     return any(isinstance(part.ctx, (ast.Store, ast.Del)) for part in owned)
 

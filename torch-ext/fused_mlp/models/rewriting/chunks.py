@@ -108,7 +108,7 @@ class _Probe:
 
 
 def _hands_on(apply: FunctionType) -> bool:
-    """True if a function, told to make no chunks, calls the method once, and returns what that does."""
+    """True if a function with a chunk size of 0 calls the method once and returns its result."""
     probe, value = _Probe(), object()
     return apply.__module__ == "transformers.pytorch_utils" and (
         apply(probe.method, 0, 1, value) is probe and probe.given == [value]

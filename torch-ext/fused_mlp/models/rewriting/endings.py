@@ -42,12 +42,12 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
 
 
 def is_fused(function: Any) -> bool:
-    """True if a function is one that :func:`fused_methods` gives."""
+    """True if a function was made by :func:`fused_methods`."""
     return function in _names
 
 
 def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
-    """The parts that a fused method calls: the projection, modules that pass its result on, and the norm."""
+    """The parts that a fused method calls: the projection, the parts that pass its result on, and the norm."""
     return {name: attribute_of(module, name) for name in _names[function]}
 
 

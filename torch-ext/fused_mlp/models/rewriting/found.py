@@ -1,4 +1,4 @@
-"""The MLPs that a rewritten method fuses: their parts as they are now."""
+"""The current parts of a module that a rewritten method fuses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[Fo
 
 
 def around_of(is_summed: bool, is_normed: bool) -> str:
-    """The words for the rest of a block that is in the call of an MLP."""
+    """The suffix of a pattern's name for the residual and the norm in the same call."""
     return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
@@ -104,7 +104,7 @@ def act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Ten
 
 
 def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
-    """The value of what :func:`expression_of` gives. (As a function inside of another, it would hold the module.)"""
+    """The value of an expression made by :func:`expression_of`. (A nested function would hold the module.)"""
     if not isinstance(node, ast.Call):
         found, *_ = values_of(node, function, module).values()
         return found

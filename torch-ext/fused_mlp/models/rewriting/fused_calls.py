@@ -100,7 +100,7 @@ def _product(site: Site) -> ast.expr:
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
-    """The pattern, input, projections, activation and what is between, as ``halves.Pending`` has them first."""
+    """The arguments of ``shortcut.fused`` for a match."""
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, expression_of(site.act), between]
@@ -122,7 +122,7 @@ def _modulation(modulation: Optional[Modulation]) -> ast.expr:
 
 
 def expression_of(act: Act) -> ast.expr:
-    """The expression of the activation as a callable of one tensor."""
+    """The expression for an activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
     if act.form == "method":
@@ -142,7 +142,7 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
-# The functions that calls name. Rewritten methods know these functions by names that no source can spell.
+# Functions that the calls name. Rewritten methods refer to them by names that no source can spell.
 
 
 _CALLS = {

@@ -1,4 +1,4 @@
-"""Rewritten forwards as their callers see them: the first module of an MLP (a head), or a whole MLP (``halves``)."""
+"""Classification of a rewritten forward: a head (the first module of a two-module MLP) or a whole MLP (``halves``)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _NOTHING = ast.parse("def nothing(): pass").body[0]
 def head_of(
     tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
 ) -> Optional[halves.Half]:
-    """The values that a rewritten forward hands over as a head; None if it is none: it does more with what it computes
-    than to return it."""
+    """The half that a rewritten forward hands over as a head; None if it does more with its result than return it."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
     is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
     if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
@@ -65,7 +64,7 @@ def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf)
 
 
 def _may_run_again(statement: ast.stmt, role: RoleOf) -> bool:
-    """True if a statement that hands over what is fused may run twice, and nobody would see it."""
+    """True if a statement that hands over a fused result may run twice without side effects."""
     if isinstance(statement, ast.If):
         parts = all(_may_run_again(part, role) for part in (*statement.body, *statement.orelse))
         return parts and is_harmless(statement.test, lambda callee: role(callee) == Role.FLAG)
@@ -76,7 +75,7 @@ def _may_run_again(statement: ast.stmt, role: RoleOf) -> bool:
 
 
 def _is_returned(tree: ast.FunctionDef) -> bool:
-    """True if what a fused call computes is returned, or bound and returned next, under conditions at most."""
+    """True if the result of the fused call is returned, or bound and then returned, perhaps under conditions."""
 
     def ends(block: List[ast.stmt]) -> Iterator[ast.expr]:
         for statement, following in itertools.zip_longest(block, block[1:]):
@@ -134,7 +133,7 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:
-    """True if a statement does nothing where a call has no arguments beyond those with names."""
+    """True if a statement is skipped in calls without extra positional or keyword arguments."""
     if not isinstance(statement, ast.If) or statement.orelse:
         return False
     more = {given.arg: empty for given, empty in ((arguments.vararg, ()), (arguments.kwarg, {})) if given is not None}

@@ -112,17 +112,17 @@ def _role_unwrapped(part: Any) -> Optional[str]:
 
 
 def is_fused(function: Any) -> bool:
-    """True if a function is one that :func:`fused_methods` makes."""
+    """True if a function was made by :func:`fused_methods`."""
     return function in sequences.SEQUENTIAL.values() or function in _made
 
 
 def memory_of(function: FunctionType) -> str:
-    """The choice of what training keeps in a fused method."""
+    """The ``memory`` setting of a fused method: the values that training keeps."""
     return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs of its module that a fused method fuses."""
+    """The MLPs of a module that a fused method fuses."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
     original, found = written[function].function, []
@@ -168,7 +168,7 @@ def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, st
 
 
 def role_of(part: Any) -> Optional[str]:
-    """The role of a part of a module in a match."""
+    """The role that a part of a module may have in a match."""
     if part is None:
         return None
     if issubclass(type(part), nn.ModuleList):
@@ -196,7 +196,7 @@ def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
 
 
 def _is_flag(part: Any) -> bool:
-    """True if a function takes nothing, and returns a global."""
+    """True if a function takes no arguments and returns a global."""
     if not isinstance(part, FunctionType) or part.__code__.co_freevars or part.__code__.co_varnames:
         return False
     tree = tree_of(part)
@@ -227,7 +227,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 def _role_of_layer(part: nn.Module) -> str:
-    """True if a layer is half of an MLP: by its forward, if it has a projection itself."""
+    """The role of a layer, which may be one module of a two-module MLP: by its forward, if it has a projection."""
     forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
@@ -271,7 +271,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 
 @remembered
 def _callees(function: FunctionType) -> Dict[str, ast.expr]:
-    """The names and attributes that a function calls, or loops over, by its source."""
+    """The callees and loop iterables in the source of a function that are names or attributes, by their text."""
     tree = effects.readable(function)
     nodes = [] if tree is None else list(ast.walk(tree))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -282,7 +282,7 @@ def _callees(function: FunctionType) -> Dict[str, ast.expr]:
 def roles_in(
     function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
 ) -> Tuple[Tuple[str, str], ...]:
-    """The roles of the callees of a method, by their texts."""
+    """The roles that the callees of a method may have in a match, by their text."""
     return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
 
 
@@ -298,7 +298,7 @@ def _conditions_in(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -
 
 
 def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
-    """The roles of callees, where all their values are alike."""
+    """The roles of callees in a match, if all values of a callee have the same role."""
     roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
@@ -417,8 +417,7 @@ def _unchunked(
 
 
 def _worth(sites: List[AnySite]) -> Tuple[int, int, int]:
-    """The numbers of modules that are MLPs with blocks around them, of products that are fused, and of the former
-    blocks begin with a norm."""
+    """Count MLP modules with a block around them, fused products, and MLP modules whose block begins with a norm."""
     blocks = [site for site in sites if isinstance(site, Block) and isinstance(site.site, Whole)]
     modules, normed = (
         {ast.unparse(block.site.module) for block in blocks if block.first is not None or not with_norm}
@@ -439,7 +438,7 @@ def _key(site: AnySite) -> Tuple[Any, ...]:
 
 
 def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
-    """The calls that stand for a match in a tree, in each branch."""
+    """The nodes that replace a match in a tree, one for each branch."""
     nodes = set(ast.walk(tree))
     return [node for other, node in calls if node in nodes and _key(other) == _key(site)]
 
@@ -513,7 +512,7 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
 
 
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:
-    """True if modules in turn are an MLP and no more."""
+    """True if modules that run one after the other are exactly one MLP."""
     return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of heads
 
 

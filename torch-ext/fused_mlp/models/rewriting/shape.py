@@ -1,4 +1,4 @@
-"""True if a module is an MLP by what its code does with its parts, in whatever form it is written."""
+"""Detection of MLPs by the data flow between the parts of a module, in whatever form the code is written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has_two_projections(module: nn.Module) -> bool:
 
 
 def applies_activation_to_projection(module: nn.Module) -> bool:
-    """True if a method of a module hands what comes out of a projection to an activation."""
+    """True if a method of a module passes the result of a projection to an activation."""
     functions = map(inspect.unwrap, _methods(type(module)))  # a decorator calls what it stands around
     return any(_Flow(function, module).reaches_activation() for function in functions)
 

@@ -1,1 +1,1 @@
-"""The functions that fused methods call, and how the methods get into modules."""
+"""Functions that fused methods call."""

@@ -45,5 +45,5 @@ def block(
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """The parts of a sequence whose call runs its forward, and nothing else."""
+    """The MLP that a sequence is, if its call runs its forward and nothing else; None otherwise."""
     return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)

@@ -112,7 +112,7 @@ def dtype_of(projection: Any) -> Optional[torch.dtype]:
 
 
 def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
-    """True if hidden values, of the dtype of x, come out of all these parts before a projection as they go in."""
+    """True if none of these parts before a projection changes hidden values of the dtype of x."""
     for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
         if alteration(part, getattr(x, "dtype", None), projection) is not None:
             return False
@@ -120,7 +120,7 @@ def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
 
 
 def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
-    """The result of the last projection on hidden values, behind the parts between."""
+    """The result of the parts between and the last projection on hidden values."""
     for part in between:
         hidden = part(hidden) if callable(part) else F.dropout(hidden, part, True)
     return projection(hidden)

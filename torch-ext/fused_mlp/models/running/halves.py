@@ -30,7 +30,7 @@ _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _to
 
 
 class Pending(NamedTuple):
-    """The parts that the first module of an MLP hands over, and the pattern of the whole MLP."""
+    """The result of a head: the pattern of the whole MLP and its operands up to the activation."""
 
     pattern: Pattern
     x: Tensor
@@ -130,8 +130,10 @@ def _is_taken(pending: Pending) -> bool:
 
 
 def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
-    """The values handed to a tail: hidden values where a module takes another branch than the one with an MLP in it;
-    None where it is no head, or its call does more than its forward."""
+    """The result of a head for its tail; None if the module is no head or its call does more than its forward.
+
+    It is a tensor of hidden values if the head takes a branch without an MLP.
+    """
     half = running(head, heads)
     if type(half) is str or _are_watched():
         return None
@@ -149,7 +151,7 @@ def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) ->
 
 
 def is_head(kind: type) -> bool:
-    """True if the forward of a class is that of heads."""
+    """True if the forward of a class is that of a head."""
     forward = getattr(kind, "forward", None)
     return type(forward) is FunctionType and forward in heads
 
@@ -169,6 +171,6 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
 
 
 def _are_watched() -> bool:
-    """True if somebody may see every call of a module."""
+    """True if hooks or modes may observe every call of a module."""
     hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
     return bool(hooks) or calls.pointwise_reason() is not None

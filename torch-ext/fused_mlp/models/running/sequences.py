@@ -53,7 +53,7 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
 
 
 def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """The result of ``for module in modules: x = module(x)``; ``memory``: what training keeps."""
+    """The result of ``for module in modules: x = module(x)``; ``memory`` selects the values that training keeps."""
     if type(modules) is nn.ModuleList:
         if shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced():
             found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
@@ -108,7 +108,7 @@ class Whole(NamedTuple):
 
 
 def whole(module: nn.Sequential) -> Optional[Whole]:
-    """The MLP that a sequence is by the classes of its parts; None if it is none, or its first part is a head."""
+    """The MLP that a sequence is by the classes of its parts; None if it is none or its first part is a head."""
     parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
@@ -117,16 +117,18 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
 
 
 def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
-    """True if modules in turn are an MLP and no more, by their classes."""
+    """True if modules that run one after the other are exactly one MLP, by their classes."""
     first, *others = _places(parts) or (None,)
     is_mlp = first is not None and not others and first.first == 0 and first.second is not None
     return is_mlp and not first.is_glu and _behind_passing(parts, first.second + 1) == len(parts)
 
 
 class _Place(NamedTuple):
-    """The place of an MLP among parts: the indices of its first linear layer, of the activation behind it, and of its
-    second linear layer. That is None where there is only the first. Where the first part is a head, there is no index
-    of an activation. ``is_glu``: the activation is nn.GLU."""
+    """The indices of an MLP among parts: its first linear layer, the activation behind it, its second linear layer.
+
+    ``second`` is None if there is only the first layer, ``act`` if the first part is a head. ``is_glu``: the activation
+    is nn.GLU.
+    """
 
     first: int
     act: Optional[int]
@@ -138,7 +140,7 @@ known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the 
 
 
 def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
-    """The places of MLPs and layers to fuse among parts of these classes, in their order."""
+    """The places of MLPs and layers that can be fused among parts of these classes, in their order."""
     kinds = tuple(map(type, parts))
     if kinds not in known:
         known[kinds] = tuple(_found_places(parts))

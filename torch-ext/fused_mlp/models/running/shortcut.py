@@ -80,7 +80,7 @@ def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
 
 
 def known_by(act: Union[Act, str]) -> Union[Act, str]:
-    """The key of an activation in compiled code: the table's function where a method is one, or spells it out."""
+    """The key of an activation in compiled code: the table's function if a method is or spells out a row of it."""
     if type(act) is not forms.Form and type(act) is not MethodType:
         return act
     row = forms.row_of(act)
@@ -91,7 +91,7 @@ def known_by(act: Union[Act, str]) -> Union[Act, str]:
 # lack it: all ops are called then.
 _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
-# Settings of compiled code: settings.h says what each is.
+# Objects of torch and of this package that compiled code uses; settings.h describes them.
 _settings = {
     "tensor": Tensor,
     "parameter": nn.Parameter,

@@ -136,7 +136,7 @@ def _fuse(nodes: List[fx.Node], memory: str) -> None:
             _is_replaced(node, hidden, None, [], memory)
 
 
-# Nodes that are recorded for the parts of an MLP.
+# Nodes recorded for the parts of an MLP.
 
 
 class _Projection(NamedTuple):
@@ -272,7 +272,7 @@ def _halved(gate: fx.Node, up: fx.Node) -> Tuple[Optional[_Projection], bool]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if a node hands on its first argument, in other dimensions maybe."""
+    """True if a node returns its first argument, perhaps reshaped."""
     if node.op == "call_method":
         return node.target in _VIEWS
     return node.target is F.dropout and _is_inactive(*node.args, **node.kwargs)
@@ -295,7 +295,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-# The op in their place.
+# Replacement by fused calls.
 
 
 class _Made:
@@ -348,7 +348,7 @@ def _is_replaced(
 
 
 def _is_apart(root: fx.Node, nodes: Set[fx.Node]) -> bool:
-    """True if nothing else is recorded between some nodes and the one they lead to, and nothing else uses them."""
+    """True if some nodes have no other users, and no other computation lies between them and their root."""
     node, missing = root, nodes - {root}
     while missing:
         node = node.prev
@@ -372,7 +372,7 @@ class _Call(NamedTuple):
 
 
 def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection], memory: str) -> Optional[_Call]:
-    """The nodes that compute everything from x; None if there are none."""
+    """The fused call that computes an MLP from x; None if there is none."""
     parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
     given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
     values = [node and _value(node) for node in given]  # as they want gradients
@@ -433,7 +433,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_alike(value: Tensor, target: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-    """True if a call makes of its arguments what Dynamo knows a value to be."""
+    """True if the result of a call has the dtype, device, shape and strides of a value, by Dynamo's knowledge."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     other = _computed(target, *args, **kwargs)
