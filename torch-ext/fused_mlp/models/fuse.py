@@ -117,7 +117,7 @@ def in_block(found: Outcome, words: str) -> Outcome:
 
 
 def _is_idle(module: nn.Module) -> bool:
-    """True if the module has only fused blocks around MLPs, and none of these MLPs is fused."""
+    """True if all that is fused in a module are blocks around MLPs, of which none is fused."""
     methods = switching.methods_in(module).values()
     if not methods or not all(map(rewriter.is_fused, methods)):
         return False
@@ -127,7 +127,7 @@ def _is_idle(module: nn.Module) -> bool:
 
 
 def outcome_of(module: nn.Module) -> Optional[Outcome]:
-    """The current extent of fusion of a module and the reasons for it; None if the module is no MLP."""
+    """The extent to which a module is fused at present, and the reasons; None if it is no MLP."""
     with switching.lock:
         return _outcome_of(module)
 
@@ -212,11 +212,9 @@ def _plan_of(
 
 
 def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
-    """True if the attribute that shadows a method of a module is the method of its class or a fused one.
-
-    The fused one may also belong to the module that this one is a shallow copy of.
-    """
-    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in switching.written
+    """True if what a module holds in the place of a method is that of its class, or a fused one, also of the module
+    that it is a shallow copy of."""
+    is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
     return is_fused or method_in(module, name) is getattr(type(module), name)
 
 

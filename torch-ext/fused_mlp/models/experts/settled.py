@@ -1,8 +1,8 @@
-"""A cache of the compiled op of each module of experts, guarded by the attributes that the choice depends on.
+"""Cached decisions about modules of experts: the compiled op of one, for as long as what decided it is as it was.
 
-The proof that one op may compute a module of experts takes longer than the op. Each call compares the guarded
-attributes by identity with those of the proof. Weights are not cached but read at each call; the op checks them and
-the inputs.
+To ask what a module of experts computes, and whether one op may compute it, takes longer than the op. Here is what it
+was asked of: attributes, by their names and values, each compared by identity at each call. Weights are not remembered,
+but read; the op asks of them, and of the inputs, what there is to ask.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
 
 
 def are_experts(index: Tensor, last: int) -> bool:
-    """True if all indices are from 0 to ``last``. On a GPU they are not read, since the host would have to wait."""
+    """True if indices are none but from 0 to ``last``. On a GPU nobody asks: the host would have to wait."""
     if not index.is_cpu or index.numel() == 0:
         return True
     low, high = torch.aminmax(index)
@@ -180,8 +180,8 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
     )
 
 
-# Attributes that decide in addition to those that were read.
-_ALWAYS = ("config", "parametrizations", "_is_expert_parallel", switching.FUSED)
+# Attributes that decide besides those that were read.
+_ALWAYS = ("config", "parametrizations", "_is_expert_parallel", FUSED)
 
 
 def _pairs(dictionary: Dict[str, Any], names: Iterable[str]) -> _Pairs:

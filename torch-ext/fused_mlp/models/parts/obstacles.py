@@ -30,7 +30,7 @@ _OTHER_LINEARS = {
 
 
 def unpatched(owner: Any, name: str, home: Any) -> Any:
-    """The attribute of ``owner`` with this name if it was defined in the module ``home``; None if it was patched."""
+    """The attribute of ``owner``, if it was written in the module ``home``; None if somebody put it there."""
     function = getattr(owner, name)
     if isinstance(function, FunctionType):
         return None if hasattr(function, "__wrapped__") or function.__globals__ is not vars(home) else function
@@ -38,7 +38,7 @@ def unpatched(owner: Any, name: str, home: Any) -> Any:
 
 
 # Functions that the parts of an MLP call, activations included. Profilers that count operations, quantisers and
-# loggers replace them.
+# loggers put functions of their own in these places.
 _PATCHABLE = (
     (nn.Linear, "__call__", _torch_module),  # and with it that of every module
     (nn.Linear, "forward", nn.modules.linear),
@@ -60,7 +60,7 @@ PLAIN_FORWARDS[nn.Linear] = linear_forward
 
 
 def of_surroundings() -> Optional[str]:
-    """The global state that observes or changes every call of a module or of a function of torch, or None."""
+    """The first thing that watches or changes every call of a module or of a function of torch, or None."""
     if (
         _torch_module._global_forward_hooks
         or _torch_module._global_forward_pre_hooks
@@ -79,44 +79,14 @@ def of_surroundings() -> Optional[str]:
         return "a trace of torch.jit"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
-    # torch.compile records under dispatch modes of its own.
+    # torch.compile records under modes of its own.
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"
     return None
 
 
-def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
-    """The effect of calling ``module`` that the forward written in its class does not have, or None.
-
-    ``kernelizable``: accept a forward that ``kernels.kernelize`` took from a kernel layer, if the class supports it.
-    """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "hooks"
-    function = own_method(module, "forward")
-    if function is not None:
-        known = function is type(module).forward or (function is linear_forward and type(module) is nn.Linear)
-        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
-        if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
-            return "a forward of its own"
-    return None
-
-
-_NO_METHOD = object()
-
-
-def own_method(module: nn.Module, name: str) -> Any:
-    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
-
-    What else it may hold, like a method of another module, is told as an object that is no function.
-    """
-    own = module.__dict__.get(name)
-    if own is None:
-        return None
-    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
-
-
 def of_projection(projection: nn.Module) -> Optional[str]:
-    """The reason why ``projection`` must be called to use its weight, or None if it is a plain linear layer."""
+    """The reason why ``projection`` has to be called, or None if it is a plain linear layer."""
     found = parameters_of(projection)
     return found if isinstance(found, str) else None
 
@@ -149,7 +119,7 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
 
 
 def is_foreign(projection: nn.Module) -> bool:
-    """True if the class of ``projection`` is no plain linear layer, whatever its hooks and its weight are."""
+    """True if ``projection`` is of a class that is no plain linear layer, whatever its hooks and its weight are."""
     return type(projection) is not nn.Linear and not is_other_linear(projection)
 
 
@@ -163,7 +133,7 @@ def is_wrapped(projection: nn.Module) -> bool:
 
 
 def has_own_product(projection: nn.Module) -> bool:
-    """True if ``projection`` is a subclass of nn.Linear with a forward of its own."""
+    """True if ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
     kind = type(projection)
     return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
 
@@ -175,7 +145,7 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 
 def of_input(x: Tensor) -> Optional[str]:
-    """The reason why no kernel takes ``x``, whatever the weight: its kind or the global state; None if one may."""
+    """The reason why no kernel takes ``x``, or None: its kind, or the state around the call."""
     if not isinstance(x, Tensor):
         return f"an input of type {type(x).__name__}"
     if x.layout is not torch.strided:
@@ -183,28 +153,21 @@ def of_input(x: Tensor) -> Optional[str]:
     return "a nested input" if x.is_nested else of_surroundings()
 
 
-def _is_of_a_layer(function: Any) -> bool:
-    """True if a function is the unwrapped forward of a class in the ``layers`` of a kernel."""
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        return False
-    return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")
-
-
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_other_linear(projection: nn.Module) -> bool:
-    """True if ``projection`` is of a class of transformers that is equivalent to nn.Linear."""
+    """True if ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
     kind = type(projection)
     return _name(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
 
 
 def is_transposed(kind: type) -> bool:
-    """True if the weight of a class for which :func:`is_other_linear` holds is [in, out]."""
+    """True if such a class has a weight that is [in, out]."""
     return _OTHER_LINEARS[_name(kind)]
 
 
 def is_as_written(kind: type) -> bool:
-    """True if a class and its forward were defined in the same Python module."""
+    """True if the forward of a class is of the module that the class is of."""
     return kind.forward.__module__ == kind.__module__

@@ -23,22 +23,6 @@ _FUTURES = functools.reduce(
 _trees: Dict[Tuple[CodeType, str], Optional[ast.FunctionDef]] = {}
 
 
-class Instead(NamedTuple):
-    """Alternatives to a changed method: the one that it is made from, or one that a class is patched with.
-
-    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
-    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
-    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
-    so of the first argument, ``self`` and ``gated``.
-    """
-
-    method: Written
-    traced: CellType
-    memory: Optional[str]
-    runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
-    gated: bool
-
-
 _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
 
 
@@ -78,7 +62,7 @@ class LookUp(NamedTuple):
 
 
 def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
-    """The known look-ups of a function that a changed definition of it no longer has."""
+    """The known values that a function looks up and a changed definition of it does not."""
     still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
     nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
     found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
@@ -86,7 +70,7 @@ def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[Look
 
 
 def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
-    """The (owner, name, value) triples that must not change while changed definitions of a function are in use."""
+    """The attributes on which changed definitions of a function rest: owner, name and value."""
     looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
     return ((function, "__code__", function.__code__), *looked_up)
 
@@ -120,7 +104,7 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
-    """The function wrapped by a decorator, if both functools.wraps and the closure refer to it; None otherwise."""
+    """The function that a decorator's function wraps: functools.wraps says so, and its closure holds it."""
     inner = getattr(function, "__wrapped__", None)
     held = any(_holds(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
@@ -131,7 +115,7 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 
 def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
-    """The value of an expression in a function, given its first argument; None if it is unknown."""
+    """The value of a name or an attribute in a function, given its first argument; None where it is not known."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -166,7 +150,7 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
 
 @functools.cache
 def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
-    """The iterables of loops, by the names of variables that are bound by one loop alone."""
+    """The iterables of loops, by the names of variables that are nothing but loop variables."""
     found: Dict[str, ast.expr] = {}
     nodes = list(ast.walk(tree))
     stored = [name for node in nodes for name in bound_names(node)]
@@ -212,8 +196,8 @@ def compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[s
     return code
 
 
-# The definition of a function in a file or in a notebook cell is the one that compiles to the same code. Code depends
-# on its surroundings (on imports elsewhere in the file, say), so the whole file or cell is compiled again.
+# Which definition in a file, or in a cell of a notebook, a function was made of: that which compiles to the same code.
+# Code depends on what it is compiled with (on imports elsewhere in the file, say), so all of that is compiled again.
 
 
 def _definition(code: CodeType, source: str) -> Optional[ast.FunctionDef]:

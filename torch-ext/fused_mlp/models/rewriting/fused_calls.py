@@ -100,7 +100,7 @@ def _product(site: Site) -> ast.expr:
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
-    """The arguments of ``shortcut.fused`` for a match."""
+    """The pattern, input, projections, activation and what is between, as ``halves.Pending`` has them first."""
     projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
     return [pattern, *site.inputs, projections, expression_of(site.act), between]

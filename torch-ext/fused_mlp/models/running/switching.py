@@ -22,49 +22,6 @@ _MISSING = object()
 lock = threading.RLock()  # held by whoever fuses, restores or explains
 
 
-class Written(NamedTuple):
-    """A method of a class as it was read, with what notebooks replace in it when its source changes.
-
-    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
-    """
-
-    name: str
-    function: FunctionType
-    code: CodeType
-    defaults: Optional[Tuple[Any, ...]]
-    named_defaults: Optional[Dict[str, Any]]
-    looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
-
-    def is_in(self, kind: type) -> bool:
-        """True if a class has this method, unchanged."""
-        return getattr(kind, self.name, None) is self.function and self.is_as_read()
-
-    def parts(self) -> Dict[str, Any]:
-        """The parts of the function, by attribute. Without defaults, calls that need some fail as before."""
-        parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def is_as_read(self) -> bool:
-        parts = ((self.function, name, part) for name, part in self.parts().items())
-        return are_unchanged((*parts, *self.looked_up))
-
-
-written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
-
-
-def are_unchanged(attributes: Iterable[Tuple[Any, str, Any]]) -> bool:
-    """True if each owner still has this value under this name. An owner may be a dictionary."""
-    return all(
-        (owner.get(name) if type(owner) is dict else getattr(owner, name, None)) is value
-        for owner, name, value in attributes
-    )
-
-
-def as_written(name: str, function: FunctionType) -> Written:
-    """A method as it is now."""
-    return Written(name, function, function.__code__, function.__defaults__, function.__kwdefaults__)
-
-
 def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
     """Puts fused methods into a module: inside of what wraps earlier ones, if anything does."""
     state = state_of(module)
@@ -88,7 +45,7 @@ def switch_back(module: nn.Module) -> None:
 
 
 def saved(module: nn.Module) -> Dict[str, Any]:
-    """A copy of the attributes of a module, for :func:`put_back`."""
+    """The methods that a module holds, for :func:`put_back`."""
     return dict(state_of(module))
 
 
@@ -128,7 +85,7 @@ def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """True if the class of a fused module still has the methods that the fused ones were made from."""
+    """True if the class of a fused module has the methods that the fused ones were made from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
