@@ -314,3 +314,24 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, calls, change):
         if each is fused:
             assert calls == [RMS] * is_one
     assert_close(*outcomes)
+
+
+WIDE, EXTRA = torch.float32, None
+
+
+class OfGlobals(RMSNorm):
+    def forward(self, x):
+        normed = x.to(WIDE) * torch.rsqrt(x.to(WIDE).pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed.to(x.dtype) if EXTRA is None else EXTRA * x
+
+
+@pytest.mark.parametrize(("name", "value"), [("WIDE", torch.float64), ("EXTRA", 2.0)])
+def test_globals_that_a_norm_reads_may_change(fused_mlp, device, monkeypatch, calls, name, value):
+    module, fused = fused_pair(fused_mlp, device, OfGlobals)
+    x = x_of(device)
+    with torch.no_grad():
+        for expected in ([RMS], []):
+            calls.clear()
+            assert_close(fused(x), module(x))
+            assert calls == expected
+            monkeypatch.setitem(globals(), name, value)

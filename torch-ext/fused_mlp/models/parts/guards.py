@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
-
-import torch
 
 from ..reading.values import MISSING, Dependency
 
@@ -40,6 +38,6 @@ def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
             hidden.append(name)
         elif value is MISSING:
             unchanged.append((owner, name))
-        elif value is not None and type(value) is not torch.dtype:  # None are a function's defaults
+        elif not (value is None and isinstance(owner, FunctionType)):  # defaults that a function does not have
             unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
     return Guards(tuple(unchanged), tuple(own), tuple(hidden))
