@@ -93,7 +93,7 @@ def count(coverage: Coverage, model_type: str, model, report) -> None:
     coverage.types[kind] += 1
     for path, module in mlps.find(model).items():
         where = "MoE experts" if mlps.is_experts(module) else kind
-        inside = [entry for entry in report.modules if f"{entry.path}.".startswith(f"{path}." if path else "")]
+        inside = [entry for entry in report.modules if is_in(entry.path, path) or is_across(entry, path)]
         outcome = outcome_of(inside)
         coverage.counts[where, outcome] += 1
         if outcome == LEFT:
@@ -101,6 +101,15 @@ def count(coverage: Coverage, model_type: str, model, report) -> None:
             types = coverage.left.setdefault((reason, type(module).__name__), [])
             if model_type not in types:
                 types.append(model_type)
+
+
+def is_in(path: str, outer: str) -> bool:
+    return f"{path}.".startswith(f"{outer}." if outer else "")
+
+
+def is_across(entry, path: str) -> bool:
+    """True if an entry is of the owner of two modules that are one MLP, and the path leads to one of them."""
+    return "in two modules" in entry.pattern and is_in(path, entry.path)
 
 
 def survey_blocks(fused_mlp) -> list[tuple[str, str, str, str]]:
