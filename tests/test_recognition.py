@@ -1,6 +1,7 @@
 """Which activations fuse_mlps knows by their source, and which MLPs it reports that it cannot fuse."""
 
 import copy
+import importlib
 import math
 import types
 
@@ -318,3 +319,19 @@ def test_what_is_read_runs_fused_at_each_call(fused_mlp, device, tell_ops, dispa
             patch.setitem(globals(), "math", types.SimpleNamespace(sqrt=lambda value: value))
             torch.testing.assert_close(fused(x), module(x))
         assert len(calls) == 3
+
+
+class OfNothing(nn.Module):
+    """As a layer that hands on an argument which nobody gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Dropout()
+
+    def forward(self, x, other=None):
+        return self.part(other)
+
+
+def test_a_call_of_no_tensor_is_no_activation(fused_mlp):
+    recognition = importlib.import_module(f"{fused_mlp.__name__}.models.parts.recognition")
+    assert recognition.recognise(OfNothing()) is None

@@ -276,6 +276,8 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
         return dtype_of(value.args[0], own) if given is None else _cast(OWN, given, own)
     if value.op in ELEMENTWISE or value.op in ("layer_norm", "linear", "matmul", "module", "mean", "sum"):
         found = {dtype_of(part, own) for part in value.args if isinstance(part, Node) and part.op != "dtype"} - {None}
+        if not found:
+            raise NotProved(f"{value.op} of no tensor")
         return functools.reduce(_wider, found)
     raise NotProved(f"{value.op}, whose dtype is not known")
 
