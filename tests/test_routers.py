@@ -139,3 +139,15 @@ def test_hooks_and_compilation(fused_mlp, device, monkeypatch):
         fused.register_forward_hook(lambda module, given, out: seen.append(out[0]))
         fused(x)
     assert torch.equal(seen[0], plain(x)[0])
+
+
+def test_a_patched_softmax_is_compiled(fused_mlp, device, monkeypatch):
+    """Before torch.compile has seen the router, or after."""
+    plain, fused = pair(fused_mlp, device)
+    x = torch.randn(5, 32, device=device)
+    torch.compiler.reset()
+    compiled = torch.compile(fused, backend="eager")
+    with torch.no_grad():
+        assert_same(compiled(x), plain(x))
+        monkeypatch.setattr(F, "softmax", lambda x, dtype=None, dim=-1: x.to(dtype).sigmoid())
+        assert_same(compiled(x), plain(x))

@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import calls, dispatch
@@ -45,6 +46,7 @@ def is_fused(function: Any) -> bool:
 
 _forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
 _proofs = Proofs()
+_SOFTMAX, _TOPK = obstacles.unpatched(F, "softmax", F), obstacles.unpatched(torch, "topk", torch)
 (_X,) = inputs("x")
 _WEIGHT = Node("parameter", (("weight",),))
 
@@ -162,8 +164,14 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     ):
         return None
     if _is_compiling():
+        # Dynamo cannot follow compiled code, and guards on what it reads here.
         flags = all(module.__dict__.get(name) is value for name, *values in form.guards.own for value in values)
-        disturbed = not flags or obstacles.of_surroundings() is not None or calls.composition_reason(x) is not None
+        unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
+        disturbed = (
+            not (flags and unpatched)
+            or obstacles.of_surroundings() is not None
+            or calls.composition_reason(x) is not None
+        )
     else:
         holds = shortcut.plain.are_items(module.__dict__, form.guards.own)
         disturbed = not (holds and shortcut.plain.is_undisturbed())

@@ -100,10 +100,9 @@ def _product(site: Site) -> ast.expr:
 
 
 def arguments_of(site: Site) -> List[ast.expr]:
-    """The pattern, input, projections, activation and what is between, as ``halves.Pending`` has them first."""
-    projections, between = (ast.Tuple(list(parts), ast.Load()) for parts in (site.projections, site.between))
+    """The arguments of ``halves.Pending`` for a match."""
     pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
-    return [pattern, *site.inputs, projections, expression_of(site.act), between]
+    return [pattern, *site.inputs, ast.Tuple(list(site.projections), ast.Load()), expression_of(site.act)]
 
 
 def _joined(memory: str, site: Joint) -> ast.expr:

@@ -38,7 +38,7 @@ def head_of(
     if is_alone:
         tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
-        node.args = arguments_of(site)[:-1]
+        node.args = arguments_of(site)
     whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = names_of((*called, *site.projections), forward) if called and is_alone else None
