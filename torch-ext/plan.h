@@ -24,6 +24,7 @@ enum class Refusal {
   kUnalignedBias,
   kTorchIsFaster,
   kTorchByModel,
+  kLowRank,
 };
 
 constexpr const char* kRefusalCodes[] = {
@@ -40,8 +41,9 @@ constexpr const char* kRefusalCodes[] = {
     "unaligned_bias",
     "torch_is_faster",
     "torch_by_model",
+    "low_rank",
 };
-static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kTorchByModel) + 1, "one code per refusal");
+static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kLowRank) + 1, "one code per refusal");
 
 constexpr const char* code(Refusal refusal) { return kRefusalCodes[static_cast<size_t>(refusal)]; }
 

@@ -63,6 +63,13 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "training_backward_(Tensor grad, Tensor? x, Tensor? weight, Tensor? up_weight, Tensor? second_weight, "
       "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs, bool? up_first) "
       "-> Tensor[]");
+  ops.def(
+      "adapted_forward(Tensor x, Tensor?[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
+      "int activation, int keep) -> Tensor[]");
+  ops.def(
+      "adapted_backward(Tensor grad, Tensor? x, Tensor?[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
+      "float[] scalings, Tensor? gate, Tensor? up, Tensor? first_rows, Tensor? second_rows, int activation, int needs) "
+      "-> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)
@@ -96,6 +103,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
 #endif
   ops.impl("training_backward", TORCH_BOX(&fused_mlp::training_backward));
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
+  ops.impl("adapted_forward", TORCH_BOX(&fused_mlp::adapted_forward));
+  ops.impl("adapted_backward", TORCH_BOX(&fused_mlp::adapted_backward));
 }
 
 #define FUSED_MLP_JOINED(a, b) a##b

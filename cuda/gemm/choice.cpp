@@ -101,6 +101,13 @@ double arithmetic_microseconds(const GemmProblem& p, const Peak& peak) {
   return 2.0 * products(p) * p.m * p.n * p.k / peak.flops_per_microsecond;
 }
 
+// What torch's GEMMs take longer for a product of few columns beside each: its results are written, and read again.
+double low_rank_microseconds(const GemmProblem& p, const Peak& peak) {
+  constexpr double kLaunch = 2.0;
+  const int terms = (p.low_rank.k > 0) + (p.low_rank.up_k > 0);
+  return terms * (kLaunch + 4.0 * p.m * p.n / peak.bytes_per_microsecond);
+}
+
 // The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
 // where it is estimated to take less than that.
 double composed_microseconds(const GemmProblem& p, const Peak& peak) {
@@ -108,7 +115,7 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
   const double floor = std::max(bytes / peak.bytes_per_microsecond, arithmetic_microseconds(p, peak));
   const int matrices = composed_matrices(p.product());
-  return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond;
+  return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond + low_rank_microseconds(p, peak);
 }
 
 // Few outputs of a long k take torch's GEMM less time than ours, which splits k among the CTAs of a cluster at most.
@@ -147,11 +154,15 @@ double margin(const GemmProblem& p, const GemmPlan& plan) {
   return gains && plan.microseconds <= kShortMicroseconds ? kShort : kActivated;
 }
 
+double torch_microseconds(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
+  return architecture.torch_microseconds(p, gpu) + low_rank_microseconds(p, architecture.peak(gpu));
+}
+
 // True if a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
 // activation behind it. A gated one takes two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr int64_t kTorchRowsOfBrokenSectors = 9;
-  const double torch = architecture.torch_microseconds(p, gpu);
+  const double torch = torch_microseconds(architecture, p, gpu);
   const bool plain = p.linear() && !p.gated();
   const bool few_rows = p.m < (p.gated() || rows_fill(p, kSectorBytes) ? kTorchRows : kTorchRowsOfBrokenSectors);
   if (few_rows && p.gated()) return true;
@@ -167,7 +178,7 @@ bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, cons
   if (launcher == Launcher::kGraph) return false;
   if (plan.microseconds <= kNeverAwaited) return rows_fill(p, kSectorBytes);
   return plan.microseconds <= kSometimesAwaited && rows_fill(p, kLineBytes) &&
-         plan.longest() <= architecture.torch_microseconds(p, gpu) + hardly_longer(launcher);
+         plan.longest() <= torch_microseconds(architecture, p, gpu) + hardly_longer(launcher);
 }
 
 Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
@@ -226,7 +237,8 @@ GemmProblem placed(GemmProblem p) {
   };
   TrainingMatrices& t = p.training;
   for (Matrix* matrix : {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up,
-                         &t.gate_gradient, &t.up_gradient}) {
+                         &t.gate_gradient, &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight,
+                         &p.low_rank.up_weight}) {
     place(matrix->data);
   }
   place(p.epilogue.bias);

@@ -83,6 +83,17 @@ struct TrainingMatrices {
   bool operator==(const TrainingMatrices&) const = default;
 };
 
+// A product of few columns that is added to the sums: rows [m, k + up_k], of which the first k columns are multiplied by
+// weight^T, [n, k], and the others by up_weight^T, [n, up_k], for the sums of up. Of products that read their weights as
+// they lie, weights are [k, n] and [up_k, n], and a pair adds both. There is none where k and up_k are 0.
+struct LowRank {
+  Matrix rows = kNoMatrix, weight = kNoMatrix, up_weight = kNoMatrix;
+  int64_t k = 0, up_k = 0;
+
+  explicit constexpr operator bool() const { return k + up_k > 0; }
+  bool operator==(const LowRank&) const = default;
+};
+
 // out = act(a weight^T + bias), or, where up_weight.data is not null,
 // out = act(a weight^T + bias) * (a up_weight^T + up_bias).
 // a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once. Weights of gradients and pairs: [k, n].
@@ -103,6 +114,7 @@ struct GemmProblem {
   // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
   Product kind = Product::kPlain;
   TrainingMatrices training{};
+  LowRank low_rank{};
 
   bool operator==(const GemmProblem&) const = default;
 

@@ -29,6 +29,12 @@ Refusal refusal_of_operands(const GemmProblem& p) {
       !absent_or_addressable(t.up, p.n)) {
     return Refusal::kUnalignedRows;
   }
+  const LowRank& r = p.low_rank;
+  const bool lies = reads_weights_as_they_lie(p.product());
+  if (!absent_or_addressable(r.rows, r.k + r.up_k) || !absent_or_addressable(r.weight, lies ? p.n : r.k) ||
+      !absent_or_addressable(r.up_weight, lies ? p.n : r.up_k)) {
+    return Refusal::kUnalignedRows;
+  }
   if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return Refusal::kUnalignedBias;
   return Refusal::kNone;
 }

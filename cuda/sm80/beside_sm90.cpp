@@ -82,7 +82,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   const bool lines = rows_fill(p, kLineBytes);
   const int64_t most_gated = lines ? kMostGatedRows : kMostGatedRowsOfBrokenLines;
-  if (p.m > (p.gated() ? most_gated : kMostRows) || is_training(p.product())) return best;
+  if (p.m > (p.gated() ? most_gated : kMostRows) || is_training(p.product()) || p.low_rank) return best;
   const double broken = lines ? 1.0 : p.gated() || rows_fill(p, kSectorBytes) ? kBrokenLines : kBrokenSectors;
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];

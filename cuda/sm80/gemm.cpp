@@ -31,7 +31,7 @@ constinit const Architecture kArchitecture = {
           return known && compiled_for(gpu.major, gpu.minor);
         },
     .kernels = kKernels,
-    .refusal = refusal_of_operands,
+    .refusal = [](const GemmProblem& p) { return p.low_rank ? Refusal::kLowRank : refusal_of_operands(p); },
     .choose = choose,
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {

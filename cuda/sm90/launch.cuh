@@ -79,10 +79,12 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
   if (p.out.data != nullptr)
     mapped = mapped && encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
   if constexpr (is_training(Gemm::kProduct)) mapped = mapped && encode_training_maps<Gemm>(p, box_rows_a, &args);
+  mapped = mapped && encode_low_rank(p, box_rows_a, Gemm::kBoxRowsB, &args.low_rank);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
-  args.k_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? 2 : 1);
+  args.own_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? 2 : 1);
+  args.k_blocks = args.own_blocks + low_rank_blocks(p);
   args.stage_bytes = Gemm::kSplitK * box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
   // A gradient may be written over what it is made of: no tile may read what its neighbour writes.
@@ -138,7 +140,9 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
     return encode_tensor_map(map, p.dtype, weight, p.n, p.k, args.columns, Gemm::kBlockK);
   };
   const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBlockK) &&
-                      map_weight(&args.weight, p.weight) && (!Gemm::kGated || map_weight(&args.up_weight, p.up_weight));
+                      map_weight(&args.weight, p.weight) &&
+                      (!Gemm::kGated || map_weight(&args.up_weight, p.up_weight)) &&
+                      encode_low_rank(p, tokens, args.columns, &args.low_rank);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.out = p.out.data;
@@ -146,7 +150,8 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   args.m = static_cast<int>(p.m);
   args.tokens = tokens;
   args.n = static_cast<int>(p.n);
-  args.k_blocks = ceil_div(p.k, Gemm::kBlockK);
+  args.own_blocks = ceil_div(p.k, Gemm::kBlockK);
+  args.k_blocks = args.own_blocks + low_rank_blocks(p);
   const int cluster = chosen.split_k;
   const int ctas = args.tiles_m * ceil_div(p.n, args.columns) * cluster;
   args.starts_early = starts_early(p, chosen, multiprocessors);

@@ -8,6 +8,7 @@
 #include "../gemm/epilogue.cuh"
 #include "../overlap.cuh"
 #include "chip.h"
+#include "low_rank.h"
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -23,7 +24,8 @@ struct StreamedGemmArgs {
   int64_t out_stride;
   int m;
   int n;
-  int k_blocks;
+  int k_blocks;         // of all operands
+  int own_blocks;       // of a and the weights, without those of low_rank
   int blocks_together;  // that are asked for one right after the other
   int tiles_m;
   int tokens;         // in a tile
@@ -31,6 +33,7 @@ struct StreamedGemmArgs {
   int stages;         // stages of the ring
   bool starts_early;  // before the kernel that writes a is done
   bool reads_once;    // weights that the L2 cache cannot keep for another tile, or another call
+  LowRankArgs low_rank;
 };
 
 // The constants of a kernel, of which a multiprocessor holds kCtas at once.
@@ -44,6 +47,7 @@ struct StreamedShape {
   static constexpr int kGroups = kGroups_;    // wgmmas of 64 rows of one weight, which are columns of the output
   static constexpr int kRows = kGroups * kStreamedColumns;
   static constexpr bool kSaysReadsOnce = false;  // true if the L2 cache is told if weights are read once
+  static constexpr bool kTakesLowRank = false;   // true if a product of few columns may be added
   static constexpr bool kStoresAlone = false;    // true if a CTA that is a cluster by itself stores from registers
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
@@ -71,6 +75,7 @@ template <typename Element, Product kProduct, int kTokens, int kColumns>
 struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns> {
   using Shape = StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns>;
   static constexpr bool kSaysReadsOnce = true;
+  static constexpr bool kTakesLowRank = true;
   static constexpr bool kStoresAlone = true;
   static_assert(kColumns % kStreamedColumns == 0);
 
@@ -160,7 +165,8 @@ class Producer {
       : args_(args),
         shared_(shared),
         tile_(tile),
-        k_(k),
+        k_{k.x, Gemm::kTakesLowRank ? max(k.x, min(k.y, args.own_blocks)) : k.y},
+        last_(k.y),
         stage_bytes_(shared.loaded_bytes(tile.loaded_tokens())),
         at_(shared.stages, 1) {}  // all stages are empty
 
@@ -170,6 +176,10 @@ class Producer {
       load_all<kMostBlocksTogether>();
     } else {
       load_all<1>();
+    }
+    if constexpr (Gemm::kTakesLowRank) {
+#pragma unroll 1
+      for (int block = k_.y; block < last_; ++block) load_low_rank(block - args_.own_blocks);
     }
   }
 
@@ -227,6 +237,20 @@ class Producer {
     }
   }
 
+  __device__ __forceinline__ void load_low_rank(int block) {
+    const LowRankArgs& term = args_.low_rank;
+    const int column = block * Gemm::kBlockK;
+    mbarrier_wait(shared_.empty(at_.stage), at_.parity);
+    const uint32_t full = shared_.full(at_.stage);
+    mbarrier_arrive_expect(full, stage_bytes_);
+    tma_load(&term.weight, full, shared_.weight(at_.stage, 0), column + term.shift, tile_.weight_row());
+    if (Gemm::kGated) {
+      tma_load(&term.up_weight, full, shared_.weight(at_.stage, 1), column + term.up_shift, tile_.weight_row());
+    }
+    tma_load(&term.rows, full, shared_.tokens(at_.stage), column, tile_.first_token);
+    at_.advance();
+  }
+
   __device__ __forceinline__ void load_tokens(int stage, int block) const {
     tile_.load_tokens(shared_.full(stage), shared_.tokens(stage), block * Gemm::kBlockK);
   }
@@ -234,7 +258,8 @@ class Producer {
   const StreamedGemmArgs& args_;
   const StreamedGemmShared<Gemm>& shared_;
   const Tile& tile_;
-  const int2 k_;
+  const int2 k_;    // without the blocks of the low-rank term
+  const int last_;  // with them
   const uint32_t stage_bytes_;
   RingPosition at_;
 };

@@ -67,12 +67,12 @@ __device__ __forceinline__ int row_of_share(const typename Gemm::Args& args, con
 // Loads a stage's rows of a. Where a cluster splits k, a CTA puts the rows that it finishes first, and those of the
 // following ranks behind them.
 template <typename Gemm, typename Tile>
-__device__ __forceinline__ void load_rows(const typename Gemm::Args& args, uint32_t full, uint32_t a, int column,
-                                          const Tile& tile, int rank) {
+__device__ __forceinline__ void load_rows(const typename Gemm::Args& args, const CUtensorMap& rows, uint32_t full,
+                                          uint32_t a, int column, const Tile& tile, int rank) {
 #pragma unroll
   for (int share = 0; share < Gemm::kSplitK; ++share) {
     const int row = row_of_share<Gemm>(args, tile, (share + rank) % Gemm::kSplitK);
-    tma_load(&args.a, full, a + share * (Gemm::kBytesA / Gemm::kSplitK), column, row);
+    tma_load(&rows, full, a + share * (Gemm::kBytesA / Gemm::kSplitK), column, row);
   }
 }
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const
   }
   wait_for_previous_kernel();
   for (int stage = 0; stage < blocks; ++stage) {
-    load_rows<Gemm>(args, shared.full(stage), shared.a(stage), (k.x + stage) * Gemm::kBlockK, tile, rank);
+    load_rows<Gemm>(args, args.a, shared.full(stage), shared.a(stage), (k.x + stage) * Gemm::kBlockK, tile, rank);
   }
   return blocks;
 }
@@ -103,6 +103,24 @@ __device__ __forceinline__ void load_filled_rows(const typename Gemm::Args& args
   }
   for (int row = 0; row < tile.filled_rows; row += Gemm::kBoxRowsA) {
     tma_load(&args.a, full, a + row * Gemm::kBlockK * sizeof(typename Gemm::Element), column, tile.row + row);
+  }
+}
+
+// Loads a stage of the low-rank term, by the number of its block.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, uint32_t full, uint32_t a, uint32_t b,
+                                              int block, const Tile& tile, int rank) {
+  const LowRankArgs& term = args.low_rank;
+  if constexpr (Gemm::kTransposed) {
+    const bool of_up = Gemm::kPair && block >= term.blocks;
+    const int k = (of_up ? block - term.blocks : block) * Gemm::kBlockK;
+    tma_load(&term.rows, full, a, of_up ? term.up_shift + k : k, tile.row);
+    load_weights_as_they_lie<Gemm>(of_up ? &term.up_weight : &term.weight, full, b, k, tile.column);
+  } else {
+    const int column = block * Gemm::kBlockK;
+    load_rows<Gemm>(args, term.rows, full, a, column, tile, rank);
+    tma_load(&term.weight, full, b, column + term.shift, tile.weight_row());
+    if (Gemm::kGated) tma_load(&term.up_weight, full, b + Gemm::kBytesB / 2, column + term.up_shift, tile.weight_row());
   }
 }
 
@@ -122,7 +140,8 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         at.skip(first - k.x);
       }
     }
-    for (int block = first; block < k.y; ++block, at.advance()) {
+    const int last = Gemm::kOuter || Gemm::kGrouped ? k.y : min(k.y, args.own_blocks);
+    for (int block = first; block < last; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
       mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if constexpr (Gemm::kOuter) {
@@ -140,14 +159,23 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights_as_they_lie<Gemm>(&args.weight, full, shared.b(at.stage),
                                        tile.first_weight_row + block * Gemm::kBlockK, tile.column);
       } else if constexpr (Gemm::kTransposed) {
-        const bool second = Gemm::kPair && block >= args.k_blocks / 2;
-        const int column = (second ? block - args.k_blocks / 2 : block) * Gemm::kBlockK;
+        const bool second = Gemm::kPair && block >= args.own_blocks / 2;
+        const int column = (second ? block - args.own_blocks / 2 : block) * Gemm::kBlockK;
         tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
         load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
                                        tile.column);
       } else {
-        load_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile, rank);
+        load_rows<Gemm>(args, args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile, rank);
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row());
+      }
+    }
+    if constexpr (!Gemm::kOuter && !Gemm::kGrouped) {
+#pragma unroll 1
+      for (int block = max(k.x, args.own_blocks); block < k.y; ++block, at.advance()) {
+        const uint32_t full = shared.full(at.stage);
+        mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+        mbarrier_arrive_expect(full, args.stage_bytes);
+        load_low_rank<Gemm>(args, full, shared.a(at.stage), shared.b(at.stage), block - args.own_blocks, tile, rank);
       }
     }
     if constexpr (Gemm::kSplitK > 1) break;  // a cluster has one tile, and a loop would spill a register

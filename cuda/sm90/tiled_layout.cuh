@@ -7,6 +7,7 @@
 #include "../gemm/epilogue.cuh"
 #include "../gemm/tile_order.cuh"
 #include "chip.h"
+#include "low_rank.h"
 #include "ptx.cuh"
 
 namespace fused_mlp::sm90 {
@@ -18,7 +19,8 @@ struct TiledGemmArgs {
   CUtensorMap out;
   EpilogueArgs epilogue;
   int n;
-  int k_blocks;
+  int k_blocks;    // of all operands
+  int own_blocks;  // of a and the weights, without those of low_rank
   int last_row;     // at which a tile may begin
   int last_column;  // likewise
   int stage_bytes;  // that the TMA brings
@@ -26,6 +28,7 @@ struct TiledGemmArgs {
   int tiles_n;
   int step_column;    // from the first column of a tile to that of the next
   bool starts_early;  // before the kernel that writes a is done
+  LowRankArgs low_rank;
 };
 
 // Operands of products of training.

@@ -1,6 +1,7 @@
 """Fused MLP kernels for Hugging Face models: GeGLU and its family, biases and activations in the GEMMs' epilogues."""
 
 from . import layers
+from .adapters import Adapter
 from .backends import VERSION as __version__  # noqa: F401
 from .diagnostics.benchmark import benchmark
 from .diagnostics.check import check
@@ -11,6 +12,7 @@ from .models.experts.mixtures import register_experts
 from .models.fuse import fuse_mlps, is_fused
 
 __all__ = [
+    "Adapter",
     "act_and_mul",
     "backend",
     "benchmark",

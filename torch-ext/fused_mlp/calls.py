@@ -361,6 +361,12 @@ def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(tensor, nothing).grad_fn._saved_self
 
 
+def product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """``act(gate) * up`` of what torch has computed, by a kernel where that pays."""
+    is_small = not _is_compiling() and dispatch.is_small_product(gate)
+    return (reference.act_and_mul if is_small else _act_and_mul)(gate, up, activation)
+
+
 def _composed_gated_linear(
     x: Tensor,
     gate_weight: Tensor,
@@ -370,9 +376,9 @@ def _composed_gated_linear(
     activation: int,
 ) -> Tensor:
     gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
-    is_torchs = dispatch.select("gated_linear", x) is reference
-    is_small = not _is_compiling() and dispatch.is_small_product(gate)
-    return (reference.act_and_mul if is_torchs or is_small else _act_and_mul)(gate, up, activation)
+    if dispatch.select("gated_linear", x) is reference:
+        return reference.act_and_mul(gate, up, activation)
+    return product(gate, up, activation)
 
 
 def _composed_gated_mlp(

@@ -11,8 +11,9 @@ from typing import Optional
 
 from torch import Tensor
 
-from . import calls, training
+from . import adapters, calls, operands, training
 from .activations import get_activation
+from .adapters import Adapter, Layer, Layers
 from .experts import Form
 
 
@@ -50,7 +51,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return act_and_mul(gate, up, "silu")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation: Optional[str] = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    activation: Optional[str] = None,
+    *,
+    adapter: Optional[Adapter] = None,
+) -> Tensor:
     """``act(x weight^T + bias)``.
 
     Args:
@@ -58,11 +66,17 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation:
         weight: ``[out, in]``, as in ``torch.nn.Linear``.
         bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
+        adapter: what is added before the activation, a low-rank product of x: see :class:`Adapter`.
 
     Returns:
         ``[..., out]``.
     """
-    return calls.linear(x, weight, bias, get_activation(activation))
+    row = get_activation(activation)
+    if adapter is None:
+        return calls.linear(x, weight, bias, row)
+    operands.check_linear(x, weight, bias)
+    adapters.check_any(x, adapter=(adapter, weight))
+    return adapters.run(x, Layers(Layer(weight, bias, adapter)), row.code)
 
 
 def gated_linear(
@@ -73,6 +87,9 @@ def gated_linear(
     up_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
     memory: str = training.KEPT,
+    *,
+    gate_adapter: Optional[Adapter] = None,
+    up_adapter: Optional[Adapter] = None,
 ) -> Tensor:
     """``act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)``: the first half of a gated MLP.
 
@@ -85,12 +102,19 @@ def gated_linear(
         memory: what is kept for the backward: ``"activations"``, the values of gate and up before the activation, or
             ``"recompute"``, nothing but the operands, from which the backward makes them again. Without autograd
             nothing is kept.
+        gate_adapter, up_adapter: see :class:`Adapter`.
 
     Returns:
         ``[..., hidden]``.
     """
+    row = get_activation(activation)
     training.check_memory(memory)
-    return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, get_activation(activation), memory)
+    if gate_adapter is None and up_adapter is None:
+        return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, row, memory)
+    operands.check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias)
+    adapters.check_any(x, gate_adapter=(gate_adapter, gate_weight), up_adapter=(up_adapter, up_weight))
+    layers = Layers(Layer(gate_weight, gate_bias, gate_adapter), Layer(up_weight, up_bias, up_adapter))
+    return adapters.run(x, layers, row.code, memory)
 
 
 def gated_mlp(
@@ -103,6 +127,10 @@ def gated_mlp(
     down_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
     memory: str = training.KEPT,
+    *,
+    gate_adapter: Optional[Adapter] = None,
+    up_adapter: Optional[Adapter] = None,
+    down_adapter: Optional[Adapter] = None,
 ) -> Tensor:
     """The whole gated MLP: ``gated_linear(x, ...) down_weight^T + down_bias``.
 
@@ -114,12 +142,23 @@ def gated_mlp(
         down_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
         memory: see :func:`gated_linear`.
+        gate_adapter, up_adapter, down_adapter: see :class:`Adapter`.
 
     Returns:
         ``[..., out]``.
     """
     row = get_activation(activation)
     training.check_memory(memory)
+    if not (gate_adapter is None and up_adapter is None and down_adapter is None):
+        operands.check_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        adapters.check_any(
+            x,
+            gate_adapter=(gate_adapter, gate_weight),
+            up_adapter=(up_adapter, up_weight),
+            down_adapter=(down_adapter, down_weight),
+        )
+        gate, up = Layer(gate_weight, gate_bias, gate_adapter), Layer(up_weight, up_bias, up_adapter)
+        return adapters.run(x, Layers(gate, up, Layer(down_weight, down_bias, down_adapter)), row.code, memory)
     return calls.gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, row, memory)
 
 
@@ -131,6 +170,9 @@ def mlp(
     fc2_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
     memory: str = training.KEPT,
+    *,
+    fc1_adapter: Optional[Adapter] = None,
+    fc2_adapter: Optional[Adapter] = None,
 ) -> Tensor:
     """The whole plain MLP: ``act(x fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``.
 
@@ -142,12 +184,19 @@ def mlp(
         fc2_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
         memory: see :func:`gated_linear`.
+        fc1_adapter, fc2_adapter: see :class:`Adapter`.
 
     Returns:
         ``[..., out]``.
     """
+    row = get_activation(activation)
     training.check_memory(memory)
-    return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, get_activation(activation), memory)
+    if fc1_adapter is None and fc2_adapter is None:
+        return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, row, memory)
+    operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+    adapters.check_any(x, fc1_adapter=(fc1_adapter, fc1_weight), fc2_adapter=(fc2_adapter, fc2_weight))
+    layers = Layers(Layer(fc1_weight, fc1_bias, fc1_adapter), None, Layer(fc2_weight, fc2_bias, fc2_adapter))
+    return adapters.run(x, layers, row.code, memory)
 
 
 def experts_mlp(

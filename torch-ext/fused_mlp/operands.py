@@ -29,7 +29,7 @@ def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
     _check_tensor("gate", gate)
     _check_tensor("up", up)
     if gate.shape != up.shape:
-        raise OperandValueError(f"up must have the shape of gate, {_shape(gate)}, got {_shape(up)}")
+        raise OperandValueError(f"up must have the shape of gate, {shape_of(gate)}, got {shape_of(up)}")
     if gate.device != up.device:
         raise OperandValueError(f"up must be on the device of gate, {gate.device}, got {up.device}")
     if gate.dtype != up.dtype and not autocasts(gate):
@@ -49,7 +49,7 @@ def check_gated_linear(
     _check_projection(x, "x", x.shape[-1], "up_weight", up_weight, "up_bias", up_bias)
     if up_weight.shape[0] != gate_weight.shape[0]:
         raise OperandValueError(
-            f"up_weight must have the shape of gate_weight, {_shape(gate_weight)}, got {_shape(up_weight)}"
+            f"up_weight must have the shape of gate_weight, {shape_of(gate_weight)}, got {shape_of(up_weight)}"
         )
 
 
@@ -75,7 +75,7 @@ def check_packed_gated(
 ) -> None:
     check_linear(x, weight, bias)
     if weight.shape[0] % 2 != 0:
-        raise OperandValueError(f"weight must be [out, in] with an even out, being gated, got {_shape(weight)}")
+        raise OperandValueError(f"weight must be [out, in] with an even out, being gated, got {shape_of(weight)}")
     if second_weight is not None:
         hidden = weight.shape[0] // 2
         _check_projection(x, "weight", hidden, "second_weight", second_weight, "second_bias", second_bias)
@@ -105,33 +105,33 @@ def check_experts_mlp(
 ) -> None:
     _check_input(x)
     _check_routing(x, top_k_index, top_k_weights)
-    _check_like(x, "gate_up_weight", gate_up_weight)
-    _check_like(x, "down_weight", down_weight)
+    check_like(x, "gate_up_weight", gate_up_weight)
+    check_like(x, "down_weight", down_weight)
     layout = "[experts, in, out]" if transposed else "[experts, out, in]"
     in_dim, out_dim = (1, 2) if transposed else (2, 1)
     if gate_up_weight.dim() != 3 or gate_up_weight.shape[in_dim] != x.shape[-1] or gate_up_weight.shape[0] == 0:
         raise OperandValueError(
             f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x, and an expert at least, "
-            f"got {_shape(gate_up_weight)}"
+            f"got {shape_of(gate_up_weight)}"
         )
     experts, hidden = gate_up_weight.shape[0], gate_up_weight.shape[out_dim]
     if gated and hidden % 2 != 0:
         raise OperandValueError(
-            f"gate_up_weight must be {layout} with an even out, being gated, got {_shape(gate_up_weight)}"
+            f"gate_up_weight must be {layout} with an even out, being gated, got {shape_of(gate_up_weight)}"
         )
     hidden = hidden // 2 if gated else hidden
     if down_weight.dim() != 3 or down_weight.shape[0] != experts or down_weight.shape[in_dim] != hidden:
         raise OperandValueError(
             f"down_weight must be {layout} with experts = {experts} and in = {hidden} to fit gate_up_weight, "
-            f"got {_shape(down_weight)}"
+            f"got {shape_of(down_weight)}"
         )
     for name, bias, weight in (("gate_up", gate_up_bias, gate_up_weight), ("down", down_bias, down_weight)):
         if bias is not None:
-            _check_like(x, f"{name}_bias", bias)
+            check_like(x, f"{name}_bias", bias)
             features = weight.shape[out_dim]
             if bias.dim() != 2 or bias.shape[0] != experts or bias.shape[1] != features:
                 raise OperandValueError(
-                    f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {_shape(bias)}"
+                    f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {shape_of(bias)}"
                 )
     if not gated and (interleaved or limit is not None or up_offset != 0):
         raise OperandValueError("interleaved, limit and up_offset must be left out where gated is False")
@@ -151,11 +151,11 @@ def _check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Non
     if top_k_index.dim() != x.dim() or top_k_index.shape[:-1] != x.shape[:-1] or x.dim() < 2:
         raise OperandValueError(
             f"top_k_index must be [tokens, k] and x [tokens, in], of the same leading dimensions, "
-            f"got {_shape(top_k_index)} and {_shape(x)}"
+            f"got {shape_of(top_k_index)} and {shape_of(x)}"
         )
     if top_k_weights.shape != top_k_index.shape:
         raise OperandValueError(
-            f"top_k_weights must have the shape of top_k_index, {_shape(top_k_index)}, got {_shape(top_k_weights)}"
+            f"top_k_weights must have the shape of top_k_index, {shape_of(top_k_index)}, got {shape_of(top_k_weights)}"
         )
 
 
@@ -193,7 +193,7 @@ def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Op
     return (second, first) if up_first else (first, second)
 
 
-def _shape(tensor: Tensor) -> str:
+def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
@@ -214,11 +214,16 @@ def _check_input(x: Tensor) -> None:
         raise OperandValueError("x must have at least one dimension, [..., in], got a scalar")
 
 
-def _check_like(x: Tensor, name: str, tensor: Tensor) -> None:
+def check_like(x: Tensor, name: str, tensor: Tensor, may_be_wide: bool = False) -> None:
+    """Raises OperandTypeError or OperandValueError for an operand that has not the device and the dtype of x.
+
+    ``may_be_wide``: it may be of float32 too.
+    """
     _check_tensor(name, tensor)
     if tensor.device != x.device:
         raise OperandValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
-    if tensor.dtype != x.dtype and not autocasts(x):
+    is_wide = may_be_wide and tensor.dtype == torch.float32
+    if tensor.dtype != x.dtype and not is_wide and not autocasts(x):
         raise OperandTypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
 
 
@@ -231,12 +236,14 @@ def _check_projection(
     bias_name: str,
     bias: Optional[Tensor],
 ) -> None:
-    _check_like(x, weight_name, weight)
+    check_like(x, weight_name, weight)
     if weight.dim() != 2 or weight.shape[1] != in_features:
         raise OperandValueError(
-            f"{weight_name} must be [out, in] with in = {in_features} to fit {in_name}, got {_shape(weight)}"
+            f"{weight_name} must be [out, in] with in = {in_features} to fit {in_name}, got {shape_of(weight)}"
         )
     if bias is not None:
-        _check_like(x, bias_name, bias)
+        check_like(x, bias_name, bias)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-            raise OperandValueError(f"{bias_name} must be [{weight.shape[0]}] to fit {weight_name}, got {_shape(bias)}")
+            raise OperandValueError(
+                f"{bias_name} must be [{weight.shape[0]}] to fit {weight_name}, got {shape_of(bias)}"
+            )

@@ -34,6 +34,8 @@ experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
+adapted_forward = ops.adapted_forward.default
+adapted_backward = ops.adapted_backward.default
 
 # The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)

@@ -1,0 +1,47 @@
+// The product of few columns that a GEMM adds to its own (LowRank in problem.h).
+#pragma once
+
+#include <cuda.h>
+
+#include "../gemm/problem.h"
+#include "chip.h"
+#include "tensor_map.h"
+
+namespace fused_mlp::sm90 {
+
+// Blocks of k behind those of the GEMM. What lies outside of its operands reads as zero, so that gate's and up's rows,
+// side by side, are multiplied by both weights: each by those of its own columns, and by zeros.
+struct LowRankArgs {
+  CUtensorMap rows, weight, up_weight;
+  int blocks;  // in a pair of products, those of the first
+  // Columns of the weights at which those of `rows` begin; in a pair, `up_shift` is the first column of up's rows.
+  int shift, up_shift;
+};
+
+// Describes to the TMA the low-rank term of a product whose weights lie [n, k], or as they lie [k, n]: in boxes of so
+// many rows. A missing weight is one of which only zeros are read.
+inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, LowRankArgs* args) {
+  const LowRank& term = p.low_rank;
+  if (!term) return true;
+  const bool lies = reads_weights_as_they_lie(p.product());
+  const auto encode = [&](CUtensorMap* map, const Matrix& weight, int64_t k) {
+    return encode_tensor_map(map, p.dtype, weight, lies ? k : p.n, lies ? p.n : k, box_rows, 64);
+  };
+  args->blocks = ceil_div(term.k, kBlockK);
+  constexpr int kOutside = 1 << 24;
+  args->shift = term.k > 0 ? 0 : kOutside;
+  args->up_shift = p.pair() ? static_cast<int>(term.k) : term.up_k > 0 ? -static_cast<int>(term.k) : kOutside;
+  const bool has_up = p.gated() || p.pair();
+  return encode_tensor_map(&args->rows, p.dtype, term.rows, p.m, term.k + term.up_k, box_rows_a, kBlockK) &&
+         (term.k > 0 ? encode(&args->weight, term.weight, term.k) : encode(&args->weight, term.up_weight, term.up_k)) &&
+         (!has_up || (term.up_k > 0 ? encode(&args->up_weight, term.up_weight, term.up_k)
+                                    : encode(&args->up_weight, term.weight, term.k)));
+}
+
+// The blocks of k that the term adds.
+inline int low_rank_blocks(const GemmProblem& p) {
+  const LowRank& term = p.low_rank;
+  return p.pair() ? ceil_div(term.k, kBlockK) + ceil_div(term.up_k, kBlockK) : ceil_div(term.k + term.up_k, kBlockK);
+}
+
+}  // namespace fused_mlp::sm90

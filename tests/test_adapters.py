@@ -1,0 +1,154 @@
+"""Functions with low-rank adapters, against float64, PyTorch's own error and PEFT's formula."""
+
+import random
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+OPERATIONS = ("linear", "gated_linear", "mlp", "gated_mlp")
+NAMES = {
+    "linear": ("",),
+    "gated_linear": ("gate_", "up_"),
+    "mlp": ("fc1_", "fc2_"),
+    "gated_mlp": ("gate_", "up_", "down_"),
+}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    None: lambda x: x,
+}
+DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.bfloat16, torch.float32)}
+
+
+class Case:
+    """Operands of a function: which layers have adapters, biases and gradients is drawn by chance."""
+
+    def __init__(self, device, seed, op=None, dtype=None, rows=None):
+        chance = random.Random(seed)
+        torch.manual_seed(seed)
+        self.op = op or chance.choice(OPERATIONS)
+        self.activation = chance.choice(tuple(ACTIVATIONS))
+        self.dtype = dtype or chance.choice(DTYPES[device.type])
+        self.memory = chance.choice(("activations", "recompute"))
+        step = chance.choice((1, 8, 8, 64))
+        width, hidden = (step * chance.randint(1, max(2, 320 // step)) for _ in range(2))
+        lead = (rows,) if rows else chance.choice(((1,), (7,), (2, 9), (130,), (257,), (0,)))
+        draw = lambda *sizes: torch.randn(*sizes, device=device, dtype=torch.float64).to(self.dtype)  # noqa: E731
+        self.x = draw(*lead, width)
+        self.layers = []
+        for place in range(len(NAMES[self.op])):
+            last = place == len(NAMES[self.op]) - 1 and self.op.endswith("mlp")
+            out, width_in = (width, hidden) if last else (hidden, width)
+            bias = draw(out) if chance.random() < 0.5 else None
+            adapter = None
+            if chance.random() < 0.8 or (place == 0 and self.op == "linear"):
+                rank = chance.choice((1, 3, 4, 8, 16, 24, 64, 72))
+                wide = self.dtype != torch.float32 and chance.random() < 0.3
+                made = [draw(rank, width_in) / width_in**0.5, draw(out, rank) / rank**0.5]
+                lora_bias = draw(out) if chance.random() < 0.2 else None
+                made = [tensor if tensor is None or not wide else tensor.float() for tensor in (*made, lora_bias)]
+                adapter = [*made[:2], chance.choice((0.5, 1.0, 2.0, 0.3)), made[2]]
+            self.layers.append([draw(out, width_in) / width_in**0.5, bias, adapter])
+        if not any(adapter for _, _, adapter in self.layers):
+            self.layers[0][2] = [draw(4, width) / width**0.5, draw(hidden, 4) / 2, 2.0, None]
+        self.needs = [chance.random() < 0.6 for _ in self.leaves()]
+
+    def leaves(self):
+        found = [self.x]
+        for weight, bias, adapter in self.layers:
+            found += [weight, bias, *((adapter[0], adapter[1], adapter[3]) if adapter else ())]
+        return [tensor for tensor in found if tensor is not None]
+
+    def copy(self, cast=None):
+        """The same values in tensors of their own, which require gradients as drawn."""
+        copies = iter(
+            (tensor if cast is None else tensor.to(cast)).detach().clone().requires_grad_(needs)
+            for tensor, needs in zip(self.leaves(), self.needs)
+        )
+        x, layers = next(copies), []
+        for _, bias, adapter in self.layers:
+            weight = next(copies)
+            bias = next(copies) if bias is not None else None
+            if adapter:
+                a, b = next(copies), next(copies)
+                adapter = [a, b, adapter[2], next(copies) if adapter[3] is not None else None]
+            layers.append([weight, bias, adapter])
+        return x, layers
+
+    def fused(self, kernel, x, layers):
+        given, adapters = [x, *(weight for weight, _, _ in layers), *(bias for _, bias, _ in layers)], {}
+        for name, (_, _, adapter) in zip(NAMES[self.op], layers):
+            adapters[f"{name}adapter"] = kernel.Adapter(*adapter) if adapter else None
+        memory = {} if self.op == "linear" else {"memory": self.memory}
+        return getattr(kernel, self.op)(*given, activation=self.activation, **memory, **adapters)
+
+    def eager(self, x, layers):
+        """PEFT's formula: its result has the dtype of the layer's own product."""
+
+        def applied(layer, x):
+            weight, bias, adapter = layer
+            result = F.linear(x, weight, bias)
+            if not adapter:
+                return result
+            a, b, scaling, lora_bias = adapter
+            return (result + F.linear(F.linear(x.to(a.dtype), a), b, lora_bias) * scaling).to(result.dtype)
+
+        first, *others = layers
+        hidden = ACTIVATIONS[self.activation](applied(first, x))
+        if self.op.startswith("gated"):
+            hidden = hidden * applied(others[0], x)
+        return applied(others[-1], hidden) if self.op.endswith("mlp") else hidden
+
+
+def results(compute, case, cast=None):
+    """The result, and the gradients of what requires one."""
+    x, layers = case.copy(cast)
+    out = compute(x, layers)
+    if not out.requires_grad:
+        return [out]
+    torch.manual_seed(1)
+    grad = torch.randn(out.shape, device=out.device, dtype=torch.float64).to(case.dtype).to(out.dtype)
+    leaves = [x, *(t for w, b, a in layers for t in (w, b, *((a[0], a[1], a[3]) if a else ())) if t is not None)]
+    return [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad)]
+
+
+def error(found, wanted):
+    return (found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+
+
+def assert_as_good(case, kernel):
+    wanted = results(case.eager, case, torch.float64)
+    eager = results(case.eager, case)
+    found = results(lambda x, layers: case.fused(kernel, x, layers), case)
+    slack = {torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}[case.dtype]
+    assert len(found) == len(wanted)
+    for place, (ours, own, exact) in enumerate(zip(found, eager, wanted)):
+        assert (ours.dtype, ours.shape) == (own.dtype, own.shape)
+        assert ours.isfinite().all()
+        assert error(ours, exact) <= 1.15 * error(own, exact) + slack, place
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_values_and_gradients(fused_mlp, device, seed):
+    assert_as_good(Case(device, seed), fused_mlp)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_many_rows(fused_mlp, device, op):
+    for seed in range(6):
+        dtype = DTYPES[device.type][seed % 2]
+        assert_as_good(Case(device, seed, op, dtype, rows=700), fused_mlp)
+
+
+def test_one_op_computes_them(fused_mlp, device, monkeypatch):
+    """No call below is composed of PyTorch's operations."""
+    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)
+    for seed in range(20):
+        case = Case(device, seed, dtype=torch.bfloat16)
+        results(lambda x, layers, case=case: case.fused(fused_mlp, x, layers), case)
+        with torch.no_grad():
+            case.fused(fused_mlp, *case.copy())

@@ -1,0 +1,425 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "activation.h"
+#include "backward.h"
+#include "operands.h"
+#include "torch_binding.h"
+#include "torch_gemm.h"
+
+// Layers with low-rank adapters, forward and backward: x weight^T + bias + rows b^T, where rows = scaling x a^T. The
+// products of few columns are torch's GEMMs; a backend may add rows b^T within the product that it belongs to.
+namespace fused_mlp {
+
+// Bits of `needs`: the gradients that are asked for. Those of an operand of the three layers follow each other.
+enum AdaptedOperand { kOfX = 0, kOfWeights = 1, kOfBiases = 4, kOfA = 7, kOfB = 10, kAdaptedOperands = 13 };
+
+struct AdaptedLayer {
+  Tensor weight;
+  OptionalTensor bias, a, b;
+  double scaling;
+
+  int64_t rank() const { return a ? a->size(0) : 0; }
+};
+
+// What a product adds to its sums: rows [m, k + up_k] of which the first k columns are multiplied by weight^T, [n, k],
+// and the others, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie,
+// weights are [k, n] and [up_k, n], and both terms are added to the one result.
+struct LowRankTerm {
+  OptionalTensor rows, weight, up_weight;
+
+  explicit operator bool() const { return rows.has_value(); }
+};
+
+// The layers of a call by the lists that the ops are given: first or gate, up, second or down.
+struct AdaptedLayers {
+  std::optional<AdaptedLayer> first, up, second;
+
+  AdaptedLayers(const std::vector<OptionalTensor>& weights, const std::vector<OptionalTensor>& biases,
+                const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
+                const std::vector<double>& scalings) {
+    constexpr size_t kLayers = 3;
+    STD_TORCH_CHECK(weights.size() == kLayers && biases.size() == kLayers && a.size() == kLayers &&
+                        b.size() == kLayers && scalings.size() == kLayers,
+                    "weights, biases, a, b and scalings must have three elements each");
+    const auto layer = [&](size_t i) -> std::optional<AdaptedLayer> {
+      STD_TORCH_CHECK(weights[i] || !(biases[i] || a[i] || b[i]), "a layer without a weight has no other operands");
+      STD_TORCH_CHECK(a[i].has_value() == b[i].has_value(), "an adapter has both a and b");
+      if (!weights[i]) return std::nullopt;
+      return AdaptedLayer{*weights[i], biases[i], a[i], b[i], scalings[i]};
+    };
+    STD_TORCH_CHECK(weights[0], "the first weight must be there");
+    first = layer(0);
+    up = layer(1);
+    second = layer(2);
+  }
+
+  void check(const Tensor& x, int64_t activation) const {
+    check_activation(activation);
+    check_layer(*first, x.dim() > 0 ? x.size(-1) : -1, x);
+    if (up) check_layer(*up, x.size(-1), x);
+    STD_TORCH_CHECK(!up || up->weight.size(0) == first->weight.size(0), "gate and up must have as many features");
+    if (second) check_layer(*second, first->weight.size(0), x);
+  }
+
+  void check_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& gate, int64_t needs,
+                      int64_t activation) const {
+    check_activation(activation);
+    STD_TORCH_CHECK(grad.dim() > 0 && grad.size(-1) == features(), "grad must have the features of the result");
+    if (x) {
+      check_rows(*x, "x", grad, first->weight.size(1));
+      return check(*x, activation);
+    }
+    const auto needed = [&](int operand) { return (needs >> operand & 3) != 0; };
+    STD_TORCH_CHECK(gate || (is_linear(activation) && !second), "x must be there where gate is not");
+    STD_TORCH_CHECK(!needed(kOfWeights) && !needed(kOfA), "x must be there for the gradient of a weight");
+  }
+
+  int64_t hidden() const { return first->weight.size(0); }
+  int64_t features() const { return second ? second->weight.size(0) : hidden(); }
+  // True if the values before the activation are what the first layer results in.
+  bool is_linear(int64_t activation) const {
+    return !up && static_cast<Activation>(activation) == Activation::kLinear;
+  }
+
+ private:
+  static void check_layer(const AdaptedLayer& layer, int64_t in, const Tensor& x) {
+    check_weight(layer.weight, "weight", in, x);
+    check_bias(layer.bias, "bias", layer.weight, x);
+    if (!layer.a) return;
+    check_weight(*layer.a, "a", in, x);
+    check_weight(*layer.b, "b", layer.rank(), x);
+    STD_TORCH_CHECK(layer.b->size(0) == layer.weight.size(0), "b must be [out, rank]");
+  }
+};
+
+// What a forward keeps for its backward, beside its operands: nothing, the rows of the adapters, or also the values
+// before the activation.
+enum class Keep : int64_t { kNothing, kRows, kValues };
+
+// Backend: what backward.h asks of one, and
+//   scaled_mm(out, a, b, scale)   out = scale a b
+//   layer(x, first, activation, term)  a kernel, or none, whose launch(out) is a layer of inference
+// where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
+template <typename Backend>
+class Adapted {
+ public:
+  // `like` has the leading dimensions of x, which a backward may do without.
+  Adapted(const Tensor& like, const OptionalTensor& x, const AdaptedLayers& layers, int64_t activation)
+      : like_(like),
+        x_(x ? OptionalTensor(Backend::rows(*x)) : std::nullopt),
+        rows_(count_rows(like)),
+        layers_(layers),
+        activation_(activation) {}
+
+  // The result, gate and up before the activation, and the rows of the adapters of the first layer and of the second.
+  // What is not there, or not kept, has no elements.
+  std::vector<Tensor> forward(Keep keep) const {
+    const Tensor nothing = new_dense(like_, {0});
+    const OptionalTensor first_rows = rows_of_first();
+    OptionalTensor gate, up, second_rows;
+    Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
+    run_first(first_rows, keep == Keep::kValues && !layers_.is_linear(activation_), flat(out), &gate, &up);
+    if (layers_.second) {
+      const Tensor hidden = flat(out);
+      second_rows = rows_of(*layers_.second, hidden);
+      out = new_dense(like_, with_features(layers_.features()));
+      run_layer(hidden, first_layer(*layers_.second), kLinear, LowRankTerm{second_rows, layers_.second->b, std::nullopt},
+                flat(out));
+    }
+    if (keep == Keep::kNothing) return {out, nothing, nothing, nothing, nothing};
+    return {out, gate.value_or(nothing), up.value_or(nothing), first_rows.value_or(nothing),
+            second_rows.value_or(nothing)};
+  }
+
+  // The gradients that `needs` asks for, in the order of AdaptedOperand. `gate` and `up` may be left out: then they are
+  // made again.
+  std::vector<Tensor> backward(const Tensor& grad, OptionalTensor gate, OptionalTensor up,
+                               const OptionalTensor& first_rows, const OptionalTensor& second_rows, int64_t needs) {
+    const auto needed = [&](int operand, int layer = 0) { return needs >> (operand + layer) & 1; };
+    const Tensor grad_rows = Backend::rows(grad);
+    const auto& second = layers_.second;
+    bool first_needed = needed(kOfX);
+    for (const int operand : {kOfWeights, kOfBiases, kOfA, kOfB}) {
+      first_needed = first_needed || needed(operand) || needed(operand, 1);
+    }
+    const bool values_needed = needed(kOfWeights, 2) || needed(kOfA, 2);
+    OptionalTensor values;
+    if (!layers_.is_linear(activation_) && !gate && (first_needed || values_needed)) {
+      make_again(first_rows, values_needed && !first_needed, &gate, &up, &values);
+    }
+
+    OptionalTensor dgate, dup, dsecond_rows;
+    if (second) {
+      if (second->a && (first_needed || needed(kOfA, 2))) {
+        dsecond_rows = new_rank_rows(second->rank());
+        Backend::scaled_mm(columns(*dsecond_rows, 0, second->rank()), grad_rows, *second->b, second->scaling);
+      }
+      if (needed(kOfB, 2)) put(kOfB + 2, of_weight(grad_rows, columns(*second_rows, 0, second->rank())));
+      if (needed(kOfBiases, 2)) put(kOfBiases + 2, Backend::column_sums(grad_rows, std::nullopt));
+      if (values_needed && !values) values = new_hidden();
+      if (first_needed) {
+        differentiate_second(grad_rows, dsecond_rows, gate, up, &dgate, &dup, values);
+      } else if (values_needed) {
+        fill_values(gate, up, first_rows, *values);
+      }
+      if (needed(kOfWeights, 2)) put(kOfWeights + 2, of_weight(grad_rows, *values));
+      if (needed(kOfA, 2)) put(kOfA + 2, of_weight(columns(*dsecond_rows, 0, second->rank()), *values));
+      values.reset();
+    } else if (layers_.is_linear(activation_)) {
+      dgate = grad_rows;
+    } else if (first_needed) {
+      dgate = new_hidden();
+      if (up) dup = new_hidden();
+      Backend::differentiate(grad_rows, flat(*gate), flat(up), *dgate, dup, std::nullopt, activation_);
+    }
+    if (first_needed) differentiate_first(*dgate, dup, first_rows, needed);
+    return results(needs);
+  }
+
+ private:
+  static constexpr auto kLinear = static_cast<int64_t>(Activation::kLinear);
+
+  static FirstLayer first_layer(const AdaptedLayer& layer) {
+    return {layer.weight, std::nullopt, layer.bias, std::nullopt, std::nullopt};
+  }
+  FirstLayer first_layer() const {
+    const auto& up = layers_.up;
+    return {layers_.first->weight, up ? OptionalTensor(up->weight) : std::nullopt, layers_.first->bias,
+            up ? up->bias : std::nullopt, std::nullopt};
+  }
+
+  int64_t up_rank() const { return layers_.up ? layers_.up->rank() : 0; }
+
+  std::vector<int64_t> with_features(int64_t features) const {
+    std::vector<int64_t> sizes(like_.sizes().begin(), like_.sizes().end());
+    sizes.back() = features;
+    return sizes;
+  }
+  Tensor new_hidden() const { return new_dense(like_, {rows_, layers_.hidden()}); }
+  Tensor flat(const Tensor& dense) const {
+    const int64_t cols = dense.size(-1);
+    return matrix_view(dense, {rows_, cols}, {cols, 1});
+  }
+  OptionalTensor flat(const OptionalTensor& dense) const {
+    return dense ? OptionalTensor(flat(*dense)) : std::nullopt;
+  }
+
+  // Room for rows of so many columns, each of which begins at 16 bytes.
+  Tensor new_rank_rows(int64_t columns) const {
+    constexpr int64_t kVector = 8;
+    return new_dense(like_, {rows_, (columns + kVector - 1) / kVector * kVector});
+  }
+  static Tensor columns(const Tensor& rows, int64_t first, int64_t count) {
+    return matrix_view(rows, {rows.size(0), count}, {rows.stride(0), 1}, first);
+  }
+
+  OptionalTensor rows_of(const AdaptedLayer& layer, const Tensor& x) const {
+    if (!layer.a) return std::nullopt;
+    const Tensor rows = new_rank_rows(layer.rank());
+    Backend::scaled_mm(columns(rows, 0, layer.rank()), x, transposed(*layer.a), layer.scaling);
+    return rows;
+  }
+
+  // Those of gate and up side by side.
+  OptionalTensor rows_of_first() const {
+    const int64_t rank = layers_.first->rank();
+    if (rank + up_rank() == 0) return std::nullopt;
+    const Tensor rows = new_rank_rows(rank + up_rank());
+    const auto fill = [&](const AdaptedLayer& layer, int64_t first) {
+      if (layer.a) {
+        Backend::scaled_mm(columns(rows, first, layer.rank()), *x_, transposed(*layer.a), layer.scaling);
+      }
+    };
+    fill(*layers_.first, 0);
+    if (layers_.up) fill(*layers_.up, rank);
+    return rows;
+  }
+
+  LowRankTerm term_of_first(const OptionalTensor& rows) const {
+    return {rows, layers_.first->b, layers_.up ? layers_.up->b : std::nullopt};
+  }
+
+  // out = x weight^T + bias + rows b^T
+  static void product_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& rows, const OptionalTensor& b, int64_t first_column) {
+    if (!b) return Backend::linear_into(out, x, weight, bias);
+    Backend::linear_into(out, Backend::rows(columns(*rows, first_column, b->size(1))), *b, bias);
+    Backend::add_mm(out, x, transposed(weight));
+  }
+
+  void fill(const FirstLayer& first, const LowRankTerm& term, const Tensor& x, const Tensor& gate,
+            const OptionalTensor& up) const {
+    product_into(gate, x, first.weight, first.bias, term.rows, term.weight, 0);
+    const int64_t rank = term.weight ? term.weight->size(1) : 0;
+    if (up) product_into(*up, x, *first.up_weight, first.up_bias, term.rows, term.up_weight, rank);
+  }
+
+  // A layer whose values before the activation nobody needs.
+  void run_layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
+                 const Tensor& out) const {
+    if (auto kernel = Backend::layer(x, first, activation, term); kernel) return kernel.launch(out);
+    const OptionalTensor up = first.up_weight ? OptionalTensor(new_dense(like_, {out.size(0), out.size(1)})) : std::nullopt;
+    fill(first, term, x, out, up);
+    if (up || activation != kLinear) Backend::apply(out, up, out, activation);
+  }
+
+  void run_first(const OptionalTensor& rows, bool keep, const Tensor& out, OptionalTensor* gate,
+                 OptionalTensor* up) const {
+    const FirstLayer first = first_layer();
+    const LowRankTerm term = term_of_first(rows);
+    if (!keep) return run_layer(*x_, first, activation_, term, out);
+    *gate = new_dense(like_, with_features(layers_.hidden()));
+    if (layers_.up) *up = new_dense(like_, with_features(layers_.hidden()));
+    if (auto kernel = Backend::kept_values(*x_, first, activation_, term); kernel) {
+      return kernel.launch(flat(**gate), flat(*up), out);
+    }
+    fill(first, term, *x_, flat(**gate), flat(*up));
+    Backend::apply(flat(**gate), flat(*up), out, activation_);
+  }
+
+  void make_again(const OptionalTensor& rows, bool with_values, OptionalTensor* gate, OptionalTensor* up,
+                  OptionalTensor* values) const {
+    if (with_values) {
+      *values = new_hidden();
+      return run_first(rows, true, **values, gate, up);
+    }
+    *gate = new_hidden();
+    if (layers_.up) *up = new_hidden();
+    fill(first_layer(), term_of_first(rows), *x_, **gate, *up);
+  }
+
+  void fill_values(const OptionalTensor& gate, const OptionalTensor& up, const OptionalTensor& first_rows,
+                   const Tensor& values) const {
+    if (layers_.is_linear(activation_)) {
+      run_layer(*x_, first_layer(), activation_, term_of_first(first_rows), values);
+    } else if (gate) {
+      Backend::apply(flat(*gate), flat(up), values, activation_);
+    }
+  }
+
+  // The gradients of gate and up from that of the result, and the hidden values again where they are needed.
+  void differentiate_second(const Tensor& grad, const OptionalTensor& dsecond_rows, const OptionalTensor& gate,
+                            const OptionalTensor& up, OptionalTensor* dgate, OptionalTensor* dup,
+                            const OptionalTensor& values) const {
+    const AdaptedLayer& second = *layers_.second;
+    *dgate = new_hidden();
+    if (layers_.up) *dup = new_hidden();
+    const bool linear = layers_.is_linear(activation_);
+    if (!linear) {
+      auto kernel = Backend::hidden_gradients(grad, second.weight, flat(*gate), flat(up), activation_,
+                                              LowRankTerm{dsecond_rows, second.a, std::nullopt});
+      if (kernel) return kernel.launch(**dgate, *dup, values);
+    }
+    add_products(**dgate, {{dsecond_rows, second.a, 0}}, {{grad, second.weight}});
+    if (linear) {
+      if (values) fill_values(gate, up, rows_of_first(), *values);
+      return;
+    }
+    Backend::differentiate(**dgate, flat(*gate), flat(up), **dgate, *dup, values, activation_);
+  }
+
+  struct RankProduct {
+    const OptionalTensor &rows, &a;
+    int64_t first_column;
+  };
+  struct PlainProduct {
+    const Tensor &grad, &weight;
+  };
+
+  // out = the sum of the products, those of few columns first: what is rounded between is small.
+  static void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
+                           std::initializer_list<PlainProduct> plain) {
+    bool any = false;
+    const auto add = [&](const Tensor& a, const Tensor& b) {
+      any ? Backend::add_mm(out, a, b) : Backend::mm(out, a, b);
+      any = true;
+    };
+    for (const RankProduct& product : of_rank) {
+      if (product.a) add(Backend::rows(columns(*product.rows, product.first_column, product.a->size(0))), *product.a);
+    }
+    for (const PlainProduct& product : plain) add(product.grad, product.weight);
+  }
+
+  template <typename Needed>
+  void differentiate_first(const Tensor& dgate, const OptionalTensor& dup, const OptionalTensor& first_rows,
+                           const Needed& needed) {
+    const AdaptedLayer& first = *layers_.first;
+    const int64_t rank = first.rank(), rank_of_up = up_rank();
+    const auto& up = layers_.up;
+    OptionalTensor drows;
+    if (rank + rank_of_up > 0 && (needed(kOfX) || needed(kOfA) || needed(kOfA, 1))) {
+      drows = new_rank_rows(rank + rank_of_up);
+      if (rank > 0) Backend::scaled_mm(columns(*drows, 0, rank), dgate, *first.b, first.scaling);
+      if (rank_of_up > 0) Backend::scaled_mm(columns(*drows, rank, rank_of_up), *dup, *up->b, up->scaling);
+    }
+    if (needed(kOfX)) differentiate_x(dgate, dup, drows);
+    if (needed(kOfB)) put(kOfB, of_weight(dgate, columns(*first_rows, 0, rank)));
+    if (needed(kOfB, 1)) put(kOfB + 1, of_weight(*dup, columns(*first_rows, rank, rank_of_up)));
+    if (needed(kOfA) && needed(kOfA, 1)) {
+      const int64_t width = x_->size(1);
+      const Tensor both = of_weight(columns(*drows, 0, rank + rank_of_up), *x_);
+      put(kOfA, matrix_view(both, {rank, width}, {width, 1}));
+      put(kOfA + 1, matrix_view(both, {rank_of_up, width}, {width, 1}, rank * width));
+    } else if (needed(kOfA)) {
+      put(kOfA, of_weight(columns(*drows, 0, rank), *x_));
+    } else if (needed(kOfA, 1)) {
+      put(kOfA + 1, of_weight(columns(*drows, rank, rank_of_up), *x_));
+    }
+    if (needed(kOfWeights)) put(kOfWeights, of_weight(dgate, *x_));
+    if (needed(kOfWeights, 1)) put(kOfWeights + 1, of_weight(*dup, *x_));
+    if (needed(kOfBiases)) put(kOfBiases, Backend::column_sums(dgate, std::nullopt));
+    if (needed(kOfBiases, 1)) put(kOfBiases + 1, Backend::column_sums(*dup, std::nullopt));
+  }
+
+  void differentiate_x(const Tensor& dgate, const OptionalTensor& dup, const OptionalTensor& drows) {
+    const AdaptedLayer& first = *layers_.first;
+    const Tensor dx = new_dense(like_, with_features(layers_.first->weight.size(1)));
+    put(kOfX, dx);
+    const auto& up = layers_.up;
+    const OptionalTensor up_a = up ? up->a : std::nullopt;
+    if (!up) return add_products(flat(dx), {{drows, first.a, 0}}, {{dgate, first.weight}});
+    auto kernel = Backend::input_gradient(dgate, first.weight, *dup, up->weight, LowRankTerm{drows, first.a, up_a});
+    if (kernel) return kernel.launch(flat(dx));
+    add_products(flat(dx), {{drows, first.a, 0}, {drows, up_a, first.rank()}},
+                 {{dgate, first.weight}, {*dup, up->weight}});
+  }
+
+  // grad^T x
+  Tensor of_weight(const Tensor& grad, const Tensor& x) const {
+    const Tensor result = new_dense(like_, {grad.size(1), x.size(1)});
+    Backend::mm(result, transposed(grad), x);
+    return result;
+  }
+
+  void put(int operand, const Tensor& gradient) { found_[operand] = gradient; }
+
+  std::vector<Tensor> results(int64_t needs) const {
+    std::vector<Tensor> wanted;
+    for (int operand = 0; operand < kAdaptedOperands; ++operand) {
+      if (needs >> operand & 1) wanted.push_back(found_[operand].value());
+    }
+    return wanted;
+  }
+
+  static int64_t count_rows(const Tensor& like) {
+    int64_t rows = 1;
+    for (int64_t dim = 0; dim + 1 < like.dim(); ++dim) rows *= like.size(dim);
+    return rows;
+  }
+
+  const Tensor like_;
+  const OptionalTensor x_;  // as a matrix
+  const int64_t rows_;
+  const AdaptedLayers& layers_;
+  const int64_t activation_;
+  OptionalTensor found_[kAdaptedOperands];
+};
+
+}  // namespace fused_mlp

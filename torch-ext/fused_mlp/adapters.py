@@ -1,0 +1,278 @@
+"""Linear layers with low-rank adapters (LoRA), and what is computed of several of them.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import calls, dispatch, training
+from .activations import BY_CODE, get_activation
+from .backends import native
+from .operands import OperandTypeError, OperandValueError, check_like, shape_of
+
+
+class Adapter(NamedTuple):
+    """``scaling * (dropout(x) a^T) b^T``, which a layer adds to its product.
+
+    ``a`` is ``[rank, in]`` and ``b`` ``[out, rank]``, on the layer's device, of its dtype or of float32. ``bias``,
+    ``[out]`` or None, is scaled too. ``dropout`` is the probability that an element of ``x`` is dropped, and 0 outside
+    of training.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    bias: Optional[Tensor] = None
+    dropout: float = 0.0
+
+
+class Layer(NamedTuple):
+    """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None."""
+
+    weight: Tensor
+    bias: Optional[Tensor] = None
+    adapter: Optional[Adapter] = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product."""
+        result = F.linear(x, self.weight, self.bias)
+        if self.adapter is None:
+            return result
+        a, b, scaling, bias, dropout = self.adapter
+        given = F.dropout(x.to(a.dtype), dropout) if dropout > 0.0 else x.to(a.dtype)
+        return (result + F.linear(F.linear(given, a), b, bias) * scaling).to(result.dtype)
+
+
+class Layers(NamedTuple):
+    """The layers of a call: ``first``, or gate, ``up`` where there is one, and the ``second``, or down, of an MLP."""
+
+    first: Layer
+    up: Optional[Layer] = None
+    second: Optional[Layer] = None
+
+    @property
+    def op(self) -> str:
+        """The function that computes them without adapters."""
+        single = "linear" if self.up is None else "gated_linear"
+        whole = "mlp" if self.up is None else "gated_mlp"
+        return single if self.second is None else whole
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        """Weights, biases, a and b, each of the three layers. A bias is the sum of the layer's and its adapter's."""
+        return (
+            *(layer and layer.weight for layer in self),
+            *map(_bias_of, self),
+            *_parts_of(self, 0),
+            *_parts_of(self, 1),
+        )
+
+    @property
+    def scalings(self) -> Tuple[float, ...]:
+        return tuple(1.0 if layer is None or layer.adapter is None else layer.adapter.scaling for layer in self)
+
+
+def _bias_of(layer: Optional[Layer]) -> Optional[Tensor]:
+    if layer is None or layer.adapter is None or layer.adapter.bias is None:
+        return layer and layer.bias
+    scaled = layer.adapter.bias * layer.adapter.scaling
+    return scaled.to(layer.weight.dtype) if layer.bias is None else (layer.bias + scaled).to(layer.bias.dtype)
+
+
+def _parts_of(layers: Layers, index: int) -> Tuple[Optional[Tensor], ...]:
+    return tuple(None if layer is None or layer.adapter is None else layer.adapter[index] for layer in layers)
+
+
+def check_any(x: Tensor, **given: Tuple[Optional[Adapter], Tensor]) -> None:
+    """:func:`check` of those adapters that are there, by the names of the arguments, each with its weight."""
+    for name, (adapter, weight) in given.items():
+        if adapter is not None:
+            check(name, adapter, weight, x)
+
+
+def check(name: str, adapter: Adapter, weight: Tensor, x: Tensor) -> None:
+    """Raises OperandTypeError or OperandValueError, which name the argument, for an adapter that does not fit a weight
+    ``[out, in]``."""
+    if not isinstance(adapter, Adapter):
+        raise OperandTypeError(f"{name} must be an Adapter or None, got {type(adapter).__name__}")
+    for part, tensor in (("a", adapter.a), ("b", adapter.b), ("bias", adapter.bias)):
+        if tensor is not None or part != "bias":
+            check_like(x, f"{name}.{part}", tensor, may_be_wide=True)
+    if adapter.a.dtype != adapter.b.dtype:
+        raise OperandTypeError(f"{name}.b must have the dtype of {name}.a, {adapter.a.dtype}, got {adapter.b.dtype}")
+    features, width = weight.shape
+    if adapter.a.dim() != 2 or adapter.a.shape[1] != width:
+        raise OperandValueError(f"{name}.a must be [rank, {width}] to fit its weight, got {shape_of(adapter.a)}")
+    rank = adapter.a.shape[0]
+    if adapter.b.shape != (features, rank):
+        raise OperandValueError(
+            f"{name}.b must be [{features}, {rank}] to fit its weight and {name}.a, got {shape_of(adapter.b)}"
+        )
+    if adapter.bias is not None and adapter.bias.shape != (features,):
+        raise OperandValueError(f"{name}.bias must be [{features}] to fit its weight, got {shape_of(adapter.bias)}")
+    if not 0.0 <= adapter.dropout <= 1.0:
+        raise OperandValueError(f"{name}.dropout must be a probability, from 0 to 1, got {adapter.dropout}")
+
+
+def run(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
+    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations.
+
+    An adapter of float32 beside other weights is cast to their dtype, once a call; its gradients are of float32.
+    """
+    if refusal(x, layers) is not None:
+        return composed(x, layers, activation, memory)
+    given = calls.autocast((x, *layers.tensors))
+    x, *tensors = (
+        tensor if tensor is None or tensor.dtype == given[0].dtype else tensor.to(given[0].dtype) for tensor in given
+    )
+    how = layers.scalings, activation
+    if not calls.autograd_follows(x, *tensors):
+        arguments = (x, *_lists(tensors), *how, _NOTHING)
+        return dispatch.op_or_parts(lambda *all: _forward(*all)[0], arguments, lambda: composed(x, layers, activation))
+    return _Adapted.apply(*how, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
+
+
+def refusal(x: Tensor, layers: Layers) -> Optional[str]:
+    """The reason why a call is composed of PyTorch's operations, or None if it is one op."""
+    if any(layer is not None and layer.adapter is not None and layer.adapter.dropout > 0.0 for layer in layers):
+        return "dropout in front of an adapter is PyTorch's"
+    if torch.compiler.is_compiling() or training.is_followed():
+        return "torch.compile, or a mode, follows the parts"
+    reason = calls.pointwise_reason(x, *layers.tensors)
+    if reason is not None:
+        return reason
+    like = x if not calls.autocasts(x) else x.new_empty((), dtype=torch.get_autocast_dtype(x.device.type))
+    return None if dispatch.select(layers.op, like) is native else dispatch.reasoned(layers.op, like)[1]
+
+
+def composed(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
+    """The result by PyTorch's operations, and the kernel of ``act(gate) * up`` where that pays."""
+    if memory == training.RECOMPUTED and calls.autograd_follows(x, *layers.tensors) and not training.is_transformed():
+        return torch.utils.checkpoint.checkpoint(composed, x, layers, activation, use_reentrant=False)
+    first, up, second = layers
+    hidden = first(x)
+    hidden = BY_CODE[activation].function(hidden) if up is None else calls.product(hidden, up(x), activation)
+    return hidden if second is None else second(hidden)
+
+
+_forward, _backward = native.adapted_forward, native.adapted_backward
+_NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/adapted.h
+_IDENTITY = get_activation(None).code
+
+
+def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
+    """Weights, biases, a and b."""
+    return tensors[:3], tensors[3:6], tensors[6:9], tensors[9:]
+
+
+class _Adapted(torch.autograd.Function):
+    """One op forward and one backward. It saves what the gradients that may be asked for need, as eager PyTorch does.
+
+    Of the others it keeps the weights and adapters, for their shapes, and for a gradient that is differentiated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scalings: Tuple[float, ...], activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
+    ) -> Tensor:
+        needs, given = ctx.needs_input_grad[3:], (x, *tensors)
+        result, *kept = _forward(x, *_lists(tensors), scalings, activation, keep)
+        saved = _saved(needs, tuple(tensor is not None for tensor in tensors), keep == _ROWS)
+        ctx.how = scalings, activation, saved
+        ctx.others = {
+            place: (t, t._version) for place, t in enumerate(given) if t is not None and place not in (0, *saved)
+        }
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(given[place] for place in saved), *_there(kept, tensors, activation, keep))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        needs, (scalings, activation, places) = ctx.needs_input_grad[3:], ctx.how
+        if grad is None:
+            return (None,) * (3 + len(needs))
+        *saved, gate, up, first_rows, second_rows = ctx.saved_tensors
+        given = {**{place: tensor for place, (tensor, _) in ctx.others.items()}, **dict(zip(places, saved))}
+        x, *tensors = (given.get(place) for place in range(len(needs)))
+
+        def by_parts() -> Tuple[Tensor, ...]:
+            if x is None or any(tensor._version != version for tensor, version in ctx.others.values()):
+                raise RuntimeError(
+                    "the gradient of a call with adapters, to be differentiated, needs what was not saved"
+                )
+            return _composed_gradients(x, tensors, scalings, activation, grad, needs)
+
+        if training.is_gradient_seen(grad):
+            found = by_parts()
+        else:
+            bits = sum(need << place for place, need in enumerate(needs))
+            arguments = grad, x, *_lists(tensors), scalings, gate, up, first_rows, second_rows, activation, bits
+            found = dispatch.op_or_parts(_backward, arguments, by_parts)
+        gradients = iter(found)
+        return (None, None, None, *(next(gradients) if need else None for need in needs))
+
+
+def _there(
+    kept: Sequence[Tensor], tensors: Sequence[Optional[Tensor]], activation: int, keep: int
+) -> Iterator[Optional[Tensor]]:
+    """Of what the op returns, what it has kept."""
+    weights, _, a, _ = _lists(tensors)
+    has_values = keep == _VALUES and not (weights[1] is None and activation == _IDENTITY)
+    is_there = has_values, has_values and weights[1] is not None, a[0] is not None or a[1] is not None, a[2] is not None
+    return (tensor if there else None for tensor, there in zip(kept, is_there))
+
+
+@functools.cache
+def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -> Tuple[int, ...]:
+    """The places, x being the first, of the operands that the gradients need which ``needs`` says."""
+    of_x, of_weights, of_biases, of_a, of_b = needs[0], needs[1:4], needs[4:7], needs[7:10], needs[10:]
+    first = of_x or any(any(each[:2]) for each in (of_weights, of_biases, of_a, of_b))
+    again = recomputes and (first or of_weights[2] or of_a[2])
+    wanted = (
+        again or any(of_weights[:2]) or any(of_a[:2]),
+        *(of_x or again,) * 2,
+        first,
+        *(again,) * 2,
+        False,
+        *(of_x,) * 2,
+        first,
+        *(of_x or again or needed for needed in of_a[:2]),
+        first or of_a[2],
+    )
+    return tuple(place for place, want in enumerate(wanted) if want and (place == 0 or there[place - 1]))
+
+
+def _composed_gradients(
+    x: Tensor,
+    tensors: Sequence[Optional[Tensor]],
+    scalings: Tuple[float, ...],
+    activation: int,
+    grad: Tensor,
+    needs: Tuple[bool, ...],
+) -> Tuple[Tensor, ...]:
+    """The gradients by PyTorch's operations, which can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = tuple(
+            tensor if tensor is None else tensor.view_as(tensor) for tensor in (x, *tensors)
+        )  # tied ones apart
+        weights, biases, a, b = _lists(given[1:])
+        layers = Layers(*map(_layer, weights, biases, a, b, scalings))
+        result = composed(given[0], layers, activation)
+    wanted = [tensor for tensor, need in zip(given, needs) if need]
+    return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
+
+
+def _layer(
+    weight: Optional[Tensor], bias: Optional[Tensor], a: Optional[Tensor], b: Optional[Tensor], scaling: float
+) -> Optional[Layer]:
+    if weight is None:
+        return None
+    return Layer(weight, bias, None if a is None or b is None else Adapter(a, b, scaling))
