@@ -5,22 +5,22 @@
 
 namespace fused_mlp {
 
-std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<OptionalTensor>& weights,
+std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                    int64_t activation, int64_t keep) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings);
+                                    bool gated, int64_t activation, int64_t keep) {
+  const AdaptedLayers layers(weights, biases, a, b, scalings, gated);
   layers.check(x, activation);
   return Adapted<Cpu>(x, x, layers, activation).forward(static_cast<Keep>(keep));
 }
 
-std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<OptionalTensor>& weights,
+std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
                                      const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                      const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
                                      const OptionalTensor& gate, const OptionalTensor& up,
-                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows,
+                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings);
+  const AdaptedLayers layers(weights, biases, a, b, scalings, gated);
   layers.check_backward(grad, x, gate, needs, activation);
   return Adapted<Cpu>(grad, x, layers, activation).backward(grad, gate, up, first_rows, second_rows, needs);
 }

@@ -84,6 +84,7 @@ class TrainingGemm {
     if (!term) return;
     LowRank& low_rank = problem_.low_rank;
     low_rank.rows = matrix(*term.rows);
+    low_rank.up_column = term.up_column;
     const bool lies = reads_weights_as_they_lie(problem_.kind);
     const auto describe = [&](const OptionalTensor& weight, Tensor* copy, Matrix* place, int64_t* k) {
       if (!weight) return;
@@ -103,7 +104,8 @@ class TrainingGemm {
   static Tensor in_vectors(const Tensor& weight) {
     constexpr int64_t kVector = 8;
     const int64_t rows = weight.size(0), cols = weight.size(1);
-    const bool vectors = weight.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 == 0;
+    const bool vectors =
+        weight.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 == 0;
     if ((weight.stride(1) == 1 || cols == 1) && vectors) return weight;
     const Tensor copy = new_dense(weight, {rows, ceil_div(cols, kVector) * kVector});
     Tensor view = matrix_view(copy, {rows, cols}, {copy.stride(0), 1});
@@ -113,7 +115,7 @@ class TrainingGemm {
 
   GemmProblem problem_{};
   Tensor weight_, up_weight_;  // of the product of few columns
-  bool described_ = false;  // true if the weights' rows and the biases have adjacent elements
+  bool described_ = false;     // true if the weights' rows and the biases have adjacent elements
 
  private:
   const Architecture* architecture_ = nullptr;
@@ -289,8 +291,7 @@ struct Cuda {
   }
 
   static HiddenGradients hidden_gradients(const Tensor& grad, const Tensor& weight, const Tensor& gate,
-                                          const OptionalTensor& up, int64_t activation,
-                                          const LowRankTerm& term = {}) {
+                                          const OptionalTensor& up, int64_t activation, const LowRankTerm& term = {}) {
     return {up.has_value(), grad, weight, matrix(gate), up ? matrix(*up) : kNoMatrix, activation, term};
   }
 

@@ -17,7 +17,7 @@
 // products of few columns are torch's GEMMs; a backend may add rows b^T within the product that it belongs to.
 namespace fused_mlp {
 
-// Bits of `needs`: the gradients that are asked for. Those of an operand of the three layers follow each other.
+// Bits of `needs`: the gradients that are asked for. Those of the first layer, up and the second follow each other.
 enum AdaptedOperand { kOfX = 0, kOfWeights = 1, kOfBiases = 4, kOfA = 7, kOfB = 10, kAdaptedOperands = 13 };
 
 struct AdaptedLayer {
@@ -28,36 +28,35 @@ struct AdaptedLayer {
   int64_t rank() const { return a ? a->size(0) : 0; }
 };
 
-// What a product adds to its sums: rows [m, k + up_k] of which the first k columns are multiplied by weight^T, [n, k],
-// and the others, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie,
-// weights are [k, n] and [up_k, n], and both terms are added to the one result.
+// What a product adds to its sums: rows of which the first columns are multiplied by weight^T, [n, k], and those from
+// up_column on, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie, weights
+// are [k, n] and [up_k, n], and both terms are added to the one result.
 struct LowRankTerm {
   OptionalTensor rows, weight, up_weight;
+  int64_t up_column = 0;
 
   explicit operator bool() const { return rows.has_value(); }
 };
 
-// The layers of a call by the lists that the ops are given: first or gate, up, second or down.
+// The layers of a call by the lists that the ops are given: first or gate, up where `gated`, and the second or down of
+// an MLP.
 struct AdaptedLayers {
   std::optional<AdaptedLayer> first, up, second;
 
-  AdaptedLayers(const std::vector<OptionalTensor>& weights, const std::vector<OptionalTensor>& biases,
+  AdaptedLayers(const std::vector<Tensor>& weights, const std::vector<OptionalTensor>& biases,
                 const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
-                const std::vector<double>& scalings) {
-    constexpr size_t kLayers = 3;
-    STD_TORCH_CHECK(weights.size() == kLayers && biases.size() == kLayers && a.size() == kLayers &&
-                        b.size() == kLayers && scalings.size() == kLayers,
-                    "weights, biases, a, b and scalings must have three elements each");
-    const auto layer = [&](size_t i) -> std::optional<AdaptedLayer> {
-      STD_TORCH_CHECK(weights[i] || !(biases[i] || a[i] || b[i]), "a layer without a weight has no other operands");
+                const std::vector<double>& scalings, bool gated) {
+    const size_t least = gated ? 2 : 1, count = weights.size();
+    STD_TORCH_CHECK(count == least || count == least + 1, "weights must have an element for each layer");
+    STD_TORCH_CHECK(biases.size() == count && a.size() == count && b.size() == count && scalings.size() == count,
+                    "biases, a, b and scalings must have as many elements as weights");
+    const auto layer = [&](size_t i) {
       STD_TORCH_CHECK(a[i].has_value() == b[i].has_value(), "an adapter has both a and b");
-      if (!weights[i]) return std::nullopt;
-      return AdaptedLayer{*weights[i], biases[i], a[i], b[i], scalings[i]};
+      return AdaptedLayer{weights[i], biases[i], a[i], b[i], scalings[i]};
     };
-    STD_TORCH_CHECK(weights[0], "the first weight must be there");
     first = layer(0);
-    up = layer(1);
-    second = layer(2);
+    if (gated) up = layer(1);
+    if (count > least) second = layer(least);
   }
 
   void check(const Tensor& x, int64_t activation) const {
@@ -84,9 +83,7 @@ struct AdaptedLayers {
   int64_t hidden() const { return first->weight.size(0); }
   int64_t features() const { return second ? second->weight.size(0) : hidden(); }
   // True if the values before the activation are what the first layer results in.
-  bool is_linear(int64_t activation) const {
-    return !up && static_cast<Activation>(activation) == Activation::kLinear;
-  }
+  bool is_linear(int64_t activation) const { return !up && static_cast<Activation>(activation) == Activation::kLinear; }
 
  private:
   static void check_layer(const AdaptedLayer& layer, int64_t in, const Tensor& x) {
@@ -118,10 +115,9 @@ class Adapted {
         layers_(layers),
         activation_(activation) {}
 
-  // The result, gate and up before the activation, and the rows of the adapters of the first layer and of the second.
-  // What is not there, or not kept, has no elements.
+  // The result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the first
+  // layer and of the second: without elements, what is not there or not kept.
   std::vector<Tensor> forward(Keep keep) const {
-    const Tensor nothing = new_dense(like_, {0});
     const OptionalTensor first_rows = rows_of_first();
     OptionalTensor gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
@@ -130,10 +126,11 @@ class Adapted {
       const Tensor hidden = flat(out);
       second_rows = rows_of(*layers_.second, hidden);
       out = new_dense(like_, with_features(layers_.features()));
-      run_layer(hidden, first_layer(*layers_.second), kLinear, LowRankTerm{second_rows, layers_.second->b, std::nullopt},
-                flat(out));
+      run_layer(hidden, first_layer(*layers_.second), kLinear,
+                LowRankTerm{second_rows, layers_.second->b, std::nullopt}, flat(out));
     }
-    if (keep == Keep::kNothing) return {out, nothing, nothing, nothing, nothing};
+    if (keep == Keep::kNothing) return {out};
+    const Tensor nothing = new_dense(like_, {0});
     return {out, gate.value_or(nothing), up.value_or(nothing), first_rows.value_or(nothing),
             second_rows.value_or(nothing)};
   }
@@ -195,7 +192,13 @@ class Adapted {
             up ? up->bias : std::nullopt, std::nullopt};
   }
 
+  // cuBLAS and the TMA want parts of rows that begin at 16 bytes.
+  static constexpr int64_t kVector = 8;
+  static constexpr int64_t in_vectors(int64_t columns) { return (columns + kVector - 1) / kVector * kVector; }
+
   int64_t up_rank() const { return layers_.up ? layers_.up->rank() : 0; }
+  // The column at which up's rows begin, where gate's come first.
+  int64_t up_column() const { return in_vectors(layers_.first->rank()); }
 
   std::vector<int64_t> with_features(int64_t features) const {
     std::vector<int64_t> sizes(like_.sizes().begin(), like_.sizes().end());
@@ -207,14 +210,14 @@ class Adapted {
     const int64_t cols = dense.size(-1);
     return matrix_view(dense, {rows_, cols}, {cols, 1});
   }
-  OptionalTensor flat(const OptionalTensor& dense) const {
-    return dense ? OptionalTensor(flat(*dense)) : std::nullopt;
-  }
+  OptionalTensor flat(const OptionalTensor& dense) const { return dense ? OptionalTensor(flat(*dense)) : std::nullopt; }
 
-  // Room for rows of so many columns, each of which begins at 16 bytes.
-  Tensor new_rank_rows(int64_t columns) const {
-    constexpr int64_t kVector = 8;
-    return new_dense(like_, {rows_, (columns + kVector - 1) / kVector * kVector});
+  // Room for rows of an adapter, or of those of gate and up, with zeros between these.
+  Tensor new_rank_rows(int64_t rank) const { return new_dense(like_, {rows_, in_vectors(rank)}); }
+  Tensor new_first_rows() const {
+    Tensor rows = new_rank_rows(up_column() + up_rank());
+    if (up_rank() > 0 && layers_.first->rank() < up_column()) torch::stable::zero_(rows);
+    return rows;
   }
   static Tensor columns(const Tensor& rows, int64_t first, int64_t count) {
     return matrix_view(rows, {rows.size(0), count}, {rows.stride(0), 1}, first);
@@ -231,19 +234,19 @@ class Adapted {
   OptionalTensor rows_of_first() const {
     const int64_t rank = layers_.first->rank();
     if (rank + up_rank() == 0) return std::nullopt;
-    const Tensor rows = new_rank_rows(rank + up_rank());
+    const Tensor rows = new_first_rows();
     const auto fill = [&](const AdaptedLayer& layer, int64_t first) {
       if (layer.a) {
         Backend::scaled_mm(columns(rows, first, layer.rank()), *x_, transposed(*layer.a), layer.scaling);
       }
     };
     fill(*layers_.first, 0);
-    if (layers_.up) fill(*layers_.up, rank);
+    if (layers_.up) fill(*layers_.up, up_column());
     return rows;
   }
 
   LowRankTerm term_of_first(const OptionalTensor& rows) const {
-    return {rows, layers_.first->b, layers_.up ? layers_.up->b : std::nullopt};
+    return {rows, layers_.first->b, layers_.up ? layers_.up->b : std::nullopt, up_column()};
   }
 
   // out = x weight^T + bias + rows b^T
@@ -257,15 +260,15 @@ class Adapted {
   void fill(const FirstLayer& first, const LowRankTerm& term, const Tensor& x, const Tensor& gate,
             const OptionalTensor& up) const {
     product_into(gate, x, first.weight, first.bias, term.rows, term.weight, 0);
-    const int64_t rank = term.weight ? term.weight->size(1) : 0;
-    if (up) product_into(*up, x, *first.up_weight, first.up_bias, term.rows, term.up_weight, rank);
+    if (up) product_into(*up, x, *first.up_weight, first.up_bias, term.rows, term.up_weight, term.up_column);
   }
 
   // A layer whose values before the activation nobody needs.
   void run_layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
                  const Tensor& out) const {
     if (auto kernel = Backend::layer(x, first, activation, term); kernel) return kernel.launch(out);
-    const OptionalTensor up = first.up_weight ? OptionalTensor(new_dense(like_, {out.size(0), out.size(1)})) : std::nullopt;
+    const OptionalTensor up =
+        first.up_weight ? OptionalTensor(new_dense(like_, {out.size(0), out.size(1)})) : std::nullopt;
     fill(first, term, x, out, up);
     if (up || activation != kLinear) Backend::apply(out, up, out, activation);
   }
@@ -355,22 +358,21 @@ class Adapted {
     const auto& up = layers_.up;
     OptionalTensor drows;
     if (rank + rank_of_up > 0 && (needed(kOfX) || needed(kOfA) || needed(kOfA, 1))) {
-      drows = new_rank_rows(rank + rank_of_up);
+      drows = new_first_rows();
       if (rank > 0) Backend::scaled_mm(columns(*drows, 0, rank), dgate, *first.b, first.scaling);
-      if (rank_of_up > 0) Backend::scaled_mm(columns(*drows, rank, rank_of_up), *dup, *up->b, up->scaling);
+      if (rank_of_up > 0) Backend::scaled_mm(columns(*drows, up_column(), rank_of_up), *dup, *up->b, up->scaling);
     }
     if (needed(kOfX)) differentiate_x(dgate, dup, drows);
     if (needed(kOfB)) put(kOfB, of_weight(dgate, columns(*first_rows, 0, rank)));
-    if (needed(kOfB, 1)) put(kOfB + 1, of_weight(*dup, columns(*first_rows, rank, rank_of_up)));
-    if (needed(kOfA) && needed(kOfA, 1)) {
+    if (needed(kOfB, 1)) put(kOfB + 1, of_weight(*dup, columns(*first_rows, up_column(), rank_of_up)));
+    if (needed(kOfA) && needed(kOfA, 1) && rank == up_column()) {
       const int64_t width = x_->size(1);
       const Tensor both = of_weight(columns(*drows, 0, rank + rank_of_up), *x_);
       put(kOfA, matrix_view(both, {rank, width}, {width, 1}));
       put(kOfA + 1, matrix_view(both, {rank_of_up, width}, {width, 1}, rank * width));
-    } else if (needed(kOfA)) {
-      put(kOfA, of_weight(columns(*drows, 0, rank), *x_));
-    } else if (needed(kOfA, 1)) {
-      put(kOfA + 1, of_weight(columns(*drows, rank, rank_of_up), *x_));
+    } else {
+      if (needed(kOfA)) put(kOfA, of_weight(columns(*drows, 0, rank), *x_));
+      if (needed(kOfA, 1)) put(kOfA + 1, of_weight(columns(*drows, up_column(), rank_of_up), *x_));
     }
     if (needed(kOfWeights)) put(kOfWeights, of_weight(dgate, *x_));
     if (needed(kOfWeights, 1)) put(kOfWeights + 1, of_weight(*dup, *x_));
@@ -385,9 +387,10 @@ class Adapted {
     const auto& up = layers_.up;
     const OptionalTensor up_a = up ? up->a : std::nullopt;
     if (!up) return add_products(flat(dx), {{drows, first.a, 0}}, {{dgate, first.weight}});
-    auto kernel = Backend::input_gradient(dgate, first.weight, *dup, up->weight, LowRankTerm{drows, first.a, up_a});
+    auto kernel =
+        Backend::input_gradient(dgate, first.weight, *dup, up->weight, LowRankTerm{drows, first.a, up_a, up_column()});
     if (kernel) return kernel.launch(flat(dx));
-    add_products(flat(dx), {{drows, first.a, 0}, {drows, up_a, first.rank()}},
+    add_products(flat(dx), {{drows, first.a, 0}, {drows, up_a, up_column()}},
                  {{dgate, first.weight}, {*dup, up->weight}});
   }
 

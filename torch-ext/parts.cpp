@@ -214,6 +214,68 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   return weight ? put(operands, weight_place, weight.get()) : kError;
 }
 
+Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
+                    PyObject* adapters, Py_ssize_t place) {
+  for (Py_ssize_t i = 0; i < kAdapterPlaces; ++i) {
+    if (put(adapters, place + i, i == kScaling ? names().one : Py_None) != kYes) return kError;
+  }
+  PyObject* const unchanged = item(settings.adapters, class_of(layer));
+  if (unchanged == nullptr) {
+    return PyErr_Occurred() ? kError : read_linear(layer, recording, operands, weight_place, bias_place);
+  }
+  PyObject* const state = state_of(layer);
+  if (state == nullptr) return kError;
+  const Answer called = is_bare(layer, state, recording);
+  if (called != kYes) return called;
+  const Answer same = are_unchanged(unchanged);
+  if (same != kYes) return same;
+  const Names& n = names();
+  const auto child = [&](PyObject* name) { return item(item(state, n.modules), name); };
+  const auto holds = [&](PyObject* name) { return item(state, name) != nullptr; };
+  if (!holds(n.modules) || !holds(n.disabled) || !holds(n.merged) || !holds(n.active) || !holds(n.scaling)) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
+  PyObject* const base = child(n.base_layer);
+  if (base == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Answer read = read_linear(base, recording, operands, weight_place, bias_place);
+  if (read != kYes) return read;
+  const Py_ssize_t merged = PyObject_Size(item(state, n.merged));
+  const bool disabled = item(state, n.disabled) != Py_False;
+  if (merged < 0 || (disabled && merged > 0)) return merged < 0 ? kError : kNo;
+  if (disabled || merged > 0) return kYes;
+
+  PyObject* active = item(state, n.active);
+  if (PyList_Check(active)) active = PyList_Size(active) == 1 ? PyList_GetItem(active, 0) : nullptr;
+  if (active == nullptr || !PyUnicode_Check(active)) return PyErr_Occurred() ? kError : kNo;
+  PyObject* of[3];  // lora_A, lora_B, lora_dropout
+  for (int i = 0; i < 3; ++i) {
+    PyObject* const container = child(n.of_adapters[i]);
+    if (container == nullptr || class_of(container) != settings.module_dict) return PyErr_Occurred() ? kError : kNo;
+    PyObject* const held = state_of(container);
+    PyObject* const modules = held == nullptr ? nullptr : item(held, n.modules);
+    of[i] = modules == nullptr ? nullptr : item(modules, active);
+    if (PyErr_Occurred()) return kError;
+  }
+  if (of[0] == nullptr) return kYes;  // no adapter of this name
+  PyObject* const enabled = item(state, n.casts_input);
+  PyObject *const variants = item(state, n.variants), *const dora = item(state, n.use_dora);
+  const bool varied = (variants != nullptr && (!PyDict_Check(variants) || item(variants, active) != nullptr)) ||
+                      (dora != nullptr && (!PyDict_Check(dora) || item(dora, active) != Py_False));
+  PyObject* const scaling = item(item(state, n.scaling), active);
+  if (PyErr_Occurred()) return kError;
+  const bool plain = of[1] != nullptr && of[2] != nullptr && class_of(of[0]) == settings.linear &&
+                     class_of(of[1]) == settings.linear && (enabled == nullptr || enabled == Py_True) && !varied &&
+                     scaling != nullptr && (PyFloat_CheckExact(scaling) || PyLong_Check(scaling));
+  if (!plain) return kNo;
+  Answer said = passes(of[2], recording);
+  if (said == kYes) said = read_linear(of[0], recording, adapters, place + kA, place + kBiasOfA);
+  if (said == kYes) said = read_linear(of[1], recording, adapters, place + kB, place + kBiasOfB);
+  if (said != kYes) return said;
+  const bool biased =
+      PyTuple_GetItem(adapters, place + kBiasOfA) != Py_None || PyTuple_GetItem(adapters, place + kBiasOfB) != Py_None;
+  return biased ? kNo : put(adapters, place + kScaling, scaling);
+}
+
 bool is_cast(PyObject* part) { return class_of(part) == settings.function; }
 
 Answer all_pass(Objects parts, bool recording) {

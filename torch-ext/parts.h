@@ -58,6 +58,15 @@ inline Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
 // Puts the weight of a plain linear layer, as [out, in], and its bias into a tuple.
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place);
 
+// The operands of a layer's adapter in a tuple: from a place on these, of which biases are None, and where there is no
+// adapter a and b too.
+enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kAdapterPlaces };
+
+// The same of a layer that may have an adapter of PEFT's LoRA, in the common case: none, one that is active, or those
+// that are merged into the weight.
+Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
+                    PyObject* adapters, Py_ssize_t place);
+
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);
 

@@ -162,6 +162,18 @@ PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   return given.release();
 }
 
+// The result of layers some of which have adapters, all of one dtype; nullptr without an error where they are not.
+PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters) {
+  for (PyObject* each : {operands, adapters}) {
+    if (are_of(each, dtype) != kYes) return nullptr;
+  }
+  Answer followed = recording ? needs_gradient(operands) : kNo;
+  if (followed == kNo && recording) followed = needs_gradient(adapters);
+  if (followed == kError) return nullptr;
+  PyObject* const recorded = followed == kYes ? Py_True : Py_False;
+  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, nullptr);
+}
+
 }  // namespace
 
 PyObject* dtype_taken(PyObject* x) {
@@ -215,7 +227,7 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work) {
   return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
 }
 
-PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
   // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
@@ -227,9 +239,17 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
+  const Owned adapters(PyTuple_New(layers * kAdapterPlaces));
+  if (!adapters) return nullptr;
+  bool has_adapters = false;
   for (Py_ssize_t i = 0; i < layers; ++i) {
-    if (read_linear(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i) != kYes) return nullptr;
+    const Py_ssize_t place = i * kAdapterPlaces;
+    const Answer read =
+        read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place);
+    if (read != kYes) return nullptr;
+    has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }
+  if (has_adapters ? block != nullptr : adapted) return nullptr;
   if (is_undisturbed() != kYes) return nullptr;
   const Owned cast_to(autocast_dtype());
   if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
@@ -240,6 +260,8 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block) {
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  if (has_adapters)
+    return packed == kNo ? with_adapters(mlp.pattern, recording, dtype, operands, adapters.get()) : nullptr;
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError || (followed == kYes && block != nullptr)) return nullptr;
   if (followed == kYes) {

@@ -255,6 +255,7 @@ Answer has_composite(PyObject* state) {
   PyObject *const modules = item(state, names().modules), *name, *child;
   if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
   for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);) {
+    if (item(settings.adapters, class_of(child)) != nullptr) return kYes;
     const Owned kind(PyObject_GetAttr(class_of(child), names().class_name));
     const bool found = kind && item(settings.composites, kind.get()) != nullptr;
     if (found || PyErr_Occurred()) return found ? kYes : kError;
@@ -373,6 +374,17 @@ PyObject* py_fused(PyObject* given) {
   return known ? fused(mlp, recording == kYes) : nullptr;
 }
 
+// The result of a layer with an adapter, followed by an activation.
+PyObject* py_adapted(PyObject* given) {
+  PyObject* of[4];  // pattern, layer, x, activation
+  if (!unpack(given, "oooo", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  const Mlp mlp{of[0], of[2], Objects(&of[1], 1), of[3], {}};
+  return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
+}
+
 // Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
 // factor, modulation, operands).
 template <typename Use>
@@ -453,6 +465,7 @@ PyMethodDef plain_module_methods[] = {
     {"runs_as_written", boolean<py_runs_as_written>, METH_VARARGS, nullptr},
     {"directly", answered<py_directly>, METH_VARARGS, nullptr},
     {"fused", answered<py_fused>, METH_VARARGS, nullptr},
+    {"adapted", answered<py_adapted>, METH_VARARGS, nullptr},
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},

@@ -25,6 +25,9 @@ struct Settings {
   PyObject* known_by;        // a function: what an activation that a method gives is known by
   PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
+  PyObject* adapters;        // by class of layers with adapters: attributes that are as they were read
+  PyObject* adapted;         // a function: computes layers some of which have adapters (adapters.py)
+  PyObject* module_dict;     // nn.ModuleDict
   PyObject* linears;         // by class of linear layers beside torch's: (guards, whether weights are [in, out], and
                              // where they are not, there is no bias)
   PyObject* norms;           // by class of norms: what read_norm() says
@@ -95,6 +98,17 @@ struct Names {
   PyObject* gated = PyUnicode_InternFromString("gated");
   PyObject* up_first = PyUnicode_InternFromString("up_first");
   PyObject* order = PyUnicode_InternFromString("__mro__");
+  // Attributes of PEFT's layers.
+  PyObject* disabled = PyUnicode_InternFromString("_disable_adapters");
+  PyObject* merged = PyUnicode_InternFromString("merged_adapters");
+  PyObject* active = PyUnicode_InternFromString("_active_adapter");
+  PyObject* scaling = PyUnicode_InternFromString("scaling");
+  PyObject* base_layer = PyUnicode_InternFromString("base_layer");
+  PyObject* casts_input = PyUnicode_InternFromString("cast_input_dtype_enabled");
+  PyObject* variants = PyUnicode_InternFromString("lora_variant");
+  PyObject* use_dora = PyUnicode_InternFromString("use_dora");
+  PyObject* of_adapters[3] = {PyUnicode_InternFromString("lora_A"), PyUnicode_InternFromString("lora_B"),
+                              PyUnicode_InternFromString("lora_dropout")};
   // The methods that find attributes: of all names, and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Those of a forward, then those of a backward.

@@ -64,12 +64,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? bias, Tensor? up_bias, Tensor(a!) gate, Tensor(b!)? up, int activation, int needs, bool? up_first) "
       "-> Tensor[]");
   ops.def(
-      "adapted_forward(Tensor x, Tensor?[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
-      "int activation, int keep) -> Tensor[]");
+      "adapted_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
+      "bool gated, int activation, int keep) -> Tensor[]");
   ops.def(
-      "adapted_backward(Tensor grad, Tensor? x, Tensor?[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
-      "float[] scalings, Tensor? gate, Tensor? up, Tensor? first_rows, Tensor? second_rows, int activation, int needs) "
-      "-> Tensor[]");
+      "adapted_backward(Tensor grad, Tensor? x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
+      "float[] scalings, Tensor? gate, Tensor? up, Tensor? first_rows, Tensor? second_rows, bool gated, "
+      "int activation, int needs) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)

@@ -146,22 +146,23 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor&
                                        const OptionalTensor& up, int64_t activation, int64_t needs,
                                        std::optional<bool> up_first);
 
-// Layers with low-rank adapters: of the lists, each of three, the first or gate, the up where there is one, and the
-// second or down of an MLP, whose elements of one place belong to one layer. It computes x weight^T + bias + scaling *
+// Layers with low-rank adapters: the elements of one place in the lists belong to one layer, the first or gate, the up
+// where `gated`, and the second or down of an MLP. It computes x weight^T + bias + scaling *
 // (x a^T) b^T; the activation stands behind the first. Returns the result and what a backward needs, as `keep` says
-// (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the second.
-std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<OptionalTensor>& weights,
+// (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the
+// second.
+std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                    int64_t activation, int64_t keep);
+                                    bool gated, int64_t activation, int64_t keep);
 
 // The gradients that `needs` asks for (adapted.h), given that of its result and what it kept. Without `gate` the values
 // before the activation are made again, of x, which is not needed for all gradients.
-std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<OptionalTensor>& weights,
+std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
                                      const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                      const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
                                      const OptionalTensor& gate, const OptionalTensor& up,
-                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows,
+                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs);
 
 }  // namespace fused_mlp

@@ -236,9 +236,9 @@ GemmProblem placed(GemmProblem p) {
     if (data != nullptr) data = reinterpret_cast<Data>(kLineBytes + reinterpret_cast<uintptr_t>(data) % kLineBytes);
   };
   TrainingMatrices& t = p.training;
-  for (Matrix* matrix : {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up,
-                         &t.gate_gradient, &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight,
-                         &p.low_rank.up_weight}) {
+  for (Matrix* matrix :
+       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up, &t.gate_gradient,
+        &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
     place(matrix->data);
   }
   place(p.epilogue.bias);

@@ -83,12 +83,15 @@ struct TrainingMatrices {
   bool operator==(const TrainingMatrices&) const = default;
 };
 
-// A product of few columns that is added to the sums: rows [m, k + up_k], of which the first k columns are multiplied by
-// weight^T, [n, k], and the others by up_weight^T, [n, up_k], for the sums of up. Of products that read their weights as
-// they lie, weights are [k, n] and [up_k, n], and a pair adds both. There is none where k and up_k are 0.
+// A product of few columns that is added to the sums: rows of which the first k columns are multiplied by weight^T,
+// [n, k], and those from up_column on by up_weight^T, [n, up_k], for the sums of up. Columns between hold zeros. Of
+// products that read their weights as they lie, weights are [k, n] and [up_k, n], and a pair adds both. There is none
+// where k and up_k are 0.
 struct LowRank {
   Matrix rows = kNoMatrix, weight = kNoMatrix, up_weight = kNoMatrix;
-  int64_t k = 0, up_k = 0;
+  int64_t k = 0, up_k = 0, up_column = 0;
+
+  constexpr int64_t columns() const { return up_k > 0 ? up_column + up_k : k; }
 
   explicit constexpr operator bool() const { return k + up_k > 0; }
   bool operator==(const LowRank&) const = default;

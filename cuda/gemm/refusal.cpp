@@ -31,7 +31,7 @@ Refusal refusal_of_operands(const GemmProblem& p) {
   }
   const LowRank& r = p.low_rank;
   const bool lies = reads_weights_as_they_lie(p.product());
-  if (!absent_or_addressable(r.rows, r.k + r.up_k) || !absent_or_addressable(r.weight, lies ? p.n : r.k) ||
+  if (!absent_or_addressable(r.rows, r.columns()) || !absent_or_addressable(r.weight, lies ? p.n : r.k) ||
       !absent_or_addressable(r.up_weight, lies ? p.n : r.up_k)) {
     return Refusal::kUnalignedRows;
   }

@@ -30,9 +30,10 @@ inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, 
   args->blocks = ceil_div(term.k, kBlockK);
   constexpr int kOutside = 1 << 24;
   args->shift = term.k > 0 ? 0 : kOutside;
-  args->up_shift = p.pair() ? static_cast<int>(term.k) : term.up_k > 0 ? -static_cast<int>(term.k) : kOutside;
+  const int up_column = static_cast<int>(term.up_column);
+  args->up_shift = p.pair() ? up_column : term.up_k > 0 ? -up_column : kOutside;
   const bool has_up = p.gated() || p.pair();
-  return encode_tensor_map(&args->rows, p.dtype, term.rows, p.m, term.k + term.up_k, box_rows_a, kBlockK) &&
+  return encode_tensor_map(&args->rows, p.dtype, term.rows, p.m, term.columns(), box_rows_a, kBlockK) &&
          (term.k > 0 ? encode(&args->weight, term.weight, term.k) : encode(&args->weight, term.up_weight, term.up_k)) &&
          (!has_up || (term.up_k > 0 ? encode(&args->up_weight, term.up_weight, term.up_k)
                                     : encode(&args->up_weight, term.weight, term.k)));
@@ -41,7 +42,7 @@ inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, 
 // The blocks of k that the term adds.
 inline int low_rank_blocks(const GemmProblem& p) {
   const LowRank& term = p.low_rank;
-  return p.pair() ? ceil_div(term.k, kBlockK) + ceil_div(term.up_k, kBlockK) : ceil_div(term.k + term.up_k, kBlockK);
+  return p.pair() ? ceil_div(term.k, kBlockK) + ceil_div(term.up_k, kBlockK) : ceil_div(term.columns(), kBlockK);
 }
 
 }  // namespace fused_mlp::sm90

@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_rows(const typename Gemm::Args& args, const
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
                                           const Tile& tile, int2 k, int rank) {
-  const int blocks = min(Gemm::kStages, k.y - k.x);
+  const int blocks = min(Gemm::kStages, min(k.y, args.own_blocks) - k.x);
   for (int stage = 0; stage < blocks; ++stage) {
     mbarrier_arrive_expect(shared.full(stage), args.stage_bytes);
     load_weights<Gemm>(args, shared.full(stage), shared.b(stage), (k.x + stage) * Gemm::kBlockK, tile.weight_row());

@@ -19,8 +19,8 @@ struct TiledGemmArgs {
   CUtensorMap out;
   EpilogueArgs epilogue;
   int n;
-  int k_blocks;    // of all operands
-  int own_blocks;  // of a and the weights, without those of low_rank
+  int k_blocks;     // of all operands
+  int own_blocks;   // of a and the weights, without those of low_rank
   int last_row;     // at which a tile may begin
   int last_column;  // likewise
   int stage_bytes;  // that the TMA brings

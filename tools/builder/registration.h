@@ -35,6 +35,8 @@
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_FromDouble
 #pragma weak PyFloat_Type
+#pragma weak PyList_GetItem
+#pragma weak PyList_Size
 #pragma weak PyLong_AsSsize_t
 #pragma weak PyLong_FromSsize_t
 #pragma weak PyModule_Create2

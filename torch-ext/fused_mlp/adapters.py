@@ -6,7 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2
 from __future__ import annotations
 
 import functools
-from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -67,27 +67,24 @@ class Layers(NamedTuple):
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
         """Weights, biases, a and b, each of the three layers. A bias is the sum of the layer's and its adapter's."""
-        return (
-            *(layer and layer.weight for layer in self),
-            *map(_bias_of, self),
-            *_parts_of(self, 0),
-            *_parts_of(self, 1),
-        )
+        weights, biases, a, b = [None] * 3, [None] * 3, [None] * 3, [None] * 3
+        for place, layer in enumerate(self):
+            if layer is not None:
+                weights[place], biases[place], adapter = layer
+                if adapter is not None:
+                    a[place], b[place], _, bias, _ = adapter
+                    if bias is not None:
+                        biases[place] = _sum_of_biases(layer)
+        return (*weights, *biases, *a, *b)
 
     @property
     def scalings(self) -> Tuple[float, ...]:
-        return tuple(1.0 if layer is None or layer.adapter is None else layer.adapter.scaling for layer in self)
+        return tuple([1.0 if layer is None or layer.adapter is None else layer.adapter.scaling for layer in self])
 
 
-def _bias_of(layer: Optional[Layer]) -> Optional[Tensor]:
-    if layer is None or layer.adapter is None or layer.adapter.bias is None:
-        return layer and layer.bias
+def _sum_of_biases(layer: Layer) -> Tensor:
     scaled = layer.adapter.bias * layer.adapter.scaling
     return scaled.to(layer.weight.dtype) if layer.bias is None else (layer.bias + scaled).to(layer.bias.dtype)
-
-
-def _parts_of(layers: Layers, index: int) -> Tuple[Optional[Tensor], ...]:
-    return tuple(None if layer is None or layer.adapter is None else layer.adapter[index] for layer in layers)
 
 
 def check_any(x: Tensor, **given: Tuple[Optional[Adapter], Tensor]) -> None:
@@ -122,26 +119,82 @@ def check(name: str, adapter: Adapter, weight: Tensor, x: Tensor) -> None:
 
 
 def run(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
-    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations.
+    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations."""
+    found = in_one_op(x, layers, activation, memory)
+    return composed(x, layers, activation, memory) if found is None else found
+
+
+def in_one_op(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Optional[Tensor]:
+    """The same by one op, and one backward where autograd follows; None where that does not take the operands.
 
     An adapter of float32 beside other weights is cast to their dtype, once a call; its gradients are of float32.
     """
+    tensors = layers.tensors
+    is_plain = _are_plain(layers, x.dtype)
+    recorded = calls.is_plainly_recorded(layers.op, (x, *tensors)) if is_plain else None
+    if recorded is not None:
+        return _op(x, tensors, layers, activation, memory, recorded)
     if refusal(x, layers) is not None:
-        return composed(x, layers, activation, memory)
-    given = calls.autocast((x, *layers.tensors))
-    x, *tensors = (
-        tensor if tensor is None or tensor.dtype == given[0].dtype else tensor.to(given[0].dtype) for tensor in given
-    )
-    how = layers.scalings, activation
-    if not calls.autograd_follows(x, *tensors):
-        arguments = (x, *_lists(tensors), *how, _NOTHING)
-        return dispatch.op_or_parts(lambda *all: _forward(*all)[0], arguments, lambda: composed(x, layers, activation))
-    return _Adapted.apply(*how, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
+        return None
+    x, *tensors = calls.autocast((x, *tensors))
+    plain, of_adapters = tensors[:_FIRST_OF_ADAPTERS], tensors[_FIRST_OF_ADAPTERS:]
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in plain):
+        return None
+    tensors = (*plain, *(tensor if tensor is None else tensor.to(x.dtype) for tensor in of_adapters))
+    return _op(x, tensors, layers, activation, memory, calls.autograd_follows(x, *tensors))
+
+
+def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters: Tuple[Any, ...]) -> Optional[Tensor]:
+    """The result of a pattern, given the operands that compiled code has found (torch-ext/parts.h), all of one dtype.
+
+    None where the op does not take them.
+    """
+    x, *given, code = operands
+    count = len(given) // 2
+    lists = given[:count], given[count:], adapters[0::5], adapters[2::5], adapters[4::5]
+    try:
+        if not recorded:
+            return _plain_forward(x, *lists, pattern.gated, code, _NOTHING)[0]
+        places = _PLACES[pattern.gated, count]
+        weights, biases, a, b, scalings = ([None if at is None else each[at] for at in places] for each in lists)
+        keep = _VALUES if pattern.memory == training.KEPT else _ROWS
+        return _apply(tuple(scalings), code, keep, x, *weights, *biases, *a, *b)
+    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+        return None
+
+
+# Where the first layer, up and the second are among those of a pattern, by whether it is gated and how many it has.
+_PLACES = {(False, 1): (0, None, None), (False, 2): (0, None, 1), (True, 2): (0, 1, None), (True, 3): (0, 1, 2)}
+
+
+def _op(
+    x: Tensor, tensors: Sequence[Optional[Tensor]], layers: Layers, activation: int, memory: str, recorded: bool
+) -> Tensor:
+    if recorded:
+        return _apply(layers.scalings, activation, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
+    arguments = (x, *_operands(tensors, layers.scalings), layers.up is not None, activation, _NOTHING)
+    return dispatch.op_or_parts(_plain_forward, arguments, lambda: (composed(x, layers, activation),))[0]
+
+
+def _are_plain(layers: Layers, dtype: torch.dtype) -> bool:
+    """True if adapters are of this dtype, and have no dropout."""
+    for layer in layers:
+        adapter = None if layer is None else layer.adapter
+        if adapter is not None and (adapter.dropout > 0.0 or adapter.a.dtype is not dtype):
+            return False
+    return True
+
+
+def _has_dropout(layers: Layers) -> bool:
+    for layer in layers:  # noqa: SIM110 (a generator costs more than what it runs)
+        if layer is not None and layer.adapter is not None and layer.adapter.dropout > 0.0:
+            return True
+    return False
 
 
 def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     """The reason why a call is composed of PyTorch's operations, or None if it is one op."""
-    if any(layer is not None and layer.adapter is not None and layer.adapter.dropout > 0.0 for layer in layers):
+    if _has_dropout(layers):
         return "dropout in front of an adapter is PyTorch's"
     if torch.compiler.is_compiling() or training.is_followed():
         return "torch.compile, or a mode, follows the parts"
@@ -163,8 +216,17 @@ def composed(x: Tensor, layers: Layers, activation: int, memory: str = training.
 
 
 _forward, _backward = native.adapted_forward, native.adapted_backward
+# Without what OpOverload does before it in Python, for calls that nothing traces.
+_plain_forward, _plain_backward = (getattr(op, "_op", op) for op in (_forward, _backward))
 _NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/adapted.h
 _IDENTITY = get_activation(None).code
+_FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
+
+
+def _operands(tensors: Sequence[Optional[Tensor]], scalings: Sequence[float]) -> List[List[Any]]:
+    """Those of the op: weights, biases, a, b and scalings of the layers that are there."""
+    there = [place for place in range(3) if tensors[place] is not None]
+    return [[each[place] for place in there] for each in (*_lists(tensors), scalings)]
 
 
 def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
@@ -183,7 +245,7 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, scalings: Tuple[float, ...], activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
         needs, given = ctx.needs_input_grad[3:], (x, *tensors)
-        result, *kept = _forward(x, *_lists(tensors), scalings, activation, keep)
+        result, *kept = _plain_forward(x, *_operands(tensors, scalings), tensors[1] is not None, activation, keep)
         saved = _saved(needs, tuple(tensor is not None for tensor in tensors), keep == _ROWS)
         ctx.how = scalings, activation, saved
         ctx.others = {
@@ -213,10 +275,15 @@ class _Adapted(torch.autograd.Function):
             found = by_parts()
         else:
             bits = sum(need << place for place, need in enumerate(needs))
-            arguments = grad, x, *_lists(tensors), scalings, gate, up, first_rows, second_rows, activation, bits
-            found = dispatch.op_or_parts(_backward, arguments, by_parts)
+            given = *_operands(tensors, scalings), gate, up, first_rows, second_rows, tensors[1] is not None
+            arguments = grad, x, *given, activation, bits
+            found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)
         gradients = iter(found)
         return (None, None, None, *(next(gradients) if need else None for need in needs))
+
+
+# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+_apply = super(torch.autograd.Function, _Adapted).apply
 
 
 def _there(

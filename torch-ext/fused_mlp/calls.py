@@ -34,7 +34,7 @@ _tracing_state = torch._C._get_tracing_state
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     given = (gate, up)
-    if _is_plainly_recorded("act_and_mul", given) is False:
+    if is_plainly_recorded("act_and_mul", given) is False:
         result = _by_op("act_and_mul", given, activation.code)
         if result is not None:
             return result
@@ -185,7 +185,7 @@ def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Opt
     """``_by_op``, unless the parts take less time than the op: many rows of transposed weights."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
-    return None if _is_plainly_recorded("experts_mlp", given) is not False else _by_op("experts_mlp", given, *form)
+    return None if is_plainly_recorded("experts_mlp", given) is not False else _by_op("experts_mlp", given, *form)
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
@@ -295,7 +295,7 @@ _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_
 
 def _computed(op: str, given: Operands, activation: int, memory: str = training.KEPT) -> Tensor:
     """The result of one op of some backend, or of the composed parts where they take less time, or are to be seen."""
-    recorded = _is_plainly_recorded(op, given)
+    recorded = is_plainly_recorded(op, given)
     is_left = bool(recorded) and training.is_left_to_parts(op, given, activation, memory)
     if recorded is not None and not is_left:
         result = _by_op(op, given, activation, memory=memory if recorded else None)
@@ -306,7 +306,7 @@ def _computed(op: str, given: Operands, activation: int, memory: str = training.
     return _COMPOSED[op, False](*given, activation) if found is None else found
 
 
-def _is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
+def is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
     """True if autograd follows a call that can be one op by its operands and the global state; None if it cannot.
 
     Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of these, in

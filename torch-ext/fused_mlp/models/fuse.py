@@ -21,10 +21,11 @@ from .. import training
 from . import outcome, verification
 from .experts import mixtures, routers
 from .outcome import Outcome, Reason
+from .parts import adapters
 from .reading.attributes import finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
-from .running import shortcut, switching
+from .running import adapted, shortcut, switching
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
@@ -59,12 +60,13 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
     scripted = set()  # by id: those inside of a compiled one
     heads, tails = set(), set()  # by id: first and second halves of MLPs that are fused
     around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
+    inner = set()  # by id: layers of MLPs that are fused
     with switching.lock:
         modules = list(modules_of(model))
         before = [(module, switching.saved(module)) for _, module in modules]
         try:
             for path, module in modules:
-                if id(module) in scripted:
+                if id(module) in scripted or (id(module) in inner and adapters.is_adapted(module)):
                     continue
                 if issubclass(type(module), torch.jit.ScriptModule):
                     scripted.update(id(inner) for _, inner in modules_of(module))
@@ -73,6 +75,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 for method in switching.methods_in(module).values():
                     tails.update(map(id, rewriter.tails_in(method, module)))
                 around.update(blocks_around(module))
+                inner.update(map(id, layers_in(module)))
                 if found is not None and id(module) not in heads:
                     report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
             for _, module in modules:
@@ -103,6 +106,13 @@ def heads_in(module: nn.Module) -> List[nn.Module]:
     return [part for method in methods for part in rewriter.heads_in(method, module)]
 
 
+def layers_in(module: nn.Module) -> List[nn.Module]:
+    """The projections of the MLPs that a module runs fused."""
+    methods = filter(rewriter.is_fused, switching.methods_in(module).values())
+    mlps = (mlp for method in methods for mlp in rewriter.mlps_in(method, module))
+    return [part for mlp in mlps for part in mlp.projections.values()]
+
+
 def blocks_around(module: nn.Module) -> Dict[int, str]:
     """The MLPs, by id, that the methods of a module compute together with their block, and what else is in it."""
     found: Dict[int, str] = {}
@@ -113,7 +123,8 @@ def blocks_around(module: nn.Module) -> Dict[int, str]:
 
 def in_block(found: Outcome, words: str) -> Outcome:
     """The outcome of an MLP that is fused with its block."""
-    return replace(found, pattern=found.pattern + words) if found.extent == outcome.FULL else found
+    is_whole = found.extent == outcome.FULL and adapters.WITH_ADAPTERS not in found.pattern
+    return replace(found, pattern=found.pattern + words) if is_whole else found
 
 
 def _is_idle(module: nn.Module) -> bool:
@@ -178,6 +189,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
+    methods = methods or adapted.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
@@ -196,7 +208,7 @@ def _plan_of(
         own = state_of(module).get(switching.place_of(module, name))
         if own is not None and not _is_of_class(module, name, own):
             return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
-        if check is None or routers.is_fused(method):
+        if check is None or routers.is_fused(method) or adapted.is_fused(method):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)

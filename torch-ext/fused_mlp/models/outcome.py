@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from .. import dispatch, training
 from ..backends import reference
 from .experts import mixtures, routers
-from .parts import norms, obstacles, recognition
+from .parts import adapters, norms, obstacles, recognition
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
 from .rewriting import endings, rewriter, shape
 from .rewriting.found import FoundMLP, around_of
-from .running import forwards
+from .running import adapted, forwards
 
 # Extents: what of an MLP is one call of a kernel.
 FULL = "full"  # its GEMMs, with the activation in their epilogue
@@ -116,6 +116,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return of_experts(module)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
+    if any(map(adapted.is_fused, methods)):
+        return of_adapted(module)
     for method in filter(endings.is_fused, methods):
         return of_sum(endings.parts_of(method, module))
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
@@ -137,7 +139,7 @@ def _part_fused(mlp: FoundMLP) -> str:
     if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
-    if mlp.pattern.whole and not any(map(obstacles.of_projection, first)):
+    if mlp.pattern.whole and not any(map(adapters.of_projection, first)):
         return PARTLY
     return POINTWISE if mlp.pattern.gated else NONE
 
@@ -148,6 +150,12 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     if obstacle is None:
         return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
     return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
+
+
+def of_adapted(module: nn.Module) -> Outcome:
+    """The outcome of a layer with an adapter, by itself."""
+    obstacle, pattern = adapted.obstacle(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
+    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
 
 
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
@@ -267,7 +275,7 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
         return [Reason(CALLED, "all parts", around)]
     if any(mlp.halves.values()):  # then their parts are not looked at
         return list(called(mlp.halves))
-    found = {name: obstacles.of_projection(part) for name, part in mlp.projections.items()}
+    found = {name: adapters.of_projection(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
     given = forwards.dtype_of(projections[0]), projections[-1]
     found.update({name: forwards.alteration(part, *given) for name, part in mlp.between.items()})
@@ -304,5 +312,9 @@ def _weight(mlp: FoundMLP) -> Optional[Tensor]:
 
 
 def _pattern(mlps: Iterable[FoundMLP]) -> str:
-    words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{mlp.around}" for mlp in mlps)
+    words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{_of_adapters(mlp) or mlp.around}" for mlp in mlps)
     return ", ".join(dict.fromkeys(words))
+
+
+def _of_adapters(mlp: FoundMLP) -> str:
+    return adapters.words_of(mlp.projections.values())

@@ -19,7 +19,7 @@ from .. import calls
 from ..backends import reference
 from ..experts import traceable
 from .experts import mixtures, proofs
-from .parts import obstacles
+from .parts import adapters, obstacles
 from .rewriting.found import FoundMLP
 from .running import forwards
 
@@ -49,7 +49,7 @@ class Verification:
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
         key = (mlp.pattern, type(mlp.act), mlp.activation, len(_casts(mlp)), *kinds)
         if key not in self._known:
-            self._known[key] = _difference_of_call(mlp, obstacles.weight_of(parts[0]))
+            self._known[key] = _difference_of_call(mlp, adapters.layer_of(parts[0]).weight)
         return self._known[key]
 
     def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
@@ -70,9 +70,10 @@ def _can_be_computed(mlp: FoundMLP) -> bool:
     """True if a sample call has no side effects (no hooks, no modes) and all weights are materialised."""
     if obstacles.of_surroundings() is not None or mlp.activation is None:
         return False
-    if any(obstacles.of_projection(part) is not None for part in mlp.projections.values()):
+    layers = [adapters.layer_of(part) for part in mlp.projections.values()]
+    if any(isinstance(layer, str) or (layer.adapter is not None and layer.adapter.dropout) for layer in layers):
         return False
-    weights = [obstacles.weight_of(part) for part in mlp.projections.values()]
+    weights = [layer.weight for layer in layers]
     return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # else it is yet to be gathered
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...training import KEPT
 from ..experts.interface import original_of
-from ..parts import forms, norms, obstacles
+from ..parts import adapters, forms, norms
 from ..parts.guards import Guards
 from ..parts.matches import ending_of, start_of
 from ..parts.recognition import looks_like_activation, name_of, recognise
@@ -93,7 +93,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
     made = {}
     for name, method in methods.items():
         mlps = mlps_in(method, module) if method in _made else []
-        if not any(obstacles.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
+        if not any(adapters.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
             made[name] = method
             continue
         original = written[method].function
@@ -108,7 +108,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
 
 def _role_unwrapped(part: Any) -> Optional[str]:
     role = role_of(part)
-    return Role.LAYER if role == Role.PROJECTION and obstacles.is_wrapped(part) else role
+    return Role.LAYER if role == Role.PROJECTION and adapters.is_wrapped(part) else role
 
 
 def is_fused(function: Any) -> bool:
@@ -219,7 +219,7 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.RELU if activation.name == "relu" else Role.ACTIVATION
     if looks_like_activation(part):
         return Role.UNKNOWN
-    if "in_features" in state_of(part) or hasattr(type(part), "in_features") or obstacles.of_projection(part) is None:
+    if "in_features" in state_of(part) or hasattr(type(part), "in_features") or adapters.of_projection(part) is None:
         return Role.PROJECTION
     if code is not None:
         return Role.SCALE
@@ -233,9 +233,9 @@ def _role_of_layer(part: nn.Module) -> str:
         return Role.LAYER
     children = children_of(part).values()
     in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
-    if not in_turn and all(obstacles.of_projection(child) is not None for child in children):
+    if not in_turn and all(adapters.of_projection(child) is not None for child in children):
         return Role.LAYER
-    if any(role_of(child) == Role.PROJECTION and obstacles.is_wrapped(child) for child in children):
+    if any(role_of(child) == Role.PROJECTION and adapters.is_wrapped(child) for child in children):
         return Role.LAYER
     if forward is nn.Sequential.forward:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE

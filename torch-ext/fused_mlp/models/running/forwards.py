@@ -8,7 +8,7 @@ them to the dtype of its weight, as :func:`cast` does.
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ... import calls
 from ...activations import Activation
-from ..parts import obstacles
+from ...adapters import Layer, Layers, in_one_op
+from ...operands import halves
+from ..parts import adapters, obstacles
 from ..parts.pattern import Pattern
 from ..reading.attributes import attribute_of, of_call
 
@@ -43,19 +45,47 @@ def fused(
         return None
     if pattern.whole and not passes(between, x, projections[-1]):
         return None
-    weights: List[Tensor] = []
-    biases: List[Optional[Tensor]] = []
+    layers: List[Layer] = []
     for projection in projections:
-        parameters = obstacles.parameters_of(projection)
-        if type(parameters) is str or parameters[0].dim() != 2:
+        layer = adapters.layer_of(projection)
+        if type(layer) is str or layer.weight.dim() != 2:
             return None
-        weights.append(parameters[0])
-        biases.append(parameters[1])
+        layers.append(layer)
+    if any(layer.adapter is not None for layer in layers):
+        return _adapted(pattern, x, layers, activation)
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     if not pattern.packed:
         return calls.in_one_op(pattern.op, (x, *weights, *biases), activation, pattern.memory)
     nothing = () if pattern.whole else (None,)
     given = (x, weights[0], None, *weights[1:], *nothing, biases[0], None, *biases[1:], *nothing)
     return calls.in_one_op("gated_mlp", given, activation, pattern.memory, pattern.up_first)
+
+
+def _adapted(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
+    """The same of layers some of which have adapters."""
+    first, *others = layers
+    up = None
+    if pattern.packed:
+        if first.weight.shape[0] % 2 != 0:
+            return None
+        first, up = _halved(first, pattern.up_first)
+    elif pattern.gated:
+        up, *others = others
+    try:
+        return in_one_op(x, Layers(first, up, *others), activation.code, pattern.memory)
+    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+        return None
+
+
+def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Layer]:
+    """Gate and up of a layer that holds both, with its adapter."""
+    adapter = both.adapter
+    weights, biases = halves(both.weight, up_first), halves(both.bias, up_first)
+    if adapter is None:
+        return Layer(weights[0], biases[0]), Layer(weights[1], biases[1])
+    bs, lora_biases = halves(adapter.b, up_first), halves(adapter.bias, up_first)
+    gate, up = (adapter._replace(b=b, bias=bias) for b, bias in zip(bs, lora_biases))
+    return Layer(weights[0], biases[0], gate), Layer(weights[1], biases[1], up)
 
 
 def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from ... import calls, training
-from ..parts import forms, obstacles
+from ..parts import adapters, forms
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, are_unchanged, of_call, own_method, state_of, written
@@ -114,7 +114,7 @@ def followed(
 
     ``memory``: what training keeps.
     """
-    if obstacles.of_projection(projection) is not None or not forwards.passes(between, x, projection):
+    if adapters.of_projection(projection) is not None or not forwards.passes(between, x, projection):
         return None
     handed = _handed(memory, head, x)
     if type(handed) is Pending:
@@ -125,7 +125,7 @@ def followed(
 def _is_taken(pending: Pending) -> bool:
     """True if nothing is known that keeps the parts of a head from being one op with a projection."""
     return forms.row_of(pending.act) is not None and all(
-        obstacles.of_projection(each) is None for each in pending.projections
+        adapters.of_projection(each) is None for each in pending.projections
     )
 
 

@@ -21,9 +21,10 @@ from torch.utils._device import DeviceContext
 
 from ... import dispatch, training
 from ...activations import ACTIVATIONS, get_activation
+from ...adapters import run_parts
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
-from ..parts import forms, norms, obstacles, recognition
+from ..parts import adapters, forms, norms, obstacles, recognition
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, own_method
@@ -110,6 +111,9 @@ _settings = {
     "known_by": known_by,
     "kernels": _kernels,
     "composites": recognition.COMPOSITES,
+    "adapters": adapters.CLASSES,
+    "adapted": run_parts,
+    "module_dict": nn.ModuleDict,
     "linears": _linears,
     "norms": norms.known,
     "ops": _ops,
@@ -177,7 +181,7 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
         found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
             found = recorded_or_packed(plan.pattern, *found)
-        if found is not None or not _is_asked_again(plan.names):
+        if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(plan.names)):
             return found
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
     learn(act)
@@ -191,6 +195,14 @@ def fused_parts(
     """The same of parts that are at hand."""
     plan = plans.of_operands(pattern, len(projections), len(between))
     return fused(plan, None, x, (*projections, act, *between))
+
+
+def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
+    """True if a projection is a layer with an adapter, which compiled code does not know."""
+    for part in plan.projections:  # noqa: SIM110 (a generator costs more than what it runs)
+        if adapters.is_adapted(part_of(module, part, operands)):
+            return True
+    return False
 
 
 _missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts

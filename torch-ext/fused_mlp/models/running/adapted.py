@@ -1,0 +1,83 @@
+"""A layer of PEFT's LoRA by itself, as in an attention: its two small products are part of its op."""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any, Dict, Optional, Set
+
+import torch
+from torch import Tensor, nn
+
+from ...activations import get_activation
+from ...adapters import Layers, in_one_op
+from ..parts import adapters, obstacles
+from ..reading.attributes import FUSED, as_written, written
+from . import forwards, shortcut, switching
+
+_IDENTITY = get_activation(None)
+_made: Set[FunctionType] = set()
+
+
+# On a CPU one op for a layer pays from so many elements of x on, and to ask takes nothing of a large layer's time.
+_LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The forward of a layer with adapters made anew, by name; nothing for any other module, or where it cannot pay."""
+    if not adapters.is_adapted(module):
+        return {}
+    layer = adapters.layer_of(module)
+    is_small = type(layer) is not str and layer.weight.is_cpu and layer.weight.numel() < _LEAST_WEIGHTS
+    return {} if is_small else {"forward": _fused_method(type(module).forward)}
+
+
+def is_fused(function: Any) -> bool:
+    """True for a method that this module has made."""
+    return function in _made
+
+
+@functools.cache
+def _fused_method(method: FunctionType) -> FunctionType:
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
+    code = method.__code__
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
+            another = instead(self)
+            if another is not None:
+                return another(self, x, *args, **kwargs)
+        is_plain = not (args or kwargs or torch.compiler.is_compiling())
+        result = _product(self, x) if is_plain else None
+        return method(self, x, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    written[forward] = original
+    _made.add(forward)
+    return forward
+
+
+def obstacle(module: nn.Module) -> Optional[str]:
+    """The reason why such a layer runs as it was written in its present state; None if it is one op."""
+    found = adapters.layer_of(module)
+    if isinstance(found, str):
+        return found
+    if found.adapter is None:
+        return "no adapter that is active"
+    return "dropout in front of its adapter" if found.adapter.dropout else obstacles.of_surroundings()
+
+
+def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
+    if x.is_cpu and x.numel() < _LEAST_ELEMENTS:
+        return None
+    found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
+    layer = adapters.layer_of(module) if found is None else None
+    if found is not None or type(layer) is str or layer.adapter is None:
+        return found
+    if obstacles.of_input(x) is not None:
+        return None
+    try:
+        return in_one_op(x, Layers(layer), _IDENTITY.code)
+    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+        return None
