@@ -1,12 +1,11 @@
 """Models whose MLPs cannot be fused whole: what fuse_mlps costs there, or saves.
 
     python benchmarks/unfused.py                       every kind that this machine can run
-    python benchmarks/unfused.py --kinds lora hook --rows 1 512
+    python benchmarks/unfused.py --kinds nf4 hook --rows 1 512
 
-A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU): with PEFT's LoRA on all linear layers in
-inference and in training, with bitsandbytes' NF4 and int8 weights, and with a forward hook on each down projection. An
-unfused and a fused copy run in turns, each a few times in a row; a figure is the median of the ratios of neighbours,
-with its quartiles.
+A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU), in inference: with bitsandbytes' NF4 and int8
+weights, and with a forward hook on each down projection. An unfused and a fused copy run in turns, each a few times in
+a row; a figure is the median of the ratios of neighbours, with its quartiles.
 """
 
 import argparse
@@ -37,7 +36,7 @@ import measure
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192} if ON_GPU else {"hidden_size": 256, "intermediate_size": 704}
-KINDS = ("plain", "hook", "lora", "lora trained", "nf4", "int8")
+KINDS = ("plain", "hook", "nf4", "int8")
 
 
 def llama(layers: int) -> nn.Module:
@@ -65,11 +64,6 @@ def quantised(model: nn.Module, kind: str) -> nn.Module:
 
 def made(kind: str, layers: int) -> nn.Module:
     model = llama(layers)
-    if kind.startswith("lora"):
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
-        return model.to(DTYPE).train(kind == "lora trained")
     if kind in ("nf4", "int8"):
         return quantised(model, kind)
     if kind == "hook":
@@ -80,12 +74,8 @@ def made(kind: str, layers: int) -> nn.Module:
 
 
 def step(model: nn.Module, ids: torch.Tensor) -> None:
-    if not model.training:
-        with torch.no_grad():
-            model(ids)
-        return
-    model(ids).logits.float().pow(2).mean().backward()
-    model.zero_grad()
+    with torch.no_grad():
+        model(ids)
 
 
 def seconds(model: nn.Module, ids: torch.Tensor, count: int) -> float:
@@ -112,7 +102,7 @@ def ratios(models: list[nn.Module], rows: int, turns: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS if ON_GPU else KINDS[:4])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS if ON_GPU else KINDS[:2])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 512, 4096] if ON_GPU else [1, 16, 256])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=24)
