@@ -216,7 +216,8 @@ def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outco
     projections = {name: part for name, part in children_of(module).items() if name not in _LAYER_ACTIVATIONS}
     if kernel in _LAYER_EXTENTS or not projections:
         return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
-    return replace(outcome.of_parts(projections), pattern=_LAYER_PATTERNS.get(kernel, ""))
+    found = outcome.of_parts(projections)
+    return replace(found, pattern=f"{_LAYER_PATTERNS.get(kernel, '')}{found.pattern}")
 
 
 _LAYER_PATTERNS = {

@@ -180,7 +180,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return Outcome(NONE, (reason,), _EXPERTS)
-    if any(map(routers.is_fused, methods)) or any(map(endings.is_fused, methods)):
+    if any(made(method) for made in (routers.is_fused, endings.is_fused, adapted.is_fused) for method in methods):
         return None
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
 
@@ -196,10 +196,10 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
-    """The outcome of an MLP with these projections and a known activation."""
+    """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
     around = obstacles.of_surroundings()
-    reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
-    return Outcome(NONE if reasons else FULL, reasons)
+    reasons = called({name: around or adapters.of_projection(part) for name, part in projections.items()})
+    return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
