@@ -198,6 +198,56 @@ def _gain(result: dict, key: str) -> str:
     return f"{name}\n{min(others) / result['providers']['ours'][key]:.2f}x"
 
 
+# LoRA.
+
+ADAPTED = {
+    "compile": "torch.compile",
+    "ours": "fused-mlp",
+    "ours-recompute": "recomputing",
+    "ours-base": "without adapters",
+    "gemms": "GEMMs alone",
+}
+PARTS = {"mlp": "MLP", "inference": "inference", "step": "step"}
+
+
+def adapters(results: list[dict], where: str, path: Path) -> None:
+    """For each case the time of each way, as a part of eager's."""
+    results = [result for result in results if len(result["providers"]) > 1 and "eager" in result["providers"]]
+
+    def draw() -> plt.Figure:
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.5 + 0.4 * len(results)), layout="constrained")
+        for color, (way, title) in zip(COLORS, ADAPTED.items(), strict=False):
+            rows = [row for row, result in enumerate(results) if way in result["providers"]]
+            ratios, reach = [], []
+            for row in rows:
+                key, base = time_of(results[row]), results[row]["providers"]["eager"]
+                figures = results[row]["providers"][way]
+                ratios.append(figures[key] / base[key])
+                reach.append(ratios[-1] * (_spread(figures, key) + _spread(base, key)))
+            if rows:
+                axes.errorbar(ratios, rows, xerr=reach, fmt="o", markersize=4, color=color, label=title)
+        axes.set_yticks(range(len(results)), [case_of(result).replace(": ", "\n") for result in results])
+        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes.set_xlim(left=0.0)
+        figure.supxlabel(f"time, 1 = eager's, {where}\nbars: half the range of the turns of both", size=9)
+        return _finish(figure, axes, 2)
+
+    save(path, draw)
+
+
+def time_of(result: dict) -> str:
+    """The time that counts: of the GPU for an MLP, in graphs for inference, and of the wall for a step."""
+    measured = result["providers"]["eager"]
+    wanted = ("wall_us",) if result["part"] == "step" else ("graph_us", "kernel_us", "wall_us")
+    return next(key for key in wanted if key in measured)
+
+
+def case_of(result: dict) -> str:
+    shape = list(result["shape"])
+    sizes = f"{' x '.join(map(str, shape[:3]))}{f', rank {shape[3]}' if len(shape) > 3 else ' tokens'}"
+    return f"{PARTS[result['part']]}, {sizes}: {result['adapters']}"
+
+
 def _finish(figure: plt.Figure, axes: Axes, columns: int) -> plt.Figure:
     axes.grid(True, axis="x", linewidth=0.5)
     axes.set_axisbelow(True)

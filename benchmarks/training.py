@@ -67,7 +67,13 @@ SHAPES = {
     ],
     "cpu": [(16, 384, 1536), (128, 768, 3072), (1024, 768, 3072)],
 }
-TIMES = {"kernel_us": "GPU us", "wall_us": "wall us", "saved": "saved MiB", "peak": "peak MiB"}
+TIMES = {
+    "kernel_us": "GPU us",
+    "graph_us": "in graphs",
+    "wall_us": "wall us",
+    "saved": "saved MiB",
+    "peak": "peak MiB",
+}
 
 
 class Clock:
@@ -256,8 +262,8 @@ def title(result: dict) -> str:
     return f"{result.get('model', '')} {numbers} {result['dtype']}".strip()
 
 
-def print_table(found: dict) -> None:
-    table = Table(title=f"{found['machine'].get('gpu') or found['machine']['cpu']}: forward and backward (to eager)")
+def print_table(found: dict, what: str = "forward and backward", title: Callable[[dict], str] = title) -> None:
+    table = Table(title=f"{found['machine'].get('gpu') or found['machine']['cpu']}: {what} (to eager)")
     table.add_column("M, D, H, or a model's step")
     table.add_column("provider", no_wrap=True)
     columns = [key for key in TIMES if any(key in of for r in found["results"] for of in r["providers"].values())]

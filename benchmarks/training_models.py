@@ -2,7 +2,7 @@
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import transformers
@@ -39,26 +39,30 @@ MODELS = {
 }
 
 
-class Step:
-    """A fresh instance of a model, the same weights every time, its optimizer and a batch."""
+def built(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A fresh instance in training, the same weights every time."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE):
+            return build().train()
+    finally:
+        torch.set_default_dtype(default)
 
-    def __init__(self, name: str, memory: str | None, dtype: torch.dtype, fused_mlp) -> None:
-        build, sequences, tokens = MODELS[name]
-        torch.manual_seed(0)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(DEVICE):
-                self.model = build().train()
-        finally:
-            torch.set_default_dtype(default)
-        if memory is not None and not fused_mlp.fuse_mlps(self.model, memory=memory).fused:
-            raise RuntimeError(f"nothing was fused in {name}")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.ids = torch.randint(self.model.config.vocab_size, (sequences, tokens), device=DEVICE)
+
+class Step:
+    """A model with its optimizer and a batch; the forward in autocast to a dtype, if one is given."""
+
+    def __init__(self, model: nn.Module, sequences: int, tokens: int, autocast: torch.dtype | None = None) -> None:
+        self.model, self.autocast = model, autocast
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        self.ids = torch.randint(model.config.vocab_size, (sequences, tokens), device=DEVICE)
 
     def forward(self) -> torch.Tensor:
-        return self.model(input_ids=self.ids, labels=self.ids).loss
+        with torch.autocast(DEVICE, self.autocast, enabled=self.autocast is not None):
+            return self.model(input_ids=self.ids, labels=self.ids).loss
 
     def __call__(self) -> torch.Tensor:
         loss = self.forward()
@@ -68,16 +72,18 @@ class Step:
         return loss.detach()
 
 
-def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: Callable[[dict], dict]) -> dict:
+def of_variants(
+    make: Callable[[str], Step], variants: Iterable[str], copies: int, take_turns: Callable[[dict], dict]
+) -> dict[str, dict[str, float]]:
     """The medians over fresh instances of each variant's figures, which `take_turns` finds for all of them."""
-    steps: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
+    steps: dict[tuple[str, int], Step] = {}
     memory, first = {}, {}
     for copy in range(copies):
-        for variant, kept in VARIANTS.items():
-            step = steps[variant, copy] = Step(name, kept, dtype, fused_mlp)
+        for variant in variants:
+            step = steps[variant, copy] = make(variant)
             first[variant] = step().item()  # the optimizer's state is there from now on
             if not abs(first[variant] - first["eager"]) <= 1e-2 * abs(first["eager"]):
-                raise RuntimeError(f"{name}, {variant}: a loss of {first[variant]}, eager's is {first['eager']}")
+                raise RuntimeError(f"{variant}: a loss of {first[variant]}, eager's is {first['eager']}")
             memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)
             step.optimizer.zero_grad()
     taken = take_turns(steps)
@@ -87,13 +93,25 @@ def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: C
         found[variant] = {key: statistics.median(each[key] for each in of_copies) for key in of_copies[0]}
         walls = [each["wall_us"] for each in of_copies]
         found[variant] |= {"saved": saved / 2**20, "peak": peak / 2**20, "low": min(walls), "high": max(walls)}
-    _, sequences, tokens = MODELS[name]
     del steps, step
     gc.collect()
+    return found
+
+
+def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: Callable[[dict], dict]) -> dict:
+    build, sequences, tokens = MODELS[name]
+
+    def make(variant: str) -> Step:
+        model = built(build, dtype)
+        memory = VARIANTS[variant]
+        if memory is not None and not fused_mlp.fuse_mlps(model, memory=memory).fused:
+            raise RuntimeError(f"nothing was fused in {name}")
+        return Step(model, sequences, tokens)
+
     return {
         "model": name,
         "shape": [sequences, tokens],
         "dtype": str(dtype).removeprefix("torch."),
-        "providers": found,
+        "providers": of_variants(make, VARIANTS, copies, take_turns),
         "left": {},
     }

@@ -15,6 +15,7 @@ import project
 
 sys.path.append(str(project.ROOT / "benchmarks"))
 
+import adapters
 import break_even
 import display
 import experts
@@ -194,6 +195,21 @@ def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
     for result in found:
         assert {"grouped_mm", "ours"} <= result["providers"].keys()
         assert all(figures["wall_us"] > 0 for figures in result["providers"].values())
+
+
+def test_a_run_of_adapters(monkeypatch, tmp_path, quick_facts):
+    """Each way of each case is measured, and those that keep less are seen to."""
+    found = results(monkeypatch, adapters, tmp_path / "run", "--quick", "--copies", "1")
+    assert [result["part"] for result in found] == ["mlp"] * 3 + ["inference"] + ["step"] * 4
+    assert not any(reason for result in found for reason in result["left"].values())
+    for result in found:
+        trained = {"ours-recompute"} if result["part"] == "mlp" else set()
+        wanted = {"eager", "ours"} if result["part"] == "step" else {"eager", "ours", "ours-base", "gemms"} | trained
+        assert result["providers"].keys() == wanted
+        drawn = (tmp_path / "run.svg").read_text()
+        assert all(f"<!-- {words} -->" in drawn for words in plots.case_of(result).split(": "))
+    saved = {way: figures["saved"] for way, figures in found[0]["providers"].items() if "saved" in figures}
+    assert saved["ours-recompute"] < saved["ours"] < saved["eager"]
 
 
 @pytest.mark.parametrize(

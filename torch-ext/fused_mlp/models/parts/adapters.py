@@ -69,6 +69,14 @@ def of_projection(part: nn.Module) -> Optional[str]:
     return found if isinstance(found, str) else None
 
 
+def of_state(part: nn.Module) -> Optional[str]:
+    """The reason why a projection has to be called in its present state: in training that may be a dropout."""
+    found = layer_of(part)
+    if isinstance(found, str):
+        return found
+    return "dropout in front of its adapter" if found.adapter is not None and found.adapter.dropout else None
+
+
 def words_of(parts: Iterable[nn.Module]) -> str:
     """What is said of the adapters of layers, behind the pattern of their MLP; nothing where there are none."""
     found = [layer_of(part) for part in parts]

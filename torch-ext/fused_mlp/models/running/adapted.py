@@ -60,12 +60,11 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 def obstacle(module: nn.Module) -> Optional[str]:
     """The reason why such a layer runs as it was written in its present state; None if it is one op."""
-    found = adapters.layer_of(module)
-    if isinstance(found, str):
-        return found
-    if found.adapter is None:
-        return "no adapter that is active"
-    return "dropout in front of its adapter" if found.adapter.dropout else obstacles.of_surroundings()
+    state = adapters.of_state(module)
+    if state is not None:
+        return state
+    is_active = adapters.layer_of(module).adapter is not None
+    return obstacles.of_surroundings() if is_active else "no adapter that is active"
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
