@@ -185,13 +185,14 @@ struct InputGradient : TrainingGemm {
 // A layer of inference, with a product of few columns.
 struct LayerGemm : TrainingGemm {
   LayerGemm() = default;
-  LayerGemm(const Left& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term)
+  LayerGemm(const Left& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term, int64_t ctas_before)
       : TrainingGemm(Product::kPlain, x, first.weight, activation) {
     EpilogueArgs& epilogue = problem_.epilogue;
     described_ = described_ && describe_bias(first.bias, &epilogue.bias) &&
                  describe_bias(first.up_bias, &epilogue.up_bias) &&
                  (!first.up_weight || describe_weight(*first.up_weight, &problem_.up_weight));
     add(term);
+    problem_.ctas_before = ctas_before;
     choose(is_captured(current_stream(first.weight)) ? Launcher::kGraph : Launcher::kCpu);
   }
 
@@ -281,8 +282,24 @@ struct Cuda {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 0.0, scale));
   }
 
-  static LayerGemm layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term) {
-    return {x, first, activation, term};
+  static int64_t rank_rows(const Tensor& out, const Tensor& x, const RankFactors& factors, int64_t ctas_before) {
+    const Architecture* const architecture = architecture_of(gpu(x.get_device_index()));
+    if (architecture == nullptr || architecture->launch_rank_rows == nullptr) return 0;
+    RankRows product{matrix(x), matrix(out), x.size(0), x.size(1), {}, dtype_of(x, "x")};
+    for (size_t i = 0; i < factors.size(); ++i) {
+      if (factors[i].layer == nullptr) continue;
+      const AdaptedLayer& layer = *factors[i].layer;
+      if (layer.a->stride(1) != 1 && layer.a->size(1) != 1) return 0;
+      product.factors[i] = {matrix(*layer.a), layer.rank(), factors[i].column, static_cast<float>(layer.scaling)};
+    }
+    const int64_t ctas = architecture->rank_rows_ctas(product);
+    if (ctas > 0) check(architecture->launch_rank_rows(product, ctas_before > 0, current_stream(x)));
+    return ctas;
+  }
+
+  static LayerGemm layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
+                         int64_t ctas_before) {
+    return {x, first, activation, term, ctas_before};
   }
 
   static KeptGemm kept_values(const Tensor& x, const FirstLayer& first, int64_t activation,

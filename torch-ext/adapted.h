@@ -5,6 +5,7 @@
 
 #include <array>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "activation.h"
@@ -96,13 +97,24 @@ struct AdaptedLayers {
   }
 };
 
+// Columns from `column` on: scaling x a^T of a layer with an adapter. There is none where the layer is null.
+struct RankFactorOf {
+  const AdaptedLayer* layer = nullptr;
+  int64_t column = 0;
+};
+using RankFactors = std::array<RankFactorOf, 2>;
+
 // What a forward keeps for its backward, beside its operands: nothing, the rows of the adapters, or also the values
 // before the activation.
 enum class Keep : int64_t { kNothing, kRows, kValues };
 
 // Backend: what backward.h asks of one, and
 //   scaled_mm(out, a, b, scale)   out = scale a b
-//   layer(x, first, activation, term)  a kernel, or none, whose launch(out) is a layer of inference
+//   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
+//                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
+//                                 and was launched right before, or 0
+//   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
+//                                 ctas() how many it has; the one right before has written rows of the term
 // where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
 template <typename Backend>
 class Adapted {
@@ -118,16 +130,17 @@ class Adapted {
   // The result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the first
   // layer and of the second: without elements, what is not there or not kept.
   std::vector<Tensor> forward(Keep keep) const {
-    const OptionalTensor first_rows = rows_of_first();
+    const auto [first_rows, ctas_of_rows] = rows_of_first();
     OptionalTensor gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
-    run_first(first_rows, keep == Keep::kValues && !layers_.is_linear(activation_), flat(out), &gate, &up);
+    const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
+    int64_t ctas = run_first(first_rows, ctas_of_rows, keeps, flat(out), &gate, &up);
     if (layers_.second) {
       const Tensor hidden = flat(out);
-      second_rows = rows_of(*layers_.second, hidden);
+      std::tie(second_rows, ctas) = rows_of(*layers_.second, hidden, ctas);
       out = new_dense(like_, with_features(layers_.features()));
       run_layer(hidden, first_layer(*layers_.second), kLinear,
-                LowRankTerm{second_rows, layers_.second->b, std::nullopt}, flat(out));
+                LowRankTerm{second_rows, layers_.second->b, std::nullopt}, ctas, flat(out));
     }
     if (keep == Keep::kNothing) return {out};
     const Tensor nothing = new_dense(like_, {0});
@@ -223,26 +236,31 @@ class Adapted {
     return matrix_view(rows, {rows.size(0), count}, {rows.stride(0), 1}, first);
   }
 
-  OptionalTensor rows_of(const AdaptedLayer& layer, const Tensor& x) const {
-    if (!layer.a) return std::nullopt;
+  // Rows of an adapter, and the CTAs of the kernel that writes them; without one, those of the kernel before.
+  std::pair<OptionalTensor, int64_t> rows_of(const AdaptedLayer& layer, const Tensor& x, int64_t ctas_before) const {
+    if (!layer.a) return {std::nullopt, ctas_before};
     const Tensor rows = new_rank_rows(layer.rank());
-    Backend::scaled_mm(columns(rows, 0, layer.rank()), x, transposed(*layer.a), layer.scaling);
-    return rows;
+    return {rows, fill_rows(rows, x, {RankFactorOf{&layer, 0}}, ctas_before)};
   }
 
   // Those of gate and up side by side.
-  OptionalTensor rows_of_first() const {
-    const int64_t rank = layers_.first->rank();
-    if (rank + up_rank() == 0) return std::nullopt;
+  std::pair<OptionalTensor, int64_t> rows_of_first() const {
+    RankFactors factors;
+    if (layers_.first->a) factors[0] = {&*layers_.first, 0};
+    if (up_rank() > 0) factors[1] = {&*layers_.up, up_column()};
+    if (factors[0].layer == nullptr && factors[1].layer == nullptr) return {std::nullopt, 0};
     const Tensor rows = new_first_rows();
-    const auto fill = [&](const AdaptedLayer& layer, int64_t first) {
-      if (layer.a) {
-        Backend::scaled_mm(columns(rows, first, layer.rank()), *x_, transposed(*layer.a), layer.scaling);
-      }
-    };
-    fill(*layers_.first, 0);
-    if (layers_.up) fill(*layers_.up, up_column());
-    return rows;
+    return {rows, fill_rows(rows, *x_, factors, 0)};
+  }
+
+  static int64_t fill_rows(const Tensor& rows, const Tensor& x, const RankFactors& factors, int64_t ctas_before) {
+    const int64_t ctas = Backend::rank_rows(rows, x, factors, ctas_before);
+    for (const RankFactorOf& factor : factors) {
+      if (ctas > 0 || factor.layer == nullptr) continue;
+      const AdaptedLayer& layer = *factor.layer;
+      Backend::scaled_mm(columns(rows, factor.column, layer.rank()), x, transposed(*layer.a), layer.scaling);
+    }
+    return ctas;
   }
 
   LowRankTerm term_of_first(const OptionalTensor& rows) const {
@@ -263,35 +281,42 @@ class Adapted {
     if (up) product_into(*up, x, *first.up_weight, first.up_bias, term.rows, term.up_weight, term.up_column);
   }
 
-  // A layer whose values before the activation nobody needs.
-  void run_layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
-                 const Tensor& out) const {
-    if (auto kernel = Backend::layer(x, first, activation, term); kernel) return kernel.launch(out);
+  // A layer whose values before the activation nobody needs. Returns the CTAs of its kernel, or 0 where it is torch's.
+  int64_t run_layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
+                    int64_t ctas_before, const Tensor& out) const {
+    if (auto kernel = Backend::layer(x, first, activation, term, ctas_before); kernel) {
+      kernel.launch(out);
+      return kernel.ctas();
+    }
     const OptionalTensor up =
         first.up_weight ? OptionalTensor(new_dense(like_, {out.size(0), out.size(1)})) : std::nullopt;
     fill(first, term, x, out, up);
     if (up || activation != kLinear) Backend::apply(out, up, out, activation);
+    return 0;
   }
 
-  void run_first(const OptionalTensor& rows, bool keep, const Tensor& out, OptionalTensor* gate,
-                 OptionalTensor* up) const {
+  int64_t run_first(const OptionalTensor& rows, int64_t ctas_before, bool keep, const Tensor& out, OptionalTensor* gate,
+                    OptionalTensor* up) const {
     const FirstLayer first = first_layer();
     const LowRankTerm term = term_of_first(rows);
-    if (!keep) return run_layer(*x_, first, activation_, term, out);
+    if (!keep) return run_layer(*x_, first, activation_, term, ctas_before, out);
     *gate = new_dense(like_, with_features(layers_.hidden()));
     if (layers_.up) *up = new_dense(like_, with_features(layers_.hidden()));
     if (auto kernel = Backend::kept_values(*x_, first, activation_, term); kernel) {
-      return kernel.launch(flat(**gate), flat(*up), out);
+      kernel.launch(flat(**gate), flat(*up), out);
+      return kernel.ctas();
     }
     fill(first, term, *x_, flat(**gate), flat(*up));
     Backend::apply(flat(**gate), flat(*up), out, activation_);
+    return 0;
   }
 
   void make_again(const OptionalTensor& rows, bool with_values, OptionalTensor* gate, OptionalTensor* up,
                   OptionalTensor* values) const {
     if (with_values) {
       *values = new_hidden();
-      return run_first(rows, true, **values, gate, up);
+      run_first(rows, 0, true, **values, gate, up);
+      return;
     }
     *gate = new_hidden();
     if (layers_.up) *up = new_hidden();
@@ -301,7 +326,7 @@ class Adapted {
   void fill_values(const OptionalTensor& gate, const OptionalTensor& up, const OptionalTensor& first_rows,
                    const Tensor& values) const {
     if (layers_.is_linear(activation_)) {
-      run_layer(*x_, first_layer(), activation_, term_of_first(first_rows), values);
+      run_layer(*x_, first_layer(), activation_, term_of_first(first_rows), 0, values);
     } else if (gate) {
       Backend::apply(flat(*gate), flat(up), values, activation_);
     }
@@ -322,7 +347,7 @@ class Adapted {
     }
     add_products(**dgate, {{dsecond_rows, second.a, 0}}, {{grad, second.weight}});
     if (linear) {
-      if (values) fill_values(gate, up, rows_of_first(), *values);
+      if (values) fill_values(gate, up, rows_of_first().first, *values);
       return;
     }
     Backend::differentiate(**dgate, flat(*gate), flat(up), **dgate, *dup, values, activation_);

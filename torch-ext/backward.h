@@ -137,6 +137,7 @@ inline Tensor rows_of(const Tensor& matrix, int64_t start, int64_t rows) {
 // The answer of a backend that has no kernel for a product with its epilogue.
 struct NoKernel {
   explicit operator bool() const { return false; }
+  int64_t ctas() const { return 0; }
   template <typename... Outputs>
   void launch(const Outputs&...) const {}
 };

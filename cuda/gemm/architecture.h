@@ -31,6 +31,10 @@ struct Architecture {
   // The kernel that is to be considered beside those of another architecture, which is the GPU's own, by an estimate
   // that may be compared with theirs. Null where there are none such.
   GemmPlan (*choose_beside)(const GemmProblem& problem, const Gpu& gpu);
+  // The CTAs of a kernel for the few columns of an adapter, or 0 where it does not take the operands, and its launch:
+  // `starts_early` behind a kernel of ours. Null where there are none such.
+  int64_t (*rank_rows_ctas)(const RankRows& product);
+  cudaError_t (*launch_rank_rows)(const RankRows& product, bool starts_early, cudaStream_t stream);
 };
 
 namespace sm80 {

@@ -97,6 +97,22 @@ struct LowRank {
   bool operator==(const LowRank&) const = default;
 };
 
+// Columns [column, column + rank) of the result are scale * x a^T, a [rank, k].
+struct RankFactor {
+  Matrix a;
+  int64_t rank;
+  int64_t column;
+  float scale;
+};
+
+// Up to two factors of the same x [m, k]; the rank of one that is not there is 0.
+struct RankRows {
+  Matrix x, out;
+  int64_t m, k;
+  RankFactor factors[2];
+  DType dtype;
+};
+
 // out = act(a weight^T + bias), or, where up_weight.data is not null,
 // out = act(a weight^T + bias) * (a up_weight^T + up_bias).
 // a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once. Weights of gradients and pairs: [k, n].

@@ -43,6 +43,8 @@ constinit const Architecture kArchitecture = {
     .decide = decide,
     .measured = [](const Gpu& gpu) { return tuning_of(gpu).measured(); },
     .choose_beside = choose_beside_sm90,
+    .rank_rows_ctas = nullptr,
+    .launch_rank_rows = nullptr,
 };
 
 }  // namespace fused_mlp::sm80

@@ -5,6 +5,7 @@
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
 #include "plan.h"
+#include "rank_rows.h"
 #include "tuning.h"
 
 namespace fused_mlp::sm90 {
@@ -55,6 +56,8 @@ constinit const Architecture kArchitecture = {
     .decide = nullptr,
     .measured = nullptr,
     .choose_beside = nullptr,
+    .rank_rows_ctas = rank_rows_ctas,
+    .launch_rank_rows = launch_rank_rows,
 };
 
 }  // namespace fused_mlp::sm90

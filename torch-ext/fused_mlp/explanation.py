@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import calls, dispatch, experts, functional, layers, operands, training
+from . import adapters, calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
 from .backends import native, plans
 from .models import fuse, outcome, report
@@ -75,13 +75,16 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     call.apply_defaults()
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
-    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate", "memory")]
+    others = ("activation", "approximate", "memory", *_ADAPTERS.get(op, ()))
+    given = [value for name, value in call.arguments.items() if name not in others]
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     activation = get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
+    if any(call.arguments[name] is not None for name in _ADAPTERS.get(op, ())):
+        return _explain_adapters(op, call)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, cast, activation.code, memory)
@@ -110,6 +113,34 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, activation.code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
+
+
+# By function, the arguments that are adapters, in the order of its layers.
+_ADAPTERS = {
+    "linear": ("adapter",),
+    "gated_linear": ("gate_adapter", "up_adapter"),
+    "mlp": ("fc1_adapter", "fc2_adapter"),
+    "gated_mlp": ("gate_adapter", "up_adapter", "down_adapter"),
+}
+
+
+def _explain_adapters(op: str, call: inspect.BoundArguments) -> Explanation:
+    names = [name.replace("adapter", "weight") for name in _ADAPTERS[op]]
+    given = {name: (call.arguments[name], call.arguments[weight]) for name, weight in zip(_ADAPTERS[op], names)}
+    x = call.arguments["x"]
+    adapters.check_any(x, **given)
+    made = [
+        adapters.Layer(weight, call.arguments[name.replace("adapter", "bias")], adapter)
+        for name, (adapter, weight) in given.items()
+    ]
+    of_call = adapters.Layers(made[0], *(made[1:] if op.startswith("gated") else (None, *made[1:])))
+    ranks = ", ".join(str(adapter.a.shape[0]) for adapter, _ in given.values() if adapter is not None)
+    refused = adapters.refusal(x, of_call)
+    if refused is not None:
+        return Explanation(op, "torch", refused)
+    each_way = "one op forward and one backward" if calls.autograd_follows(x, *of_call.tensors) else "one op"
+    name, reason = dispatch.reasoned(op, x)
+    return Explanation(op, name, f"{reason}; {each_way}, with adapters of rank {ranks}")
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
@@ -216,7 +247,8 @@ def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outco
     projections = {name: part for name, part in children_of(module).items() if name not in _LAYER_ACTIVATIONS}
     if kernel in _LAYER_EXTENTS or not projections:
         return Outcome(_LAYER_EXTENTS.get(kernel, outcome.ACTIVATION))
-    return replace(outcome.of_parts(projections), pattern=_LAYER_PATTERNS.get(kernel, ""))
+    found = outcome.of_parts(projections)
+    return replace(found, pattern=f"{_LAYER_PATTERNS.get(kernel, '')}{found.pattern}")
 
 
 _LAYER_PATTERNS = {

@@ -23,6 +23,7 @@ REFUSALS: Dict[str, str] = {
     "many_rows": "transposed weights, and more than 32 rows an expert",
     "torch_is_faster": "by what was measured on such a GPU, torch's GEMM is estimated to be faster",
     "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
+    "low_rank": "no fused GEMM of this GPU adds an adapter's product",
 }
 
 _SCHEDULES = {

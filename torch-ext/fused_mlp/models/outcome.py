@@ -139,7 +139,7 @@ def _part_fused(mlp: FoundMLP) -> str:
     if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
-    if mlp.pattern.whole and not any(map(adapters.of_state, first)):
+    if mlp.pattern.whole and not any(map(adapters.of_projection, first)):
         return PARTLY
     return POINTWISE if mlp.pattern.gated else NONE
 
@@ -180,8 +180,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return Outcome(NONE, (reason,), _EXPERTS)
-    no_mlps = routers.is_fused, endings.is_fused, adapted.is_fused
-    if any(is_fused(method) for method in methods for is_fused in no_mlps):
+    if any(made(method) for made in (routers.is_fused, endings.is_fused, adapted.is_fused) for method in methods):
         return None
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
 
@@ -197,10 +196,10 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
-    """The outcome of an MLP with these projections and a known activation."""
+    """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
     around = obstacles.of_surroundings()
-    reasons = called({name: around or obstacles.of_projection(part) for name, part in projections.items()})
-    return Outcome(NONE if reasons else FULL, reasons)
+    reasons = called({name: around or adapters.of_projection(part) for name, part in projections.items()})
+    return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
@@ -276,7 +275,7 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
         return [Reason(CALLED, "all parts", around)]
     if any(mlp.halves.values()):  # then their parts are not looked at
         return list(called(mlp.halves))
-    found = {name: adapters.of_state(part) for name, part in mlp.projections.items()}
+    found = {name: adapters.of_projection(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
     given = forwards.dtype_of(projections[0]), projections[-1]
     found.update({name: forwards.alteration(part, *given) for name, part in mlp.between.items()})

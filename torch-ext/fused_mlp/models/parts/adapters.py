@@ -21,6 +21,7 @@ from ...operands import is_narrowed
 from ..reading.attributes import are_unchanged, of_call
 from . import obstacles
 
+is_traced = torch.compiler.is_dynamo_compiling
 _NAME = "peft.tuners.lora.layer.Linear"
 # What its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
 _METHODS = ("forward", "_cast_input_dtype", "_check_forward_args", "disable_adapters", "merged", "active_adapters")
@@ -48,8 +49,11 @@ def is_adapted(part: nn.Module) -> bool:
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
-    """The operands of a linear layer, with its adapter if it has one; or, as a noun phrase, why it must be called."""
-    known = _known(type(part))
+    """The operands of a linear layer, with its adapter if it has one; or, as a noun phrase, why it must be called.
+
+    torch.compile calls all layers with adapters: no op takes them there, and Dynamo cannot look for a source.
+    """
+    known = None if is_traced() else _known(type(part))
     if known is None:
         found = obstacles.parameters_of(part)
         return found if isinstance(found, str) else Layer(*found)
