@@ -10,8 +10,9 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import calls, dispatch, experts, functional, layers, operands, training
+from . import adapters, calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
+from .adapters import Layer, Layers
 from .backends import native, plans
 from .models import fuse, outcome, report
 from .models.experts.interface import NAME
@@ -75,13 +76,16 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     call.apply_defaults()
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
-    given = [value for name, value in call.arguments.items() if name not in ("activation", "approximate", "memory")]
+    apart = ("activation", "approximate", "memory", *_ADAPTERS)
+    given = [value for name, value in call.arguments.items() if name not in apart]
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     activation = get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
+    if any(call.arguments.get(name) is not None for name in _ADAPTERS):
+        return _explain_adapted(function.__name__, op, call.arguments)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, cast, activation.code, memory)
@@ -110,6 +114,28 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     given = [call.arguments[name] if name else None for name in names]
     parts = native.plan(layers, *given, activation.code)
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
+
+
+_ADAPTERS = ("adapter", "gate_adapter", "up_adapter", "down_adapter", "fc1_adapter", "fc2_adapter")
+
+
+def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanation:
+    """That of a call with adapters: one op, or one each way, or PyTorch's operations."""
+    x, (_, *names) = given["x"], _GEMMS[op][1]
+    layers = []
+    for weight, bias in zip(names[:3], names[3:]):
+        if weight is None:
+            layers.append(None)
+            continue
+        adapter = weight.replace("weight", "adapter")
+        adapters.check_any(x, **{adapter: (given[adapter], given[weight])})
+        layers.append(Layer(given[weight], given[bias], given[adapter]))
+    reason = adapters.refusal(x, Layers(*layers))
+    if reason is not None:
+        return Explanation(function, "torch", reason)
+    trained = calls.autograd_follows(x, *Layers(*layers).tensors)
+    ways = "one op forward and one backward" if trained else "one op"
+    return Explanation(function, native.DEVICE_TYPE, f"{ways}, adapters included")
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
