@@ -13,6 +13,7 @@ import transformers
 from peft.tuners.lora import layer as lora
 from torch import nn
 
+from modules import Plain
 from safety import alike, assert_close
 from tiny_models import build
 
@@ -105,7 +106,7 @@ def assert_as_near(model, fused, inputs, **options):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         size = exactly.double().norm()
         errors = [(each.double() - exactly.double()).norm() / size for each in (ours, theirs)]
-        assert errors[0] <= 1.5 * errors[1] + 1e-2
+        assert errors[0] <= 2 * errors[1] + 2e-2
 
 
 def layers_in(model):
@@ -387,8 +388,13 @@ def test_compiled(fused_mlp, device, ops, kind, training):
 
 
 def test_copies(fused_mlp, device, ops):
+    """A copy is fused; what was saved and loaded has its original methods, and can be fused again."""
     model, fused, inputs = pair(fused_mlp, device, "ViT")
-    for another in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+    copied, loaded = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
+    assert_same(model, loaded, inputs)
+    assert ops == []
+    fused_mlp.fuse_mlps(loaded, verify=False)
+    for another in (copied, loaded):
         with torch.no_grad():
             layers_in(another)[0].lora_A["default"].weight.mul_(2)
             assert not torch.allclose(another(**inputs)[0], fused(**inputs)[0], atol=1e-4)
@@ -494,7 +500,7 @@ def test_states_of_layers_alone(fused_mlp, device, ops):
         (lambda model: model.unmerge_adapter(), 2),
         (lambda model: model.base_model.disable_adapter_layers(), 0),
         (lambda model: model.base_model.enable_adapter_layers(), 2),
-        (lambda model: model.base_model.model.q_proj.register_forward_hook(lambda *_: None), 2),
+        (lambda model: model.base_model.model.q_proj.register_forward_hook(lambda *_: None), 1),
         (lambda model: model.base_model.model.q_proj.base_layer.register_forward_hook(lambda *_: None), 1),
         (lambda model: model.base_model.model.o_proj.lora_A["default"].register_forward_hook(lambda *_: None), 0),
     ):
@@ -555,13 +561,12 @@ def test_the_installed_version_is_known(forms):
     assert forms.is_adapted(lora.Linear(nn.Linear(8, 8), "default", r=2, config=peft.LoraConfig(r=2)))
 
 
-def small(kind=None):
-    """A layer with an adapter, of another class."""
-    module = nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Linear(88, 32))
-    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
-    module = peft.inject_adapter_in_model(config, module)
+def small(kind=lora.Linear):
+    """An MLP whose layers have adapters, and are of a class."""
+    config = peft.LoraConfig(r=2, target_modules=["fc1", "fc2"], init_lora_weights=False)
+    module = peft.inject_adapter_in_model(config, Plain())
     for layer in layers_in(module):
-        layer.__class__ = kind or lora.Linear
+        layer.__class__ = kind
     return module
 
 
