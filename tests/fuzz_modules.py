@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # In, hidden, out: mostly alike, so that a wrong tensor fits too. Widths of 32 are enough for the kernels of few rows.
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
 from fuzz_parts import Ending, FeedForward, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import Turns, cubed, in_turn, record, tanh_gelu, wrapped
+from fuzz_parts import Turns, cubed, in_turn, lora, record, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
 _here = True
@@ -354,6 +355,56 @@ MODULE_CHANGES = [
 ]
 
 
+# Adapters of PEFT on a projection before it is fused, and changes to what is there: to its state, to its parts.
+ADAPTERS = [
+    *("m.{p} = lora(m.{p})",) * 4,
+    "m.{p} = lora(m.{p}, r=5)",
+    "m.{p} = lora(m.{p}, r=16, use_rslora=True)",
+    "m.{p} = lora(m.{p}, lora_dropout=0.3)",
+    "m.{p} = lora(m.{p}, lora_bias=True)",
+    "m.{p} = lora(m.{p}, use_dora=True)",
+    "m.{p} = lora(lora(m.{p}), 'second', r=3)",
+]
+ADAPTER_CHANGES = [
+    *("m.{p}.merge()", "m.{p}.unmerge()", "m.{p}.merge(safe_merge=True)"),
+    *("m.{p}.enable_adapters(False)", "m.{p}.enable_adapters(False)", "m.{p}.enable_adapters(True)"),
+    "m.{p} = lora(m.{p}, 'second', r=3)",
+    "lora(m.{p}, 'second', lora_dropout=0.3)",
+    *("m.{p}.set_adapter('second')", "m.{p}.set_adapter(['default'])", "m.{p}.set_adapter([])"),
+    "m.{p}.set_adapter(['default', 'second'])",
+    "m.{p}.delete_adapter('default')",
+    "m.{p} = m.{p}.get_base_layer()",
+    "m.{p}.lora_A.float(), m.{p}.lora_B.float()",
+    "m.{p}.lora_A.bfloat16(), m.{p}.lora_B.bfloat16()",
+    "m.{p}.lora_A.double()",
+    "m.{p}.base_layer.double()",
+    *("m.{p}.lora_dropout.eval()", "m.{p}.lora_dropout.train()", "m.{p}.train(not m.{p}.training)"),
+    "m.{p}.lora_dropout['default'] = nn.Dropout(0.2)",
+    "m.{p}.register_forward_hook(lambda *_: record.append('{p}'))",
+    "m.{p}.base_layer.register_forward_hook(lambda *_: record.append('base of {p}'))",
+    "m.{p}.lora_A['default'].register_forward_hook(lambda m, args, out: 2 * out)",
+    "m.{p}.lora_B['default'].register_forward_pre_hook(lambda *_: record.append('B of {p}'))",
+    "m.{p}.lora_A['default'].register_full_backward_hook(lambda *_: record.append('A of {p}'))",
+    "m.{p}.lora_dropout['default'].register_forward_hook(lambda m, args, out: 2 * out)",
+    *("m.{p}.scaling['default'] = 0.3", "m.{p}.scaling['default'] = 2", "m.{p}.scaling['default'] = torch.tensor(2.0)"),
+    "m.{p}.lora_A['default'].weight = nn.Parameter(2 * m.{p}.lora_A['default'].weight.detach())",
+    "m.{p}.lora_B['default'].weight.data = m.{p}.lora_B['default'].weight.data.t().contiguous().t()",
+    "m.{p}.lora_B['default'].weight.data = torch._neg_view(m.{p}.lora_B['default'].weight.data)",
+    "m.{p}.lora_A['default'].weight.requires_grad_(False)",
+    "m.{p}.lora_A['default'] = nn.Sequential(m.{p}.lora_A['default'], nn.ReLU())",
+    "m.{p}.lora_A['default'] = WRAPPERS['parametrized'](m.{p}.lora_A['default'])",
+    "m.{p}.base_layer = WRAPPERS['int8'](m.{p}.base_layer)",
+    "m.{p}.base_layer.bias = None",
+    "m.{p}.lora_A = m.{q}.lora_A",
+    "m.{p}.forward = m.{p}.forward",
+    "m.{p}.forward = m.{p}.base_layer.forward",
+    "m.{p}.__class__ = type('Linear', (type(m.{p}),), {})",
+    "m.{p}.lora_variant['default'] = None",
+    "m.{p}.cast_input_dtype_enabled = False",
+    "del m.{p}.lora_B['default']",
+]
+
+
 # The modes around the calls of a case.
 AMBIENTS = ["grad", "no_grad", "inference_mode", "autocast", "autocast, no_grad", "function mode", "default device"]
 
@@ -565,7 +616,9 @@ class Writer:
             kind, self.is_clear = "sequence", False
         else:
             made = self.module(sizes, self.body(steps, list(sizes)))
-        before, later = (self.changes(list(sizes), chance) for chance in (0.35, 0.15))
+        adapted = [name for name in sizes if self.likely(0.6)] if self.likely(0.2) else []
+        before = self.changes(list(sizes), 0.15 if adapted else 0.35, adapted, list(map(self.adapter, adapted)))
+        later = self.changes(list(sizes), 0.05 if adapted else 0.15, adapted)
         root = self.root("*, x" in made, kind.endswith("linear"))
         text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
         draw = self.draw
@@ -662,19 +715,28 @@ class Writer:
             return f"class Made{kind}:\n    def __init__(self):\n        super().__init__({listed})", projections
         return f"def Made():\n    return nn.Sequential({listed})", projections
 
-    def changes(self, projections: list[str], chance: float):
+    def adapter(self, projection: str) -> str:
+        return self.suppressed(self.draw.choice(ADAPTERS), projection, projection)
+
+    def suppressed(self, change: str, p: str, q: str) -> str:
+        if p.isdigit():  # a part of a sequence has a number for a name
+            change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
+        return f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}"
+
+    def changes(self, projections: list[str], chance: float, adapted: Sequence[str] = (), first: Sequence[str] = ()):
+        """Changes to parts of a module; ``adapted`` have adapters, which the lines ``first`` may give them."""
         p, q = self.draw.choice(projections), self.draw.choice(projections)
-        lines = []
+        lines = list(first)
+        while adapted and self.likely(0.35):
+            lines.append(self.suppressed(self.draw.choice(ADAPTER_CHANGES), *self.draw.choices(adapted, k=2)))
         while self.likely(chance):
             change = self.draw.choice(PART_CHANGES if self.likely(0.6) else MODULE_CHANGES)
-            if p.isdigit():  # a part of a sequence has a number for a name
-                change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
-                if "Made" in change or "m.act" in change or "m.drop" in change or "m.flag" in change:
-                    continue
+            if p.isdigit() and any(name in change for name in ("Made", "m.act", "m.drop", "m.flag")):
+                continue
             # A wrapper around a fused method does not know whether the class was patched before or after.
             if "m.forward" in change + "".join(lines) and "Made.forward" in change + "".join(lines):
                 continue
-            lines.append(f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}")
+            lines.append(self.suppressed(change, p, q))
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
     def root(self, alone: bool, is_half: bool) -> str:

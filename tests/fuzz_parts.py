@@ -3,6 +3,7 @@
 import functools
 import math
 
+import peft
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +26,13 @@ def wrapped(function):
         return function(*args, **kwargs)
 
     return around
+
+
+def lora(layer, name="default", **options):
+    """A linear layer with one more adapter of PEFT, whose weights are random."""
+    config = peft.LoraConfig(target_modules=["layer"], init_lora_weights=False, **{"r": 2, "lora_alpha": 3, **options})
+    held = peft.inject_adapter_in_model(config, nn.ModuleDict({"layer": layer}), adapter_name=name)
+    return held["layer"].train(layer.training)
 
 
 class Wide(nn.Module):

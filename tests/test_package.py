@@ -30,6 +30,7 @@ def local_kernels():
 
 def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
+        "Adapter",
         "act_and_mul",
         "backend",
         "benchmark",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import adapters, calls, dispatch, experts, functional, layers, operands, training
 from .activations import get_activation
+from .adapters import Layer, Layers
 from .backends import native, plans
 from .models import fuse, outcome, report
 from .models.experts.interface import NAME
@@ -75,16 +76,16 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     call.apply_defaults()
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
-    others = ("activation", "approximate", "memory", *_ADAPTERS.get(op, ()))
-    given = [value for name, value in call.arguments.items() if name not in others]
+    apart = ("activation", "approximate", "memory", *_ADAPTERS)
+    given = [value for name, value in call.arguments.items() if name not in apart]
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     activation = get_activation(call.arguments.get("activation"))
     getattr(operands, f"check_{op}")(*given)
-    if any(call.arguments[name] is not None for name in _ADAPTERS.get(op, ())):
-        return _explain_adapters(op, call)
+    if any(call.arguments.get(name) is not None for name in _ADAPTERS):
+        return _explain_adapted(function.__name__, op, call.arguments)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, cast, activation.code, memory)
@@ -115,32 +116,26 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     return Explanation(function.__name__, name, f"{reason}; {plans.in_words(parts)}", parts)
 
 
-# By function, the arguments that are adapters, in the order of its layers.
-_ADAPTERS = {
-    "linear": ("adapter",),
-    "gated_linear": ("gate_adapter", "up_adapter"),
-    "mlp": ("fc1_adapter", "fc2_adapter"),
-    "gated_mlp": ("gate_adapter", "up_adapter", "down_adapter"),
-}
+_ADAPTERS = ("adapter", "gate_adapter", "up_adapter", "down_adapter", "fc1_adapter", "fc2_adapter")
 
 
-def _explain_adapters(op: str, call: inspect.BoundArguments) -> Explanation:
-    names = [name.replace("adapter", "weight") for name in _ADAPTERS[op]]
-    given = {name: (call.arguments[name], call.arguments[weight]) for name, weight in zip(_ADAPTERS[op], names)}
-    x = call.arguments["x"]
-    adapters.check_any(x, **given)
-    made = [
-        adapters.Layer(weight, call.arguments[name.replace("adapter", "bias")], adapter)
-        for name, (adapter, weight) in given.items()
-    ]
-    of_call = adapters.Layers(made[0], *(made[1:] if op.startswith("gated") else (None, *made[1:])))
-    ranks = ", ".join(str(adapter.a.shape[0]) for adapter, _ in given.values() if adapter is not None)
-    refused = adapters.refusal(x, of_call)
-    if refused is not None:
-        return Explanation(op, "torch", refused)
-    each_way = "one op forward and one backward" if calls.autograd_follows(x, *of_call.tensors) else "one op"
-    name, reason = dispatch.reasoned(op, x)
-    return Explanation(op, name, f"{reason}; {each_way}, with adapters of rank {ranks}")
+def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanation:
+    """That of a call with adapters: one op, or one each way, or PyTorch's operations."""
+    x, (_, *names) = given["x"], _GEMMS[op][1]
+    layers = []
+    for weight, bias in zip(names[:3], names[3:]):
+        if weight is None:
+            layers.append(None)
+            continue
+        adapter = weight.replace("weight", "adapter")
+        adapters.check_any(x, **{adapter: (given[adapter], given[weight])})
+        layers.append(Layer(given[weight], given[bias], given[adapter]))
+    reason = adapters.refusal(x, Layers(*layers))
+    if reason is not None:
+        return Explanation(function, "torch", reason)
+    trained = calls.autograd_follows(x, *Layers(*layers).tensors)
+    ways = "one op forward and one backward" if trained else "one op"
+    return Explanation(function, native.DEVICE_TYPE, f"{ways}, adapters included")
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:

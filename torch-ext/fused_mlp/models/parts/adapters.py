@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import re
-from types import FunctionType
+from types import CodeType
 from typing import Any, Dict, Iterable, Iterator, Optional, Tuple, Union
 
 import torch
@@ -45,7 +45,7 @@ CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 
 def is_adapted(part: nn.Module) -> bool:
     """True if a module is a layer of PEFT's LoRA, whatever its state is."""
-    return _known(type(part)) is not None
+    return known(type(part)) is not None
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -53,11 +53,11 @@ def layer_of(part: nn.Module) -> Union[str, Layer]:
 
     torch.compile calls all layers with adapters: no op takes them there, and Dynamo cannot look for a source.
     """
-    known = None if is_traced() else _known(type(part))
-    if known is None:
+    methods = None if is_traced() else known(type(part))
+    if methods is None:
         found = obstacles.parameters_of(part)
         return found if isinstance(found, str) else Layer(*found)
-    if not are_unchanged(known):
+    if not are_unchanged(methods):
         return f"a patched {_NAME}"
     effect = of_call(part)
     return _read(part) if effect is None else effect
@@ -90,6 +90,21 @@ WITH_ADAPTERS = " with LoRA"
 def is_wrapped(part: nn.Module) -> bool:
     """True for a layer that multiplies in a way of its own as long as it is there: none whose adapter is known."""
     return obstacles.is_wrapped(part) and not is_adapted(part)
+
+
+def is_plainly_left(part: nn.Module) -> bool:
+    """True if the adapters of a layer are of another kind, several at once, or behind dropout: all that it takes to
+    call it, where it is asked at every call."""
+    state = part.__dict__
+    name = state.get("_active_adapter")
+    if type(name) is list:
+        if len(name) > 1:
+            return True
+        name = name[0] if name else None
+    if name in state.get("lora_variant", ()):
+        return True
+    dropout = state["_modules"]["lora_dropout"].__dict__["_modules"].get(name)
+    return type(dropout) is nn.Dropout and dropout.training
 
 
 _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling"}
@@ -167,7 +182,7 @@ _PLAIN = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @functools.lru_cache(maxsize=64)
-def _known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
+def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
     """The methods of PEFT's class, if this is it and its source is one that was read."""
     if f"{kind.__module__}.{kind.__qualname__}" != _NAME or digest(kind) not in _DIGESTS:
         return None
@@ -180,16 +195,17 @@ def digest(kind: type) -> Optional[str]:
     """A hash of the source of the methods that a call of a class runs, without comments and white space; None where
     there is none."""
     try:
-        sources = [inspect.getsource(function) for function in _functions(kind)]
+        sources = [inspect.getsource(code) for code in _codes(kind)]
     except (OSError, TypeError):
         return None
     bare = re.sub(r"\s+", "", re.sub(r"\s#.*", "", "\n".join(sources)))
     return hashlib.sha256(bare.encode()).hexdigest()[:16]
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
+def _codes(kind: type) -> Iterator[CodeType]:
+    """Those of the methods themselves: of a wrapper, inspect would find the source of what it stands around."""
     for name in _METHODS:
         found = inspect.getattr_static(kind, name, None)
         found = found.fget if isinstance(found, property) else found
         if found is not None:
-            yield found
+            yield getattr(found, "__code__", None)

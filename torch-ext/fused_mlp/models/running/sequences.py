@@ -15,7 +15,7 @@ from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 from torch import Tensor, nn
 
 from ... import training
-from ..parts import forms, obstacles
+from ..parts import adapters, forms, obstacles
 from ..parts.pattern import Pattern
 from ..parts.recognition import row_of_class
 from ..reading.attributes import as_written, written
@@ -152,17 +152,22 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
     while index < len(parts):
         is_head = halves.is_head(type(parts[index]))
         act = None if is_head else index + 1
-        if not is_head and (obstacles.is_foreign(parts[index]) or not _is_activation(parts[act : act + 1])):
+        if not is_head and (not _is_layer(parts[index]) or not _is_activation(parts[act : act + 1])):
             index += 1
             continue
         last = index if is_head else act
         second = _behind_passing(parts, last + 1)
-        is_mlp = second < len(parts) and not obstacles.is_foreign(parts[second])
+        is_mlp = second < len(parts) and _is_layer(parts[second])
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
         if is_mlp or not is_head:
             yield _Place(index, act, second if is_mlp else None, not is_head and type(parts[act]) is nn.GLU)
         index = (second if is_mlp else last) + 1
+
+
+def _is_layer(part: nn.Module) -> bool:
+    """True for a linear layer by its class, and for one with an adapter."""
+    return not obstacles.is_foreign(part) or adapters.is_adapted(part)
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:

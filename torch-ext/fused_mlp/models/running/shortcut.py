@@ -198,11 +198,15 @@ def fused_parts(
 
 
 def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
-    """True if a projection is a layer with an adapter, which compiled code does not know."""
-    for part in plan.projections:  # noqa: SIM110 (a generator costs more than what it runs)
-        if adapters.is_adapted(part_of(module, part, operands)):
-            return True
-    return False
+    """True if a projection is a layer with an adapter in a form that compiled code does not take, and Python may."""
+    found = False
+    for part in plan.projections:
+        held = operands[part] if type(part) is int else getattr(module, part)
+        if adapters.known(type(held)) is not None:
+            if adapters.is_plainly_left(held):
+                return False
+            found = True
+    return found
 
 
 _missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts
