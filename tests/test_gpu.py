@@ -1,5 +1,11 @@
 """What only a GPU shows: streams, graphs, memory, sizes past 2^31, and how many kernels a call is."""
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +17,7 @@ pytestmark = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a
 
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 GIB = 2**30
+TOOLS = Path(__file__).parents[1] / "tools"
 
 
 def call(fused_mlp, function, made):
@@ -45,6 +52,34 @@ def test_on_the_current_stream(fused_mlp, device, implementation, function):
             result = call(fused_mlp, function, made)
         stream.synchronize()
     assert_close(result, function, made)
+
+
+@pytest.mark.parametrize("rows", [8, 1024])
+@functions
+def test_first_in_a_thread(fused_mlp, device, function, rows):
+    """No context of the GPU is current in a thread before it calls the runtime, as autograd's when it starts."""
+    made = operands(function, (rows,), (256, 512, 256), dtype=torch.bfloat16, device=device)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(call, fused_mlp, function, made).result()
+    assert_close(result, function, made)
+
+
+def test_first_in_a_thread_of_autograd(device):
+    program = """
+import os, kernels, project, torch
+os.environ["LOCAL_KERNELS"] = project.local_kernels()
+kernel = kernels.get_kernel(project.repo_id(), version=1)
+x, gate, up, down = (torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) / 16 for sizes in
+                     ((1024, 256), (512, 256), (512, 256), (256, 512)))
+x.requires_grad_()
+y = kernel.gated_mlp(x, gate, up, down, activation="silu")
+found, = torch.autograd.grad(y, x, torch.ones_like(y))
+y = torch.nn.functional.linear(torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), down)
+torch.testing.assert_close(found, torch.autograd.grad(y, x, torch.ones_like(y))[0], rtol=6e-2, atol=6e-2)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOLS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @functions

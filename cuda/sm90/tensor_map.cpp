@@ -19,6 +19,13 @@ Encode find_encode() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
 }
 
+// Makes the GPU's context that of this thread, which the driver needs. In a thread that has called the runtime before it
+// is; but the first thing that a thread of autograd does may be a kernel of ours.
+void make_context_current() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaSetDevice(device);
+}
+
 // All that a map depends on: an encoded map stays valid as long as these are the same.
 struct Key {
   const void* data = nullptr;
@@ -69,7 +76,10 @@ bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int6
   };
   constexpr size_t kEntries = 512;
   thread_local std::unique_ptr<Entry[]> cache;
-  if (cache == nullptr) cache = std::make_unique<Entry[]>(kEntries);
+  if (cache == nullptr) {
+    make_context_current();
+    cache = std::make_unique<Entry[]>(kEntries);
+  }
   const Key key{matrix.data, matrix.row_stride, rows, cols, box_rows, box_cols, dtype};
   Entry& entry = cache[key.slot(kEntries)];
   if (entry.key != key) {
