@@ -200,6 +200,27 @@ def test_cast_after_fusing(fused_mlp, device, ops, dtype):
         assert ops == ["forward"] * MLPS + ["backward"] * MLPS
 
 
+def test_adapters_of_other_dtypes(fused_mlp, device, ops):
+    """What PEFT computes in float64 is left, and what it refuses raises its error."""
+    model, fused, inputs = pair(fused_mlp, device)
+
+    def double(model, *names):
+        for layer in layers_in(model):
+            for name in names:
+                getattr(layer, name).double()
+
+    alike(lambda model: double(model, "lora_A", "lora_B"), model, fused)
+    assert "in another dtype" in fused_mlp.explain(fused).reason
+    assert_same(model, fused, inputs)
+    assert ops == []
+    alike(lambda model: model.float(), model, fused)
+    alike(lambda model: double(model, "lora_A"), model, fused)
+    for each in (model, fused):
+        with pytest.raises(RuntimeError, match="dtype"):
+            each(**inputs)
+    assert ops == []
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(fused_mlp, device, ops, use_reentrant):
     model, fused, inputs = pair(fused_mlp, device)
@@ -491,6 +512,13 @@ def test_layers_alone_of_little(fused_mlp, device, ops):
     model, fused, _, x = layers_alone(fused_mlp, device)
     assert_close(fused(x[:, :5]), model(x[:, :5]))
     assert ops == ([] if device.type == "cpu" else ["forward"] * 2)
+
+
+def test_layers_alone_of_no_tensor(fused_mlp, device):
+    model, fused, _, _ = layers_alone(fused_mlp, device)
+    for each in (model, fused):
+        with pytest.raises(TypeError, match="tuple"):
+            each((1.0,))
 
 
 def test_states_of_layers_alone(fused_mlp, device, ops):

@@ -133,7 +133,13 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     if name in state.get("lora_variant", ()) or state.get("use_dora", {}).get(name, False):
         return f"a {_NAME} of another kind"
     adapter = _adapter(state, held[name], name)
-    return adapter if type(adapter) is str else Layer(base[0], base[1], adapter)
+    if type(adapter) is str:
+        return adapter
+    dtype, given = base[0].dtype, (adapter.a, adapter.b, adapter.bias)
+    dtypes = {each.dtype for each in given if each is not None}
+    if dtypes != {dtype} and dtypes != {torch.float32}:
+        return f"a {_NAME} in another dtype"
+    return Layer(base[0], base[1], adapter)
 
 
 def _adapter(state: Dict[str, Any], a: nn.Module, name: str) -> Union[str, Adapter]:

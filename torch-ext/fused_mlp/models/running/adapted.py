@@ -68,7 +68,7 @@ def obstacle(module: nn.Module) -> Optional[str]:
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
-    if x.is_cpu and x.numel() < _LEAST_ELEMENTS:
+    if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
     layer = adapters.layer_of(module) if found is None else None
