@@ -16,9 +16,10 @@ namespace fused_mlp {
 // The functions that backward.h and adapted.h ask of a backend.
 struct Cpu {
   static constexpr bool kHasSums = false;
+  static constexpr bool kAddsRankLast = true;
 
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    run_products(x, {weight, bias, nullptr, nullptr, static_cast<int64_t>(Activation::kLinear)}, nullptr, out);
+    run_rows(x, {weight, bias, nullptr, nullptr, static_cast<int64_t>(Activation::kLinear)}, nullptr, out);
   }
 
   static void mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, false); }

@@ -209,6 +209,7 @@ struct Cuda {
   }
 
   static constexpr bool kHasSums = true;
+  static constexpr bool kAddsRankLast = false;
 
   static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
     if (out.scalar_type() == a.scalar_type()) {

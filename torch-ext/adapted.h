@@ -109,6 +109,7 @@ using RankFactors = std::array<RankFactorOf, 2>;
 enum class Keep : int64_t { kNothing, kRows, kValues };
 
 // Backend: what backward.h asks of one, and
+//   kAddsRankLast                 whether x weight^T is computed first: there are kernels for it that add to nothing
 //   scaled_mm(out, a, b, scale)   out = scale a b
 //   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
 //                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
@@ -271,8 +272,14 @@ class Adapted {
   static void product_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const OptionalTensor& rows, const OptionalTensor& b, int64_t first_column) {
     if (!b) return Backend::linear_into(out, x, weight, bias);
-    Backend::linear_into(out, Backend::rows(columns(*rows, first_column, b->size(1))), *b, bias);
-    Backend::add_mm(out, x, transposed(weight));
+    const Tensor of_rank = Backend::rows(columns(*rows, first_column, b->size(1)));
+    if (Backend::kAddsRankLast) {
+      Backend::linear_into(out, x, weight, bias);
+      Backend::add_mm(out, of_rank, transposed(*b));
+    } else {
+      Backend::linear_into(out, of_rank, *b, bias);
+      Backend::add_mm(out, x, transposed(weight));
+    }
   }
 
   void fill(const FirstLayer& first, const LowRankTerm& term, const Tensor& x, const Tensor& gate,
