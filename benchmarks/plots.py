@@ -279,6 +279,8 @@ def main() -> None:
 
     experts([each for each in stored("h200-experts") if each["routing"] == "balanced"], "H200", IMAGES / "experts")
 
+    adapters(stored("h200-adapters"), "H200", IMAGES / "adapters")
+
 
 if __name__ == "__main__":
     main()

@@ -63,6 +63,7 @@ def parts() -> dict[str, str]:
         "models": models_table(),
         "generate": generate_table(),
         "training": training_table(),
+        "adapters": adapters_table(),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -77,6 +78,7 @@ def parts() -> dict[str, str]:
         "models-machine": models_machine(),
         "generate-spread": generate_spread(),
         "training-machine": training_machine(),
+        "adapters-machine": adapters_machine(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -156,7 +158,7 @@ def expect_table() -> str:
         speedup = gain(times["eager"]["wall_us"] / times["ours"]["wall_us"])
         rows.append((f"a training step: {title}", "H200", f"{speedup}, {memory:.0%} of the memory", "", ""))
 
-    rows.append(("a training step: LoRA on all layers", "", "not measured yet", "", ""))
+    rows.append(("a training step: LoRA on all layers", "H200", adapters_gain(), "", ""))
     rows.append(("NF4 weights: not fused", "H100", gain(*unfused_gains("nf4")), "", ""))
 
     for title, dtype, maker, where in (
@@ -297,6 +299,59 @@ def training_machine() -> str:
         f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU; wall time, whose turns differ by "
         f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
     )
+
+
+# LoRA.
+
+ADAPTERS = "h200-adapters"
+ADAPTED = {"compile": "torch.compile", "ours": HEADS["ours"], "ours-recompute": "recomputing"}
+ADAPTED |= {"ours-base": "without adapters", "gemms": "GEMMs alone"}
+
+
+def adapters_time(result: dict) -> str:
+    """The time that counts: of the GPU for an MLP, in graphs for inference, and of the wall for a step."""
+    return {"mlp": "kernel_us", "inference": "graph_us", "step": "wall_us"}[result["part"]]
+
+
+def adapters_table() -> str:
+    """Eager's time and peak memory; speed-ups over it, and ours' part of its memory."""
+    rows = []
+    for result in run(ADAPTERS)["results"]:
+        times, key = result["providers"], adapters_time(result)
+        if not times:
+            continue
+        eager = times["eager"]
+        gains = (gain(eager[key] / times[way][key]) if way in times else "" for way in ADAPTED)
+        memory = (
+            [f"{eager['peak']:.0f}", f"{times['ours']['peak'] / eager['peak']:.0%}"] if "peak" in eager else ["", ""]
+        )
+        what = "" if result["part"] == "mlp" else f"{result['part']}, "
+        case = f"{what}{', '.join(map(str, result['shape']))}: {result['adapters']}"
+        rows.append((case, f"{eager[key] / 1e3:.2f}", *gains, *memory))
+    heads = ("M, D, H, rank: adapters", "eager, ms", *ADAPTED.values(), "peak, MiB", HEADS["ours"])
+    return documents.table(heads, rows, left=1)
+
+
+def adapters_machine() -> str:
+    found = run(ADAPTERS)
+    facts = found["machine"]
+    spreads = [
+        way[f"{adapters_time(each)}_spread"] / 2 for each in found["results"] for way in each["providers"].values()
+    ]
+    return (
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
+        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of a step wall time, whose turns differ by "
+        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
+    )
+
+
+def adapters_gain() -> str:
+    """Of steps without dropout, and the part of the memory."""
+    steps = [each for each in run(ADAPTERS)["results"] if each["part"] == "step" and "dropout" not in each["adapters"]]
+    times = [each["providers"] for each in steps]
+    speedups = [each["eager"]["wall_us"] / each["ours"]["wall_us"] for each in times]
+    memory = max(each["ours"]["peak"] / each["eager"]["peak"] for each in times)
+    return f"{gain(*speedups)}, {memory:.0%} of the memory"
 
 
 # Models that are not fused whole.

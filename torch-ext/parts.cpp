@@ -215,7 +215,7 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
 }
 
 Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
-                    PyObject* adapters, Py_ssize_t place) {
+                    PyObject* adapters, Py_ssize_t place, bool* drops) {
   for (Py_ssize_t i = 0; i < kAdapterPlaces; ++i) {
     if (put(adapters, place + i, i == kScaling ? names().one : Py_None) != kYes) return kError;
   }
@@ -268,6 +268,7 @@ Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssiz
                      scaling != nullptr && (PyFloat_CheckExact(scaling) || PyLong_Check(scaling));
   if (!plain) return kNo;
   Answer said = passes(of[2], recording);
+  *drops = said == kNo && class_of(of[2]) == settings.dropout;
   if (said == kYes) said = read_linear(of[0], recording, adapters, place + kA, place + kBiasOfA);
   if (said == kYes) said = read_linear(of[1], recording, adapters, place + kB, place + kBiasOfB);
   if (said != kYes) return said;

@@ -64,8 +64,9 @@ enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kAdapterP
 
 // The same of a layer that may have an adapter of PEFT's LoRA, in the common case: none, one that is active, or those
 // that are merged into the weight.
+// `*drops` becomes true, and the answer kNo, where a dropout in front of an adapter is active.
 Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
-                    PyObject* adapters, Py_ssize_t place);
+                    PyObject* adapters, Py_ssize_t place, bool* drops);
 
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);

@@ -244,8 +244,10 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   bool has_adapters = false;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     const Py_ssize_t place = i * kAdapterPlaces;
+    bool drops = false;
     const Answer read =
-        read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place);
+        read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place, &drops);
+    if (drops && mlp.asks) return PyBool_FromLong(false);
     if (read != kYes) return nullptr;
     has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }

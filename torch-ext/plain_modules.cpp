@@ -370,7 +370,7 @@ PyObject* py_fused(PyObject* given) {
   const Owned act = activation_of(owner, plan);
   const bool known =
       act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
-  const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval()};
+  const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval(), true};
   return known ? fused(mlp, recording == kYes) : nullptr;
 }
 
@@ -381,7 +381,7 @@ PyObject* py_adapted(PyObject* given) {
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
   const Answer recording = is_recording();
-  const Mlp mlp{of[0], of[2], Objects(&of[1], 1), of[3], {}};
+  const Mlp mlp{of[0], of[2], Objects(&of[1], 1), of[3], {}, false, true};
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 

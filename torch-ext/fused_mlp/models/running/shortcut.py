@@ -181,6 +181,8 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
         found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
             found = recorded_or_packed(plan.pattern, *found)
+        if found is False:  # a dropout in front of an adapter is active
+            return None
         if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(plan.names)):
             return found
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
