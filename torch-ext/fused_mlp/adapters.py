@@ -150,6 +150,8 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     None where the op does not take them.
     """
     x, *given, code = operands
+    if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
+        return None
     count = len(given) // 2
     lists = given[:count], given[count:], adapters[0::5], adapters[2::5], adapters[4::5]
     try:
