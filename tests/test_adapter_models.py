@@ -188,6 +188,18 @@ def test_autocast_of_float32(fused_mlp, device, ops):
     assert ops == ["forward"] * MLPS + ["backward"] * MLPS
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_dtype_of_autocast(fused_mlp, device, forms, ops, trained):
+    """What autocast casts to is the dtype of the result, with autograd and without."""
+    module = small().to(device).requires_grad_(trained)
+    plain, x = copy.deepcopy(module), torch.randn(3, 32, device=device)
+    fused_mlp.fuse_mlps(module, verify=False)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), torch.autocast(device.type, dtype=torch.bfloat16):
+            assert_close(module(x).detach(), plain(x).detach(), 2e-2)
+    assert ops == ["forward"] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_cast_after_fusing(fused_mlp, device, ops, dtype):
     model, fused, inputs = pair(fused_mlp, device)

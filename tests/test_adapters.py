@@ -144,6 +144,16 @@ def test_many_rows(fused_mlp, device, op):
         assert_as_good(Case(device, seed, op, dtype, rows=700), fused_mlp)
 
 
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_gradient_alone(fused_mlp, device, op, seed):
+    """What is saved for the gradient of one operand is enough for it, whichever it is."""
+    case = Case(device, seed, op, torch.float32, rows=7)
+    for place in range(len(case.needs)):
+        case.needs = [each == place for each in range(len(case.needs))]
+        assert_as_good(case, fused_mlp)
+
+
 def test_one_op_computes_them(fused_mlp, device, monkeypatch):
     """No call below is composed of PyTorch's operations."""
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)

@@ -150,6 +150,8 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     None where the op does not take them.
     """
     x, *given, code = operands
+    if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
+        return None
     count = len(given) // 2
     lists = given[:count], given[count:], adapters[0::5], adapters[2::5], adapters[4::5]
     try:
@@ -246,7 +248,9 @@ class _Adapted(torch.autograd.Function):
     ) -> Tensor:
         needs, given = ctx.needs_input_grad[3:], (x, *tensors)
         result, *kept = _plain_forward(x, *_operands(tensors, scalings), tensors[1] is not None, activation, keep)
-        saved = _saved(needs, tuple(tensor is not None for tensor in tensors), keep == _ROWS)
+        # Hidden values behind no activation are not kept.
+        recomputes = keep == _ROWS or (activation == _IDENTITY and tensors[1] is None and tensors[2] is not None)
+        saved = _saved(needs, tuple(tensor is not None for tensor in tensors), recomputes)
         ctx.how = scalings, activation, saved
         ctx.others = {
             place: (t, t._version) for place, t in enumerate(given) if t is not None and place not in (0, *saved)
@@ -303,7 +307,7 @@ def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -
     first = of_x or any(any(each[:2]) for each in (of_weights, of_biases, of_a, of_b))
     again = recomputes and (first or of_weights[2] or of_a[2])
     wanted = (
-        again or any(of_weights[:2]) or any(of_a[:2]),
+        recomputes or any(of_weights[:2]) or any(of_a[:2]),
         *(of_x or again,) * 2,
         first,
         *(again,) * 2,
