@@ -262,8 +262,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
-  if (has_adapters)
-    return packed == kNo ? with_adapters(mlp.pattern, recording, dtype, operands, adapters.get()) : nullptr;
+  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError || (followed == kYes && block != nullptr)) return nullptr;
   if (followed == kYes) {

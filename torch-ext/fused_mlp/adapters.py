@@ -6,7 +6,8 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2
 from __future__ import annotations
 
 import functools
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from operator import itemgetter
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 from . import calls, dispatch, training
 from .activations import BY_CODE, get_activation
 from .backends import native
-from .operands import OperandTypeError, OperandValueError, check_like, shape_of
+from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
 
 
 class Adapter(NamedTuple):
@@ -155,6 +156,8 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     count = len(given) // 2
     lists = given[:count], given[count:], adapters[0::5], adapters[2::5], adapters[4::5]
     try:
+        if pattern.packed:
+            lists, count = _unpacked(lists, pattern.up_first), count + 1
         if not recorded:
             return _plain_forward(x, *lists, pattern.gated, code, _NOTHING)[0]
         places = _PLACES[pattern.gated, count]
@@ -163,6 +166,15 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
         return _apply(tuple(scalings), code, keep, x, *weights, *biases, *a, *b)
     except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
+
+
+def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]:
+    """Those of gate and up for the first layer, which holds both. They share its a."""
+    weights, biases, a, b, scalings = lists
+    if weights[0].shape[0] % 2 != 0:
+        raise OperandValueError("a layer that holds gate and up must have an even number of features")
+    split = [[*halves(each[0], up_first), *each[1:]] for each in (weights, biases, b)]
+    return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings]]
 
 
 # Where the first layer, up and the second are among those of a pattern, by whether it is gated and how many it has.
@@ -236,40 +248,47 @@ def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tenso
     return tensors[:3], tensors[3:6], tensors[6:9], tensors[9:]
 
 
-class _Adapted(torch.autograd.Function):
-    """One op forward and one backward. It saves what the gradients that may be asked for need, as eager PyTorch does.
+class _Layout(NamedTuple):
+    """What a node keeps of its operands, x being the first, and of what its op returns behind the result.
 
-    Of the others it keeps the weights and adapters, for their shapes, and for a gradient that is differentiated.
+    ``saved`` takes those that a gradient which may be asked for needs, ``others`` the rest but x: weights and adapters,
+    for their shapes. ``all`` takes the operands from both, with None behind them. ``kept`` takes what is there of gate,
+    up, and the rows of the adapters, from these with None behind them.
     """
+
+    saved: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
+    others: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
+    all: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
+    kept: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
+
+
+class _Adapted(torch.autograd.Function):
+    """One op forward and one backward. It saves what gradients that may be asked for need, as eager PyTorch does."""
 
     @staticmethod
     def forward(
         ctx: Any, scalings: Tuple[float, ...], activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
-        needs, given = ctx.needs_input_grad[3:], (x, *tensors)
+        given = (x, *tensors)
         result, *kept = _plain_forward(x, *_operands(tensors, scalings), tensors[1] is not None, activation, keep)
-        # Hidden values behind no activation are not kept.
-        recomputes = keep == _ROWS or (activation == _IDENTITY and tensors[1] is None and tensors[2] is not None)
-        saved = _saved(needs, tuple(tensor is not None for tensor in tensors), recomputes)
-        ctx.how = scalings, activation, saved
-        ctx.others = {
-            place: (t, t._version) for place, t in enumerate(given) if t is not None and place not in (0, *saved)
-        }
+        there = tuple([tensor is not None for tensor in given])
+        layout = _layout(ctx.needs_input_grad[3:], there, keep == _ROWS, activation == _IDENTITY)
+        others = layout.others(given)
+        ctx.how = scalings, activation, layout, others, [tensor._version for tensor in others]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(given[place] for place in saved), *_there(kept, tensors, activation, keep))
+        ctx.save_for_backward(*layout.saved(given), *layout.kept((*kept, None)))
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        needs, (scalings, activation, places) = ctx.needs_input_grad[3:], ctx.how
+        needs, (scalings, activation, layout, others, versions) = ctx.needs_input_grad[3:], ctx.how
         if grad is None:
             return (None,) * (3 + len(needs))
         *saved, gate, up, first_rows, second_rows = ctx.saved_tensors
-        given = {**{place: tensor for place, (tensor, _) in ctx.others.items()}, **dict(zip(places, saved))}
-        x, *tensors = (given.get(place) for place in range(len(needs)))
+        x, *tensors = layout.all((*saved, *others, None))
 
         def by_parts() -> Tuple[Tensor, ...]:
-            if x is None or any(tensor._version != version for tensor, version in ctx.others.values()):
+            if x is None or [tensor._version for tensor in others] != versions:
                 raise RuntimeError(
                     "the gradient of a call with adapters, to be differentiated, needs what was not saved"
                 )
@@ -278,29 +297,42 @@ class _Adapted(torch.autograd.Function):
         if training.is_gradient_seen(grad):
             found = by_parts()
         else:
-            bits = sum(need << place for place, need in enumerate(needs))
+            bits = sum([need << place for place, need in enumerate(needs)])
             given = *_operands(tensors, scalings), gate, up, first_rows, second_rows, tensors[1] is not None
             arguments = grad, x, *given, activation, bits
             found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)
         gradients = iter(found)
-        return (None, None, None, *(next(gradients) if need else None for need in needs))
+        return (None, None, None, *[next(gradients) if need else None for need in needs])
 
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.
 _apply = super(torch.autograd.Function, _Adapted).apply
 
 
-def _there(
-    kept: Sequence[Tensor], tensors: Sequence[Optional[Tensor]], activation: int, keep: int
-) -> Iterator[Optional[Tensor]]:
-    """Of what the op returns, what it has kept."""
-    weights, _, a, _ = _lists(tensors)
-    has_values = keep == _VALUES and not (weights[1] is None and activation == _IDENTITY)
-    is_there = has_values, has_values and weights[1] is not None, a[0] is not None or a[1] is not None, a[2] is not None
-    return (tensor if there else None for tensor, there in zip(kept, is_there))
-
-
 @functools.cache
+def _layout(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool, is_identity: bool) -> _Layout:
+    is_gated, is_mlp, of_first, of_second = there[2], there[3], there[7] or there[8], there[9]
+    has_values = not recomputes and (is_gated or not is_identity)
+    is_kept = has_values, has_values and is_gated, of_first, of_second
+    # Hidden values behind no activation are not kept.
+    saved = _saved(needs, there, recomputes or (is_identity and is_mlp and not is_gated))
+    others = tuple(place for place in range(1, len(there)) if there[place] and place not in saved)
+    places = {place: index for index, place in enumerate((*saved, *others))}
+    return _Layout(
+        _taking(saved),
+        _taking(others),
+        _taking(tuple(places.get(place, -1) for place in range(len(there)))),
+        _taking(tuple(place if is_there else -1 for place, is_there in enumerate(is_kept))),
+    )
+
+
+def _taking(places: Tuple[int, ...]) -> Callable[[Tuple[Any, ...]], Tuple[Any, ...]]:
+    """Takes these places of a tuple, in this order."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda given: tuple([given[place] for place in places])
+
+
 def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -> Tuple[int, ...]:
     """The places, x being the first, of the operands that the gradients need which ``needs`` says."""
     of_x, of_weights, of_biases, of_a, of_b = needs[0], needs[1:4], needs[4:7], needs[7:10], needs[10:]
@@ -317,7 +349,7 @@ def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -
         *(of_x or again or needed for needed in of_a[:2]),
         first or of_a[2],
     )
-    return tuple(place for place, want in enumerate(wanted) if want and (place == 0 or there[place - 1]))
+    return tuple(place for place, (want, is_there) in enumerate(zip(wanted, there)) if want and is_there)
 
 
 def _composed_gradients(
