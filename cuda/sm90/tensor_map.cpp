@@ -19,8 +19,8 @@ Encode find_encode() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
 }
 
-// Makes the GPU's context that of this thread, which the driver needs. In a thread that has called the runtime before it
-// is; but the first thing that a thread of autograd does may be a kernel of ours.
+// Makes the GPU's context that of this thread, which the driver needs. In a thread that has called the runtime before
+// it is; but the first thing that a thread of autograd does may be a kernel of ours.
 void make_context_current() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) cudaSetDevice(device);
