@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import kernels
+import peft
 import torch
 import torch.distributed as dist
 import transformers
@@ -170,6 +171,38 @@ def data_parallel(setting, way, when, kind):
     return setting.facts(model)
 
 
+def adapted(setting, way, when, sharded):
+    """MLPs with PEFT's LoRA, of which the adapters alone are trained: under DDP, or FSDP2 by MLP."""
+
+    def made():
+        model = setting.blocks(Gated)
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, target_modules=list(PLANS[Gated]), init_lora_weights=False)
+        return peft.inject_adapter_in_model(config, model)
+
+    def wrap(model):
+        if not sharded:
+            ids = [setting.device.index] if setting.device.type == "cuda" else None
+            return DistributedDataParallel(model, device_ids=ids)
+        for mlp in model.mlps:
+            fully_shard(mlp, mesh=setting.mesh)
+        return fully_shard(model, mesh=setting.mesh)
+
+    def trained(model, x):
+        output = whole(model(x))
+        output.square().mean().backward()
+        return output.detach(), [whole(p.grad) for p in model.parameters() if p.requires_grad]
+
+    x, expected = setting.x(), trained(made(), setting.x())
+    model = wrapped(setting, way, when, made(), wrap)
+    part = x if sharded else x.chunk(2)[setting.rank]
+    output, gradients = trained(model, part)
+    assert_close(output, expected[0] if sharded else expected[0].chunk(2)[setting.rank])
+    assert_close(gradients, expected[1])
+    assert "adapted_forward" in operators(model, part)
+    return setting.facts(model)
+
+
 def tp_plan(setting, way):
     """transformers loads its own shards; its hooks stay in place."""
     torch.manual_seed(0)
@@ -227,6 +260,11 @@ CASES = {
     **{
         f"DDP, {kind.__name__}, {way} {when}": (data_parallel, (way, when, kind))
         for kind, way in ((Gated, "fuse_mlps"), (Gated, "kernelize"), (PackedGated, "fuse_mlps"))
+        for when in ("before", "after")
+    },
+    **{
+        f"{'FSDP2' if sharded else 'DDP'}, LoRA, {when}": (adapted, ("fuse_mlps", when, sharded))
+        for sharded in (False, True)
         for when in ("before", "after")
     },
     **{f"transformers tp_plan, {way}": (tp_plan, (way,)) for way in ("fuse_mlps", "kernelize")},

@@ -162,3 +162,20 @@ def test_one_op_computes_them(fused_mlp, device, monkeypatch):
         results(lambda x, layers, case=case: case.fused(fused_mlp, x, layers), case)
         with torch.no_grad():
             case.fused(fused_mlp, *case.copy())
+
+
+def test_gradients_that_nobody_asks_for_are_not_computed(fused_mlp, device, monkeypatch):
+    adapters, asked = sys.modules[f"{fused_mlp.__name__}.adapters"], []
+    backward = adapters._plain_backward
+    monkeypatch.setattr(adapters, "_plain_backward", lambda *given: (asked.append(given[-1]), backward(*given))[1])
+    case = Case(device, 5, "gated_mlp", torch.float32, rows=9)
+    case.needs = [True] * len(case.needs)
+    x, layers = case.copy()
+    all_of_them = [x, *(tensor for weight, bias, _ in layers for tensor in (weight, bias) if tensor is not None)]
+    exact = torch.autograd.grad(case.eager(x, layers).sum(), all_of_them)
+    for place, leaf in enumerate(all_of_them):
+        (found,) = torch.autograd.grad(case.fused(fused_mlp, x, layers).sum(), leaf)
+        torch.testing.assert_close(found, exact[place], rtol=1e-4, atol=1e-4)
+    assert all(bits.bit_count() == 1 for bits in asked) and len(asked) == len(all_of_them)
+    case.fused(fused_mlp, x, layers).sum().backward()
+    assert asked[-1].bit_count() >= len(all_of_them)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch, training
+from . import calls, dispatch, nodes, training
 from .activations import BY_CODE, get_activation
 from .backends import native
 from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
@@ -284,6 +284,7 @@ class _Adapted(torch.autograd.Function):
         needs, (scalings, activation, layout, others, versions) = ctx.needs_input_grad[3:], ctx.how
         if grad is None:
             return (None,) * (3 + len(needs))
+        needs = nodes.executed(ctx, needs)
         *saved, gate, up, first_rows, second_rows = ctx.saved_tensors
         x, *tensors = layout.all((*saved, *others, None))
 

@@ -86,6 +86,23 @@ def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
     return tuple(found)
 
 
+def executed(ctx: Any, needs: Needs) -> Needs:
+    """Return which of the gradients that operands require the running backward is for; ``needs`` are the last inputs.
+
+    Of a leaf that autograd.grad is given torch raises an error rather than say yes.
+    """
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    found = []
+    for need in needs:
+        if need:
+            try:
+                need = _will_run(next(nodes))
+            except RuntimeError:
+                need = True
+        found.append(need)
+    return tuple(found)
+
+
 def _next_nodes(ctx: Any) -> Dict[int, Any]:
     """The nodes that gradients go to, by the places of their operands."""
     nodes = (node for node, _ in ctx.next_functions if node is not None)
