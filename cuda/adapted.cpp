@@ -27,6 +27,7 @@ std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x
                                      int64_t activation, int64_t needs) {
   const AdaptedLayers layers(weights, biases, a, b, scalings, gated);
   layers.check_backward(grad, x, gate, needs, activation);
+  layers.check_kept(gate, up, first_rows, second_rows, needs, activation);
   const DeviceGuard device_guard(grad.get_device_index());
   return Adapted<Cuda>(grad, x, layers, activation).backward(grad, gate, up, first_rows, second_rows, needs);
 }

@@ -179,3 +179,20 @@ def test_gradients_that_nobody_asks_for_are_not_computed(fused_mlp, device, monk
     assert all(bits.bit_count() == 1 for bits in asked) and len(asked) == len(all_of_them)
     case.fused(fused_mlp, x, layers).sum().backward()
     assert asked[-1].bit_count() >= len(all_of_them)
+
+
+@pytest.mark.parametrize(
+    "needs, words",
+    [
+        (1 << 10, "rows must be there for the gradient of b"),
+        (1 << 3, "there is no such layer"),
+        (1 << 9, "there is no such layer"),
+        (1 << 7, "x must be there"),
+    ],
+)
+def test_the_op_refuses_a_backward_without_its_operands(fused_mlp, device, needs, words):
+    backward = sys.modules[f"{fused_mlp.__name__}.adapters"]._backward
+    grad, weight, a, b = (torch.randn(*sizes, device=device) for sizes in ((3, 16), (16, 8), (4, 8), (16, 4)))
+    given = [weight], [None], [a], [b], [1.0], None, None, None, None, False, 0, needs
+    with pytest.raises(RuntimeError, match=words):
+        backward(grad, None, *given)

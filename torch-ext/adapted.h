@@ -81,6 +81,25 @@ struct AdaptedLayers {
     STD_TORCH_CHECK(!needed(kOfWeights) && !needed(kOfA), "x must be there for the gradient of a weight");
   }
 
+  // The gradients that are asked for have operands, and the rows that are kept for them are there.
+  void check_kept(const OptionalTensor& gate, const OptionalTensor& up_values, const OptionalTensor& first_rows,
+                  const OptionalTensor& second_rows, int64_t needs, int64_t activation) const {
+    const auto needed = [&](int operand, int layer) { return (needs >> (operand + layer) & 1) != 0; };
+    const std::optional<AdaptedLayer>* const layers[] = {&first, &up, &second};
+    for (int i = 0; i < 3; ++i) {
+      const std::optional<AdaptedLayer>& layer = *layers[i];
+      const bool adapter = needed(kOfA, i) || needed(kOfB, i);
+      STD_TORCH_CHECK(layer || !(adapter || needed(kOfWeights, i) || needed(kOfBiases, i)), "there is no such layer");
+      STD_TORCH_CHECK(!adapter || layer->a, "there is no such adapter");
+      const OptionalTensor& rows = i == 2 ? second_rows : first_rows;
+      STD_TORCH_CHECK(rows || !needed(kOfB, i), "rows must be there for the gradient of b");
+    }
+    const bool adapted = first->a || (up && up->a);
+    STD_TORCH_CHECK(first_rows || gate || !adapted, "rows must be there where gate is not");
+    STD_TORCH_CHECK(!gate || up_values.has_value() == up.has_value(), "gate and up must both be there, or neither");
+    STD_TORCH_CHECK(!gate || !is_linear(activation), "gate must be left out where there is no activation");
+  }
+
   int64_t hidden() const { return first->weight.size(0); }
   int64_t features() const { return second ? second->weight.size(0) : hidden(); }
   // True if the values before the activation are what the first layer results in.
