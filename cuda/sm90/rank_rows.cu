@@ -1,133 +1,9 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <limits>
-#include <type_traits>
 
-#include "../overlap.cuh"
-#include "ptx.cuh"
-#include "rank_rows.h"
+#include "rank_rows.cuh"
 
 namespace fused_mlp::sm90 {
 namespace {
-
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kCluster = 8;  // CTAs that share k
-constexpr int kRanks = 8;    // weight rows of a cluster: the N side of the tensor cores' instruction
-constexpr int kTokens = 16;  // rows of x in a tile: its M side
-constexpr int kBlockK = 32;  // elements of k that a warp multiplies at a time
-constexpr int kTiles = kMostRankRows / kTokens;
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// d += a b, a [16, 16] and b [16, 8], as mma.sync has them.
-template <typename Element>
-__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
-// Eight elements of a row, or zeros where there are none.
-template <typename Element>
-__device__ __forceinline__ uint4 load_row(const Matrix& matrix, int row, int rows, int column, int columns) {
-  if (row >= rows || column >= columns) return make_uint4(0, 0, 0, 0);
-  return *reinterpret_cast<const uint4*>(static_cast<const Element*>(matrix.data) + row * matrix.row_stride + column);
-}
-
-#endif
-
-// The sum over k does not depend on which element of k is which in an instruction, so each lane hands over eight
-// adjacent ones. The cluster's sums are added in the order of its ranks.
-template <typename Element>
-__global__ void __launch_bounds__(kThreads) rank_rows_kernel(const __grid_constant__ RankRows p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ alignas(16) float of_warps[kWarps][kMostRankRows * kRanks];
-  __shared__ alignas(16) float of_cta[kMostRankRows * kRanks];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = cluster_rank();
-  int group = blockIdx.x / kCluster;
-  const int first_groups = static_cast<int>((p.factors[0].rank + kRanks - 1) / kRanks);
-  const RankFactor& factor = p.factors[group < first_groups ? 0 : 1];
-  if (group >= first_groups) group -= first_groups;
-  const int first_rank = group * kRanks;
-  const int m = static_cast<int>(p.m), k = static_cast<int>(p.k), ranks = static_cast<int>(factor.rank);
-  const int blocks = (k + kBlockK - 1) / kBlockK;
-  const int begin = part * blocks / kCluster, end = (part + 1) * blocks / kCluster;
-
-  allow_next_kernel();
-  {  // the weights, before x is there
-    constexpr int kLine = 128 / sizeof(Element);
-    const int row = first_rank + threadIdx.x % kRanks, column = begin * kBlockK + threadIdx.x / kRanks * kLine;
-    if (row < ranks && column < min(end * kBlockK, k)) {
-      const Element* line = static_cast<const Element*>(factor.a.data) + row * factor.a.row_stride + column;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-    }
-  }
-  wait_for_previous_kernel();
-
-  float sums[kTiles][4] = {};
-  const int row = lane / 4;
-#pragma unroll 4
-  for (int block = begin + warp; block < end; block += kWarps) {
-    const int column = block * kBlockK + lane % 4 * 8;
-    const uint4 b = load_row<Element>(factor.a, first_rank + row, ranks, column, k);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile * kTokens >= m) break;
-      const uint4 low = load_row<Element>(p.x, tile * kTokens + row, m, column, k);
-      const uint4 high = load_row<Element>(p.x, tile * kTokens + row + 8, m, column, k);
-      multiply<Element>(sums[tile], low.x, high.x, low.y, high.y, b.x, b.y);
-      multiply<Element>(sums[tile], low.z, high.z, low.w, high.w, b.z, b.w);
-    }
-  }
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (tile * kTokens >= m) break;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = tile * kTokens + row + i / 2 * 8;
-      of_warps[warp][token * kRanks + lane % 4 * 2 + i % 2] = sums[tile][i];
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < m * kRanks; i += kThreads) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int source = 0; source < kWarps; ++source) sum += of_warps[source][i];
-    of_cta[i] = sum;
-  }
-  cluster_sync();
-  // Each CTA finishes one column.
-  const int rank = first_rank + part;
-  if (static_cast<int>(threadIdx.x) < m && rank < ranks) {
-    const uint32_t address = shared_address(&of_cta[threadIdx.x * kRanks + part]);
-    float terms[kCluster], sum = 0.0f;
-#pragma unroll
-    for (int source = 0; source < kCluster; ++source) {
-      asm volatile("ld.shared::cluster.f32 %0, [%1];"
-                   : "=f"(terms[source])
-                   : "r"(map_to_rank(address, source))
-                   : "memory");
-    }
-#pragma unroll
-    for (int source = 0; source < kCluster; ++source) sum += terms[source];
-    Element* out = static_cast<Element*>(p.out.data) + threadIdx.x * p.out.row_stride + factor.column + rank;
-    *out = static_cast<Element>(factor.scale * sum);
-  }
-  cluster_sync();  // no CTA exits while the others still read its sums
-#endif
-}
 
 bool in_vectors(const Matrix& matrix) {
   return reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0 && matrix.row_stride % 8 == 0;
@@ -137,24 +13,24 @@ bool in_vectors(const Matrix& matrix) {
 
 int64_t rank_rows_ctas(const RankRows& p) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
-  const bool fits = p.m > 0 && p.m <= kMostRankRows && p.k > 0 && p.k % 8 == 0 && p.k <= kMost - kBlockK;
+  const bool fits = p.m > 0 && p.m <= kMostRankRows && p.k > 0 && p.k % 8 == 0 && p.k <= kMost - kRankBlockK;
   if (p.dtype == DType::kFloat32 || !fits || !in_vectors(p.x)) return 0;
   for (const RankFactor& factor : p.factors) {
     if (factor.rank > 0 && !in_vectors(factor.a)) return 0;
   }
-  return kCluster * (ceil_div(p.factors[0].rank, kRanks) + ceil_div(p.factors[1].rank, kRanks));
+  return kRankCluster * (ceil_div(p.factors[0].rank, kClusterRanks) + ceil_div(p.factors[1].rank, kClusterRanks));
 }
 
 cudaError_t launch_rank_rows(const RankRows& p, bool starts_early, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(rank_rows_ctas(p));
-  config.blockDim = kThreads;
+  config.blockDim = kRankThreads;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = starts_early ? 2 : 1;
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  attributes[0].val.clusterDim = {kRankCluster, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   const auto kernel = p.dtype == DType::kFloat16 ? rank_rows_kernel<__half> : rank_rows_kernel<__nv_bfloat16>;
