@@ -46,7 +46,7 @@ def adapted(module, **options):
 
 # By what was done to a module before it was fused: the most frames that its call may take, fused or not.
 MOST = {"nothing": 9, "hooks": 11, "adapters": 4, "other adapters": 13}
-MOST["adapters", PackedGated] = 150  # compiled code does not read them
+MOST["adapters", PackedGated] = 9  # the halves of its operands are made in Python
 ALTERED = {"nothing": lambda module: module, "hooks": hooked, "adapters": adapted}
 ALTERED["other adapters"] = functools.partial(adapted, use_dora=True)
 
@@ -63,7 +63,9 @@ def test_calls_take_few_frames(fused_mlp, device, monkeypatch, kind, altered):
     with torch.no_grad():
         for _ in range(6):  # it looks again after one miss, two, four
             assert_close(module(x), plain(x))
-        assert frames(fused_mlp, lambda: module(x)) <= MOST.get((altered, kind), MOST[altered])
+        # Python looks again at what is not fused at its first, second, fourth, ... miss: not at two in a row.
+        fewest = min(frames(fused_mlp, lambda: module(x)) for _ in range(2))
+    assert fewest <= MOST.get((altered, kind), MOST[altered])
 
 
 @pytest.mark.parametrize("altered", ["hooks", "other adapters"])
