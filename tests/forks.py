@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
-# What is imported may initialise CUDA, which a forked process cannot use.
+# The imports may initialise CUDA, which a forked process cannot use.
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["torch._inductor.compile_fx", "scipy.optimize", "torchao.quantization"])
 

@@ -190,7 +190,7 @@ def test_autocast_of_float32(fused_mlp, device, ops):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_dtype_of_autocast(fused_mlp, device, forms, ops, trained):
-    """What autocast casts to is the dtype of the result, with autograd and without."""
+    """The result has the dtype that autocast casts to, with autograd and without."""
     module = small().to(device).requires_grad_(trained)
     plain, x = copy.deepcopy(module), torch.randn(3, 32, device=device)
     fused_mlp.fuse_mlps(module, verify=False)
@@ -213,7 +213,7 @@ def test_cast_after_fusing(fused_mlp, device, ops, dtype):
 
 
 def test_adapters_of_other_dtypes(fused_mlp, device, ops):
-    """What PEFT computes in float64 is left, and what it refuses raises its error."""
+    """Adapters in float64 are left to PEFT, which raises its own error for what it refuses."""
     model, fused, inputs = pair(fused_mlp, device)
 
     def double(model, *names):
@@ -581,7 +581,7 @@ def test_explained_before_fusing(fused_mlp, device):
 
 @pytest.fixture
 def forms(fused_mlp):
-    """What reads the class, with nothing remembered of it before and after."""
+    """The reader of the class, with nothing remembered of it before and after."""
     read = sys.modules[f"{fused_mlp.__name__}.models.parts.adapters"]
     read.known.cache_clear()
     yield read

@@ -147,7 +147,7 @@ def test_many_rows(fused_mlp, device, op):
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_a_gradient_alone(fused_mlp, device, op, seed):
-    """What is saved for the gradient of one operand is enough for it, whichever it is."""
+    """The node saves enough for the gradient of any single operand."""
     case = Case(device, seed, op, torch.float32, rows=7)
     for place in range(len(case.needs)):
         case.needs = [each == place for each in range(len(case.needs))]

@@ -29,9 +29,9 @@ struct AdaptedLayer {
   int64_t rank() const { return a ? a->size(0) : 0; }
 };
 
-// What a product adds to its sums: rows of which the first columns are multiplied by weight^T, [n, k], and those from
-// up_column on, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie, weights
-// are [k, n] and [up_k, n], and both terms are added to the one result.
+// A term that a product adds to its sums: rows of which the first columns are multiplied by weight^T, [n, k], and those
+// from up_column on, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie,
+// weights are [k, n] and [up_k, n], and both terms are added to the one result.
 struct LowRankTerm {
   OptionalTensor rows, weight, up_weight;
   int64_t up_column = 0;
@@ -123,8 +123,8 @@ struct RankFactorOf {
 };
 using RankFactors = std::array<RankFactorOf, 2>;
 
-// What a forward keeps for its backward, beside its operands: nothing, the rows of the adapters, or also the values
-// before the activation.
+// The values that a forward keeps for its backward, beside its operands: nothing, the rows of the adapters, or also the
+// values before the activation.
 enum class Keep : int64_t { kNothing, kRows, kValues };
 
 // Backend: what backward.h asks of one, and
@@ -263,7 +263,7 @@ class Adapted {
     return {rows, fill_rows(rows, x, {RankFactorOf{&layer, 0}}, ctas_before)};
   }
 
-  // Those of gate and up side by side.
+  // The rows of gate's and up's adapters, side by side.
   std::pair<OptionalTensor, int64_t> rows_of_first() const {
     RankFactors factors;
     if (layers_.first->a) factors[0] = {&*layers_.first, 0};

@@ -101,7 +101,7 @@ double arithmetic_microseconds(const GemmProblem& p, const Peak& peak) {
   return 2.0 * products(p) * p.m * p.n * p.k / peak.flops_per_microsecond;
 }
 
-// What torch's GEMMs take longer for a product of few columns beside each: its results are written, and read again.
+// The time that a product of few columns beside each of torch's GEMMs adds: its results are written, and read again.
 double low_rank_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0;
   const int terms = (p.low_rank.k > 0) + (p.low_rank.up_k > 0);

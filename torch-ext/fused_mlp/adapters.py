@@ -169,7 +169,7 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
 
 
 def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]:
-    """Those of gate and up for the first layer, which holds both. They share its a."""
+    """The lists with gate and up in the place of a first layer that holds both. They share its a."""
     weights, biases, a, b, scalings = lists
     if weights[0].shape[0] % 2 != 0:
         raise OperandValueError("a layer that holds gate and up must have an even number of features")
@@ -238,7 +238,7 @@ _FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
 
 
 def _operands(tensors: Sequence[Optional[Tensor]], scalings: Sequence[float]) -> List[List[Any]]:
-    """Those of the op: weights, biases, a, b and scalings of the layers that are there."""
+    """The lists that the op is given: weights, biases, a, b and scalings of the layers that are there."""
     there = [place for place in range(3) if tensors[place] is not None]
     return [[each[place] for place in there] for each in (*_lists(tensors), scalings)]
 
@@ -249,7 +249,7 @@ def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tenso
 
 
 class _Layout(NamedTuple):
-    """What a node keeps of its operands, x being the first, and of what its op returns behind the result.
+    """Selectors of the values that a node keeps: of its operands, x first, and of those that its op returns besides.
 
     ``saved`` takes those that a gradient which may be asked for needs, ``others`` the rest but x: weights and adapters,
     for their shapes. ``all`` takes the operands from both, with None behind them. ``kept`` takes what is there of gate,

@@ -23,10 +23,10 @@ from . import obstacles
 
 is_traced = torch.compiler.is_dynamo_compiling
 _NAME = "peft.tuners.lora.layer.Linear"
-# What its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
+# The names that its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
 _METHODS = ("forward", "_cast_input_dtype", "_check_forward_args", "disable_adapters", "merged", "active_adapters")
 _METHODS += ("active_adapter",)
-# Of the source of these methods, by the first version that has it.
+# Hashes of the source of these methods, each with the first version that has it.
 _DIGESTS = {
     "c7d74534b63f24c0": "0.11",
     "c4b4273bce2c0516": "0.12",
@@ -78,7 +78,7 @@ def of_state(part: nn.Module) -> Optional[str]:
 
 
 def words_of(parts: Iterable[nn.Module]) -> str:
-    """What is said of the adapters of layers, behind the pattern of their MLP; nothing where there are none."""
+    """The words for the adapters of layers, behind the pattern of their MLP; nothing where there are none."""
     found = [layer_of(part) for part in parts]
     ranks = {layer.adapter.a.shape[0] for layer in found if not isinstance(layer, str) and layer.adapter is not None}
     return f"{WITH_ADAPTERS} of rank {', '.join(map(str, sorted(ranks)))}" if ranks else ""
@@ -209,7 +209,7 @@ def digest(kind: type) -> Optional[str]:
 
 
 def _codes(kind: type) -> Iterator[CodeType]:
-    """Those of the methods themselves: of a wrapper, inspect would find the source of what it stands around."""
+    """The code of the methods themselves: of a wrapper, inspect would find the source of what it stands around."""
     for name in _METHODS:
         found = inspect.getattr_static(kind, name, None)
         found = found.fget if isinstance(found, property) else found
