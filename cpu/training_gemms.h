@@ -17,6 +17,7 @@ namespace fused_mlp {
 struct Cpu {
   static constexpr bool kHasSums = false;
   static constexpr bool kAddsRankLast = true;
+  static constexpr bool kDrops = false;
 
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     run_rows(x, {weight, bias, nullptr, nullptr, static_cast<int64_t>(Activation::kLinear)}, nullptr, out);

@@ -15,6 +15,7 @@
 #include "../torch-ext/torch_gemm.h"
 #include "column_sums.h"
 #include "device.h"
+#include "dropout.h"
 #include "gemm/architecture.h"
 #include "gemm/record.h"
 #include "layer.h"
@@ -24,6 +25,10 @@ namespace fused_mlp {
 
 // A tensor that is a matrix of adjacent elements in its rows.
 inline Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
+
+inline KeptBits bits_of(const Tensor& mask) {
+  return {static_cast<uint32_t*>(const_cast<void*>(mask.const_data_ptr())), mask.size(1)};
+}
 
 // The left side of a product.
 struct Left {
@@ -85,6 +90,12 @@ class TrainingGemm {
     LowRank& low_rank = problem_.low_rank;
     low_rank.rows = matrix(*term.rows);
     low_rank.up_column = term.up_column;
+    if (term.mask) {
+      const KeptBits kept = bits_of(*term.mask);
+      low_rank.kept = kept.words;
+      low_rank.words_of_row = kept.words_of_row;
+      low_rank.scale = term.scale;
+    }
     const bool lies = reads_weights_as_they_lie(problem_.kind);
     const auto describe = [&](const OptionalTensor& weight, Tensor* copy, Matrix* place, int64_t* k) {
       if (!weight) return;
@@ -296,6 +307,32 @@ struct Cuda {
     const int64_t ctas = architecture->rank_rows_ctas(product);
     if (ctas > 0) check(architecture->launch_rank_rows(product, ctas_before > 0, current_stream(x)));
     return ctas;
+  }
+
+  static constexpr bool kDrops = true;
+
+  static Dropped drop(const Tensor& x, double p, bool wide) {
+    using torch::headeronly::ScalarType;
+    const int64_t cols = x.size(-1), rows = x.numel() / cols;
+    const bool cast = wide && x.scalar_type() != ScalarType::Float;
+    // The mask does not depend on the values, and that of another dtype differs.
+    const Tensor given = cast ? new_dense(x, {x.sizes().begin(), x.sizes().end()}, ScalarType::Float) : x;
+    int32_t train = 1;
+    AtenTensorHandle values = nullptr, kept = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_native_dropout(given.get(), p, &train, &values, &kept));
+    const Tensor dropped(values), bytes(kept);
+    const Tensor mask = new_dense(x, {rows, words_of_mask(cols)}, ScalarType::Int);
+    check(launch_pack_mask(static_cast<const uint8_t*>(bytes.const_data_ptr()), rows, cols, bits_of(mask),
+                           current_stream(x)));
+    if (!cast) return {matrix_view(dropped, {rows, cols}, {cols, 1}), mask};
+    const Tensor masked = new_dense(x, {rows, cols});
+    Cuda::mask(masked, matrix_view(x, {rows, cols}, {cols, 1}), mask, 1.0f / static_cast<float>(1.0 - p), false);
+    return {masked, mask};
+  }
+
+  static void mask(const Tensor& out, const Tensor& x, const Tensor& mask, float scale, bool adds) {
+    check(launch_mask(matrix(x), bits_of(mask), scale, adds, matrix(out), x.size(0), x.size(1), dtype_of(x, "x"),
+                      current_stream(x)));
   }
 
   static LayerGemm layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,

@@ -24,8 +24,9 @@ enum AdaptedOperand { kOfX = 0, kOfWeights = 1, kOfBiases = 4, kOfA = 7, kOfB = 
 struct AdaptedLayer {
   Tensor weight;
   OptionalTensor bias, a, b;
-  double scaling;
+  double scaling, dropout;
 
+  float scale_of_kept() const { return 1.0f / static_cast<float>(1.0 - dropout); }
   int64_t rank() const { return a ? a->size(0) : 0; }
 };
 
@@ -35,8 +36,35 @@ struct AdaptedLayer {
 struct LowRankTerm {
   OptionalTensor rows, weight, up_weight;
   int64_t up_column = 0;
+  // The mask of a dropout, where gradients pass one: of the term, which is scaled too.
+  OptionalTensor mask;
+  float scale = 1.0f;
 
   explicit operator bool() const { return rows.has_value(); }
+};
+
+constexpr int kMostLayers = 3;
+
+// By place of a layer, where it has a dropout: int32 [rows, words], of which bit c % 32 of word c / 32 of a row is set
+// where column c of the adapter's input was kept. The rest was dropped.
+using Masks = std::array<OptionalTensor, kMostLayers>;
+
+// What a forward has kept for its backward: gate and up before the activation, and the rows of the adapters of the
+// first layer and of the second.
+struct KeptOfAdapted {
+  OptionalTensor gate, up, first_rows, second_rows;
+  Masks masks;
+};
+
+// How dropouts in front of adapters draw random numbers: as torch's dropout does of an input in this layout and in the
+// layers' dtype or, where `wide`, in float32; gate before up, or `up_first`.
+struct Drawing {
+  bool wide = false, up_first = false;
+};
+
+// What reaches an adapter behind a dropout, as a matrix, and the mask.
+struct Dropped {
+  Tensor values, mask;
 };
 
 // The layers of a call by the lists that the ops are given: first or gate, up where `gated`, and the second or down of
@@ -46,14 +74,16 @@ struct AdaptedLayers {
 
   AdaptedLayers(const std::vector<Tensor>& weights, const std::vector<OptionalTensor>& biases,
                 const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
-                const std::vector<double>& scalings, bool gated) {
+                const std::vector<double>& scalings, const std::vector<double>& dropouts, bool gated) {
     const size_t least = gated ? 2 : 1, count = weights.size();
     STD_TORCH_CHECK(count == least || count == least + 1, "weights must have an element for each layer");
-    STD_TORCH_CHECK(biases.size() == count && a.size() == count && b.size() == count && scalings.size() == count,
-                    "biases, a, b and scalings must have as many elements as weights");
+    STD_TORCH_CHECK(biases.size() == count && a.size() == count && b.size() == count && scalings.size() == count &&
+                        dropouts.size() == count,
+                    "biases, a, b, scalings and dropouts must have as many elements as weights");
     const auto layer = [&](size_t i) {
       STD_TORCH_CHECK(a[i].has_value() == b[i].has_value(), "an adapter has both a and b");
-      return AdaptedLayer{weights[i], biases[i], a[i], b[i], scalings[i]};
+      STD_TORCH_CHECK(dropouts[i] >= 0 && dropouts[i] < 1, "a dropout must be at least 0 and less than 1");
+      return AdaptedLayer{weights[i], biases[i], a[i], b[i], scalings[i], a[i] ? dropouts[i] : 0};
     };
     first = layer(0);
     if (gated) up = layer(1);
@@ -68,37 +98,48 @@ struct AdaptedLayers {
     if (second) check_layer(*second, first->weight.size(0), x);
   }
 
-  void check_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& gate, int64_t needs,
+  // The gradients that are asked for have operands, and what is kept for them is there.
+  void check_backward(const Tensor& grad, const OptionalTensor& x, const KeptOfAdapted& kept, int64_t needs,
                       int64_t activation) const {
     check_activation(activation);
     STD_TORCH_CHECK(grad.dim() > 0 && grad.size(-1) == features(), "grad must have the features of the result");
     if (x) {
       check_rows(*x, "x", grad, first->weight.size(1));
-      return check(*x, activation);
+      check(*x, activation);
+    } else {
+      const auto of_first = [&](int operand) { return (needs >> operand & 3) != 0; };
+      STD_TORCH_CHECK(kept.gate || (is_linear(activation) && !second), "x must be there where gate is not");
+      STD_TORCH_CHECK(!of_first(kOfWeights) && !of_first(kOfA), "x must be there for the gradient of a weight");
     }
-    const auto needed = [&](int operand) { return (needs >> operand & 3) != 0; };
-    STD_TORCH_CHECK(gate || (is_linear(activation) && !second), "x must be there where gate is not");
-    STD_TORCH_CHECK(!needed(kOfWeights) && !needed(kOfA), "x must be there for the gradient of a weight");
-  }
-
-  // The gradients that are asked for have operands, and the rows that are kept for them are there.
-  void check_kept(const OptionalTensor& gate, const OptionalTensor& up_values, const OptionalTensor& first_rows,
-                  const OptionalTensor& second_rows, int64_t needs, int64_t activation) const {
     const auto needed = [&](int operand, int layer) { return (needs >> (operand + layer) & 1) != 0; };
-    const std::optional<AdaptedLayer>* const layers[] = {&first, &up, &second};
-    for (int i = 0; i < 3; ++i) {
-      const std::optional<AdaptedLayer>& layer = *layers[i];
+    for (int i = 0; i < kMostLayers; ++i) {
+      const std::optional<AdaptedLayer>& layer = at(i);
       const bool adapter = needed(kOfA, i) || needed(kOfB, i);
       STD_TORCH_CHECK(layer || !(adapter || needed(kOfWeights, i) || needed(kOfBiases, i)), "there is no such layer");
       STD_TORCH_CHECK(!adapter || layer->a, "there is no such adapter");
-      const OptionalTensor& rows = i == 2 ? second_rows : first_rows;
+      const OptionalTensor& rows = i == 2 ? kept.second_rows : kept.first_rows;
       STD_TORCH_CHECK(rows || !needed(kOfB, i), "rows must be there for the gradient of b");
+      STD_TORCH_CHECK(!layer || layer->dropout == 0 || kept.masks[i], "the mask of a dropout must be there");
     }
     const bool adapted = first->a || (up && up->a);
-    STD_TORCH_CHECK(first_rows || gate || !adapted, "rows must be there where gate is not");
-    STD_TORCH_CHECK(!gate || up_values.has_value() == up.has_value(), "gate and up must both be there, or neither");
-    STD_TORCH_CHECK(!gate || !is_linear(activation), "gate must be left out where there is no activation");
+    STD_TORCH_CHECK(kept.first_rows || kept.gate || !adapted, "rows must be there where gate is not");
+    STD_TORCH_CHECK(!kept.gate || kept.up.has_value() == up.has_value(), "gate and up must both be there, or neither");
+    STD_TORCH_CHECK(!kept.gate || !is_linear(activation), "gate must be left out where there is no activation");
   }
+
+  // Masks that are given for the layers that are there.
+  Masks places_of(const std::vector<OptionalTensor>& masks) const {
+    Masks found;
+    size_t next = 0;
+    for (int place = 0; place < kMostLayers; ++place) {
+      if (at(place) && next < masks.size()) found[place] = masks[next++];
+    }
+    return found;
+  }
+
+  // The first, up and the second.
+  const std::optional<AdaptedLayer>& at(int place) const { return place == 0 ? first : place == 1 ? up : second; }
+  bool drops() const { return first->dropout > 0 || (up && up->dropout > 0) || (second && second->dropout > 0); }
 
   int64_t hidden() const { return first->weight.size(0); }
   int64_t features() const { return second ? second->weight.size(0) : hidden(); }
@@ -133,6 +174,9 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 //   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
 //                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
 //                                 and was launched right before, or 0
+//   kDrops                        whether it has the following two
+//   drop(x, p, wide)              x, of any leading dimensions, behind torch's dropout
+//   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
 //   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
 //                                 ctas() how many it has; the one right before has written rows of the term
 // where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
@@ -145,33 +189,41 @@ class Adapted {
         x_(x ? OptionalTensor(Backend::rows(*x)) : std::nullopt),
         rows_(count_rows(like)),
         layers_(layers),
-        activation_(activation) {}
+        activation_(activation) {
+    STD_TORCH_CHECK(Backend::kDrops || !layers.drops(), "dropouts must be 0 in this build");
+  }
 
   // The result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the first
   // layer and of the second: without elements, what is not there or not kept.
-  std::vector<Tensor> forward(Keep keep) const {
-    const auto [first_rows, ctas_of_rows] = rows_of_first();
+  std::vector<Tensor> forward(Keep keep, Drawing drawing) {
+    const auto [first_rows, ctas_of_rows] = rows_of_first(drawing);
     OptionalTensor gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
     const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
     int64_t ctas = run_first(first_rows, ctas_of_rows, keeps, flat(out), &gate, &up);
     if (layers_.second) {
       const Tensor hidden = flat(out);
-      std::tie(second_rows, ctas) = rows_of(*layers_.second, hidden, ctas);
+      std::tie(second_rows, ctas) = rows_of_second(out, ctas, drawing);
       out = new_dense(like_, with_features(layers_.features()));
       run_layer(hidden, first_layer(*layers_.second), kLinear,
                 LowRankTerm{second_rows, layers_.second->b, std::nullopt}, ctas, flat(out));
     }
     if (keep == Keep::kNothing) return {out};
     const Tensor nothing = new_dense(like_, {0});
-    return {out, gate.value_or(nothing), up.value_or(nothing), first_rows.value_or(nothing),
-            second_rows.value_or(nothing)};
+    std::vector<Tensor> kept{out, gate.value_or(nothing), up.value_or(nothing), first_rows.value_or(nothing),
+                             second_rows.value_or(nothing)};
+    for (const OptionalTensor& mask : masks_) {
+      if (layers_.drops()) kept.push_back(mask.value_or(nothing));
+    }
+    return kept;
   }
 
-  // The gradients that `needs` asks for, in the order of AdaptedOperand. `gate` and `up` may be left out: then they are
+  // The gradients that `needs` asks for, in the order of AdaptedOperand. Gate and up may be left out: then they are
   // made again.
-  std::vector<Tensor> backward(const Tensor& grad, OptionalTensor gate, OptionalTensor up,
-                               const OptionalTensor& first_rows, const OptionalTensor& second_rows, int64_t needs) {
+  std::vector<Tensor> backward(const Tensor& grad, const KeptOfAdapted& kept, int64_t needs) {
+    masks_ = kept.masks;
+    const OptionalTensor &first_rows = kept.first_rows, &second_rows = kept.second_rows;
+    OptionalTensor gate = kept.gate, up = kept.up;
     const auto needed = [&](int operand, int layer = 0) { return needs >> (operand + layer) & 1; };
     const Tensor grad_rows = Backend::rows(grad);
     const auto& second = layers_.second;
@@ -195,12 +247,14 @@ class Adapted {
       if (needed(kOfBiases, 2)) put(kOfBiases + 2, Backend::column_sums(grad_rows, std::nullopt));
       if (values_needed && !values) values = new_hidden();
       if (first_needed) {
-        differentiate_second(grad_rows, dsecond_rows, gate, up, &dgate, &dup, values);
+        differentiate_second(grad_rows, dsecond_rows, gate, up, first_rows, &dgate, &dup, values);
       } else if (values_needed) {
         fill_values(gate, up, first_rows, *values);
       }
       if (needed(kOfWeights, 2)) put(kOfWeights + 2, of_weight(grad_rows, *values));
-      if (needed(kOfA, 2)) put(kOfA + 2, of_weight(columns(*dsecond_rows, 0, second->rank()), *values));
+      if (needed(kOfA, 2)) {  // the last that reads the values: they are dropped in their place
+        put(kOfA + 2, of_weight(columns(*dsecond_rows, 0, second->rank()), given_to_adapter(2, *values, *values)));
+      }
       values.reset();
     } else if (layers_.is_linear(activation_)) {
       dgate = grad_rows;
@@ -256,21 +310,54 @@ class Adapted {
     return matrix_view(rows, {rows.size(0), count}, {rows.stride(0), 1}, first);
   }
 
-  // Rows of an adapter, and the CTAs of the kernel that writes them; without one, those of the kernel before.
-  std::pair<OptionalTensor, int64_t> rows_of(const AdaptedLayer& layer, const Tensor& x, int64_t ctas_before) const {
+  // Rows of the second layer's adapter, and the CTAs of the kernel that writes them; without one, those of the kernel
+  // before.
+  std::pair<OptionalTensor, int64_t> rows_of_second(const Tensor& hidden, int64_t ctas_before, Drawing drawing) {
+    const AdaptedLayer& layer = *layers_.second;
     if (!layer.a) return {std::nullopt, ctas_before};
     const Tensor rows = new_rank_rows(layer.rank());
-    return {rows, fill_rows(rows, x, {RankFactorOf{&layer, 0}}, ctas_before)};
+    if (layer.dropout > 0) return {rows, fill_rows_behind_dropout(rows, hidden, 2, 0, drawing)};
+    return {rows, fill_rows(rows, flat(hidden), {RankFactorOf{&layer, 0}}, ctas_before)};
   }
 
   // The rows of gate's and up's adapters, side by side.
-  std::pair<OptionalTensor, int64_t> rows_of_first() const {
+  std::pair<OptionalTensor, int64_t> rows_of_first(Drawing drawing) {
     RankFactors factors;
     if (layers_.first->a) factors[0] = {&*layers_.first, 0};
     if (up_rank() > 0) factors[1] = {&*layers_.up, up_column()};
     if (factors[0].layer == nullptr && factors[1].layer == nullptr) return {std::nullopt, 0};
     const Tensor rows = new_first_rows();
+    for (const int place : {drawing.up_first ? 1 : 0, drawing.up_first ? 0 : 1}) {
+      RankFactorOf& factor = factors[place];
+      if (factor.layer == nullptr || factor.layer->dropout == 0) continue;
+      fill_rows_behind_dropout(rows, like_, place, factor.column, drawing);
+      factor = {};
+    }
     return {rows, fill_rows(rows, *x_, factors, 0)};
+  }
+
+  int64_t fill_rows_behind_dropout(const Tensor& rows, const Tensor& x, int place, int64_t column, Drawing drawing) {
+    if constexpr (Backend::kDrops) {
+      const AdaptedLayer& layer = *layers_.at(place);
+      const Dropped dropped = Backend::drop(x, layer.dropout, drawing.wide);
+      masks_[place] = dropped.mask;
+      return fill_rows(rows, dropped.values, {RankFactorOf{&layer, column}}, 0);
+    }
+    return 0;
+  }
+
+  // x, or what a dropout leaves of it, which is computed into `room`.
+  Tensor given_to_adapter(int place, const Tensor& x, const Tensor& room) const {
+    if (layers_.at(place)->dropout == 0) return x;
+    mask(place, room, x, false);
+    return room;
+  }
+
+  // out = x behind the dropout of a layer, or out += that.
+  void mask(int place, const Tensor& out, const Tensor& x, bool adds) const {
+    if constexpr (Backend::kDrops) {
+      Backend::mask(out, x, *masks_[place], layers_.at(place)->scale_of_kept(), adds);
+    }
   }
 
   static int64_t fill_rows(const Tensor& rows, const Tensor& x, const RankFactors& factors, int64_t ctas_before) {
@@ -360,20 +447,21 @@ class Adapted {
 
   // The gradients of gate and up from that of the result, and the hidden values again where they are needed.
   void differentiate_second(const Tensor& grad, const OptionalTensor& dsecond_rows, const OptionalTensor& gate,
-                            const OptionalTensor& up, OptionalTensor* dgate, OptionalTensor* dup,
-                            const OptionalTensor& values) const {
+                            const OptionalTensor& up, const OptionalTensor& first_rows, OptionalTensor* dgate,
+                            OptionalTensor* dup, const OptionalTensor& values) const {
     const AdaptedLayer& second = *layers_.second;
     *dgate = new_hidden();
     if (layers_.up) *dup = new_hidden();
     const bool linear = layers_.is_linear(activation_);
     if (!linear) {
-      auto kernel = Backend::hidden_gradients(grad, second.weight, flat(*gate), flat(up), activation_,
-                                              LowRankTerm{dsecond_rows, second.a, std::nullopt});
+      auto kernel = Backend::hidden_gradients(
+          grad, second.weight, flat(*gate), flat(up), activation_,
+          LowRankTerm{dsecond_rows, second.a, std::nullopt, 0, masks_[2], second.scale_of_kept()});
       if (kernel) return kernel.launch(**dgate, *dup, values);
     }
-    add_products(**dgate, {{dsecond_rows, second.a, 0}}, {{grad, second.weight}});
+    add_products(**dgate, {{dsecond_rows, second.a, 0, 2}}, {{grad, second.weight}});
     if (linear) {
-      if (values) fill_values(gate, up, rows_of_first().first, *values);
+      if (values) fill_values(gate, up, first_rows, *values);
       return;
     }
     Backend::differentiate(**dgate, flat(*gate), flat(up), **dgate, *dup, values, activation_);
@@ -382,21 +470,31 @@ class Adapted {
   struct RankProduct {
     const OptionalTensor &rows, &a;
     int64_t first_column;
+    int place;
   };
   struct PlainProduct {
     const Tensor &grad, &weight;
   };
 
   // out = the sum of the products, those of few columns first: what is rounded between is small.
-  static void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
-                           std::initializer_list<PlainProduct> plain) {
+  void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
+                    std::initializer_list<PlainProduct> plain) const {
     bool any = false;
     const auto add = [&](const Tensor& a, const Tensor& b) {
       any ? Backend::add_mm(out, a, b) : Backend::mm(out, a, b);
       any = true;
     };
     for (const RankProduct& product : of_rank) {
-      if (product.a) add(Backend::rows(columns(*product.rows, product.first_column, product.a->size(0))), *product.a);
+      if (!product.a) continue;
+      const Tensor rows = Backend::rows(columns(*product.rows, product.first_column, product.a->size(0)));
+      if (layers_.at(product.place)->dropout == 0) {
+        add(rows, *product.a);
+        continue;
+      }
+      const Tensor room = any ? new_dense(like_, {out.size(0), out.size(1)}) : out;
+      Backend::mm(room, rows, *product.a);
+      mask(product.place, out, room, any);
+      any = true;
     }
     for (const PlainProduct& product : plain) add(product.grad, product.weight);
   }
@@ -416,14 +514,19 @@ class Adapted {
     if (needed(kOfX)) differentiate_x(dgate, dup, drows);
     if (needed(kOfB)) put(kOfB, of_weight(dgate, columns(*first_rows, 0, rank)));
     if (needed(kOfB, 1)) put(kOfB + 1, of_weight(*dup, columns(*first_rows, up_column(), rank_of_up)));
-    if (needed(kOfA) && needed(kOfA, 1) && rank == up_column()) {
+    const bool drops = first.dropout > 0 || (up && up->dropout > 0);
+    if (needed(kOfA) && needed(kOfA, 1) && rank == up_column() && !drops) {
       const int64_t width = x_->size(1);
       const Tensor both = of_weight(columns(*drows, 0, rank + rank_of_up), *x_);
       put(kOfA, matrix_view(both, {rank, width}, {width, 1}));
       put(kOfA + 1, matrix_view(both, {rank_of_up, width}, {width, 1}, rank * width));
     } else {
-      if (needed(kOfA)) put(kOfA, of_weight(columns(*drows, 0, rank), *x_));
-      if (needed(kOfA, 1)) put(kOfA + 1, of_weight(columns(*drows, up_column(), rank_of_up), *x_));
+      const auto put_a = [&](int place, int64_t column, int64_t columns_of_rank) {
+        const Tensor room = drops ? new_dense(like_, {rows_, x_->size(1)}) : *x_;
+        put(kOfA + place, of_weight(columns(*drows, column, columns_of_rank), given_to_adapter(place, *x_, room)));
+      };
+      if (needed(kOfA)) put_a(0, 0, rank);
+      if (needed(kOfA, 1)) put_a(1, up_column(), rank_of_up);
     }
     if (needed(kOfWeights)) put(kOfWeights, of_weight(dgate, *x_));
     if (needed(kOfWeights, 1)) put(kOfWeights + 1, of_weight(*dup, *x_));
@@ -437,11 +540,13 @@ class Adapted {
     put(kOfX, dx);
     const auto& up = layers_.up;
     const OptionalTensor up_a = up ? up->a : std::nullopt;
-    if (!up) return add_products(flat(dx), {{drows, first.a, 0}}, {{dgate, first.weight}});
-    auto kernel =
-        Backend::input_gradient(dgate, first.weight, *dup, up->weight, LowRankTerm{drows, first.a, up_a, up_column()});
-    if (kernel) return kernel.launch(flat(dx));
-    add_products(flat(dx), {{drows, first.a, 0}, {drows, up_a, up_column()}},
+    if (!up) return add_products(flat(dx), {{drows, first.a, 0, 0}}, {{dgate, first.weight}});
+    if (first.dropout == 0 && up->dropout == 0) {
+      auto kernel = Backend::input_gradient(dgate, first.weight, *dup, up->weight,
+                                            LowRankTerm{drows, first.a, up_a, up_column()});
+      if (kernel) return kernel.launch(flat(dx));
+    }
+    add_products(flat(dx), {{drows, first.a, 0, 0}, {drows, up_a, up_column(), 1}},
                  {{dgate, first.weight}, {*dup, up->weight}});
   }
 
@@ -473,6 +578,7 @@ class Adapted {
   const int64_t rows_;
   const AdaptedLayers& layers_;
   const int64_t activation_;
+  Masks masks_;  // those that a forward draws, or a backward is given
   OptionalTensor found_[kAdaptedOperands];
 };
 

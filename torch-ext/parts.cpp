@@ -130,6 +130,17 @@ Answer passes(PyObject* part, bool recording) {
   return is_bare(part, state, recording);
 }
 
+// The probability of a dropout that trains, if it is neither 0 nor 1 and nothing but torch's forward runs: borrowed.
+PyObject* active_dropout(PyObject* part, bool recording) {
+  PyObject* const state = state_of(part);
+  PyObject* const p = state == nullptr ? nullptr : item(state, names().probability);
+  if (p == nullptr || !PyFloat_Check(p)) return nullptr;
+  const double value = PyFloat_AsDouble(p);
+  const bool plain = value > 0 && value < 1 && has_attribute(class_of(part), names().call, settings.call) == kYes &&
+                     is_bare(part, state, recording) == kYes;
+  return plain ? p : nullptr;
+}
+
 // Whether a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
 // and biases, if any.
 Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weight, PyObject* bias) {
@@ -217,7 +228,8 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
 Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
                     PyObject* adapters, Py_ssize_t place, bool* drops) {
   for (Py_ssize_t i = 0; i < kAdapterPlaces; ++i) {
-    if (put(adapters, place + i, i == kScaling ? names().one : Py_None) != kYes) return kError;
+    PyObject* const neutral = i == kScaling ? names().one : i == kDropout ? names().zero : Py_None;
+    if (put(adapters, place + i, neutral) != kYes) return kError;
   }
   PyObject* const unchanged = item(settings.adapters, class_of(layer));
   if (unchanged == nullptr) {
@@ -269,6 +281,10 @@ Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssiz
   if (!plain) return kNo;
   Answer said = passes(of[2], recording);
   *drops = said == kNo && class_of(of[2]) == settings.dropout;
+  if (*drops && settings.drops == Py_True) {
+    PyObject* const p = active_dropout(of[2], recording);
+    said = p == nullptr ? (PyErr_Occurred() ? kError : kNo) : put(adapters, place + kDropout, p);
+  }
   if (said == kYes) said = read_linear(of[0], recording, adapters, place + kA, place + kBiasOfA);
   if (said == kYes) said = read_linear(of[1], recording, adapters, place + kB, place + kBiasOfB);
   if (said != kYes) return said;

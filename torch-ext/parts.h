@@ -60,11 +60,11 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
 
 // The operands of a layer's adapter in a tuple: from a place on these, of which biases are None, and where there is no
 // adapter a and b too.
-enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kAdapterPlaces };
+enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kDropout, kAdapterPlaces };
 
 // The same of a layer that may have an adapter of PEFT's LoRA, in the common case: none, one that is active, or those
-// that are merged into the weight.
-// `*drops` becomes true, and the answer kNo, where a dropout in front of an adapter is active.
+// that are merged into the weight. `*drops` becomes true where a dropout in front of an adapter is active; the answer
+// is kNo then, if the ops of this build take none.
 Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
                     PyObject* adapters, Py_ssize_t place, bool* drops);
 

@@ -241,14 +241,15 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (operands == nullptr) return nullptr;
   const Owned adapters(PyTuple_New(layers * kAdapterPlaces));
   if (!adapters) return nullptr;
-  bool has_adapters = false;
+  bool has_adapters = false, drops_any = false;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     const Py_ssize_t place = i * kAdapterPlaces;
     bool drops = false;
     const Answer read =
         read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place, &drops);
-    if (drops && mlp.asks) return PyBool_FromLong(false);
+    if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
     if (read != kYes) return nullptr;
+    drops_any = drops_any || drops;
     has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }
   if (has_adapters ? block != nullptr : adapted) return nullptr;
@@ -262,6 +263,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
   if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError || (followed == kYes && block != nullptr)) return nullptr;

@@ -16,7 +16,7 @@ struct Mlp {
   PyObject* act;
   Objects between;
   bool in_eval = false;  // the module is known to be in eval mode
-  bool asks = false;     // False is an answer: nothing takes it, as a dropout in front of an adapter is active
+  bool asks = false;     // False is an answer: a dropout in front of an adapter is active, which no op takes
 };
 
 // The surroundings of an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is

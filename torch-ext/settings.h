@@ -27,6 +27,7 @@ struct Settings {
   PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
   PyObject* adapters;        // by class of layers with adapters: attributes that are as they were read
   PyObject* adapted;         // a function: computes layers some of which have adapters (adapters.py)
+  PyObject* drops;           // whether the ops take dropouts in front of adapters
   PyObject* module_dict;     // nn.ModuleDict
   PyObject* linears;         // by class of linear layers beside torch's: (guards, whether weights are [in, out], and
                              // where they are not, there is no bias)

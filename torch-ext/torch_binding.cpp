@@ -65,11 +65,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> Tensor[]");
   ops.def(
       "adapted_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
-      "bool gated, int activation, int keep) -> Tensor[]");
+      "float[] dropouts, bool wide_dropout, bool up_drops_first, bool gated, int activation, int keep) -> Tensor[]");
   ops.def(
       "adapted_backward(Tensor grad, Tensor? x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
-      "float[] scalings, Tensor? gate, Tensor? up, Tensor? first_rows, Tensor? second_rows, bool gated, "
-      "int activation, int needs) -> Tensor[]");
+      "float[] scalings, float[] dropouts, Tensor?[] masks, Tensor? gate, Tensor? up, Tensor? first_rows, "
+      "Tensor? second_rows, bool gated, int activation, int needs) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)

@@ -150,10 +150,11 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor&
 // where `gated`, and the second or down of an MLP. It computes x weight^T + bias + scaling *
 // (x a^T) b^T; the activation stands behind the first. Returns the result and what a backward needs, as `keep` says
 // (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the
-// second.
+// second; where an element of `dropouts` is not 0 also the masks of the three layers.
 std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
+                                    const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
                                     bool gated, int64_t activation, int64_t keep);
 
 // The gradients that `needs` asks for (adapted.h), given that of its result and what it kept. Without `gate` the values
@@ -161,6 +162,7 @@ std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& 
 std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
                                      const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                      const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
+                                     const std::vector<double>& dropouts, const std::vector<OptionalTensor>& masks,
                                      const OptionalTensor& gate, const OptionalTensor& up,
                                      const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs);

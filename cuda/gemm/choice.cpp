@@ -243,6 +243,7 @@ GemmProblem placed(GemmProblem p) {
   }
   place(p.epilogue.bias);
   place(p.epilogue.up_bias);
+  place(p.low_rank.kept);
   return p;
 }
 

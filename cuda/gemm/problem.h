@@ -90,6 +90,10 @@ struct TrainingMatrices {
 struct LowRank {
   Matrix rows = kNoMatrix, weight = kNoMatrix, up_weight = kNoMatrix;
   int64_t k = 0, up_k = 0, up_column = 0;
+  // A mask of dropout (dropout.h) for what the term adds to a gradient, times `scale`; null where there is none.
+  const uint32_t* kept = nullptr;
+  int64_t words_of_row = 0;
+  float scale = 1.0f;
 
   constexpr int64_t columns() const { return up_k > 0 ? up_column + up_k : k; }
 

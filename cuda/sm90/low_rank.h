@@ -16,13 +16,21 @@ struct LowRankArgs {
   int blocks;  // in a pair of products, those of the first
   // Columns of the weights at which those of `rows` begin; in a pair, `up_shift` is the first column of up's rows.
   int shift, up_shift;
+  // The mask of the term, which comes before the GEMM's own blocks then; null where there is none.
+  const uint32_t* kept;
+  int words_of_row, rows_of_mask;
+  float scale;
 };
 
 // Describes to the TMA the low-rank term of a product whose weights lie [n, k], or as they lie [k, n]: in boxes of so
 // many rows. A missing weight is one of which only zeros are read.
 inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, LowRankArgs* args) {
   const LowRank& term = p.low_rank;
+  args->kept = term.kept;
   if (!term) return true;
+  args->words_of_row = static_cast<int>(term.words_of_row);
+  args->rows_of_mask = static_cast<int>(p.m);
+  args->scale = term.scale;
   const bool lies = reads_weights_as_they_lie(p.product());
   const auto encode = [&](CUtensorMap* map, const Matrix& weight, int64_t k) {
     return encode_tensor_map(map, p.dtype, weight, lies ? k : p.n, lies ? p.n : k, box_rows, 64);

@@ -125,6 +125,44 @@ __device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, u
 }
 
 template <typename Gemm>
+constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped;
+
+// True if the low-rank term is masked by a dropout: its blocks come first then, so that nothing else is masked.
+template <typename Gemm>
+__device__ __forceinline__ bool is_masked(const typename Gemm::Args& args) {
+  if constexpr (kMayBeMasked<Gemm>) {
+    return args.low_rank.kept != nullptr;
+  } else {
+    return false;
+  }
+}
+
+// Sets the sums to zero that a dropout has dropped, and scales the others. A tile begins at a whole word of a row.
+template <typename Gemm, typename Tile>
+__device__ __forceinline__ void mask_sums(const LowRankArgs& term, Accumulator<Gemm>& accumulator, const Tile& tile,
+                                          int warp_row) {
+  static_assert(Gemm::kTileN % 32 == 0);
+  const int lane = threadIdx.x % 32, first_word = tile.column / 32;
+#pragma unroll
+  for (int mma = 0; mma < Gemm::kMmas; ++mma) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(tile.row + warp_row + mma * 64 + half * 8 + lane / 4, term.rows_of_mask - 1);
+      const uint32_t* const words = term.kept + int64_t{row} * term.words_of_row;
+#pragma unroll
+      for (int word = 0; word < Gemm::kTileN / 32; ++word) {
+        const uint32_t bits = words[min(first_word + word, term.words_of_row - 1)] >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& sum = accumulator[mma][(word * 4 + i / 2) * 4 + half * 2 + i % 2];
+          sum = bits >> (i / 2 * 8 + i % 2) & 1 ? sum * term.scale : 0.0f;
+        }
+      }
+    }
+  }
+}
+
+template <typename Gemm>
 __device__ __forceinline__ void produce(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
                                         int rank) {
   const auto tiles = tile_order(args);
@@ -139,6 +177,18 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         first += fill_early<Gemm>(args, shared, tile, k, rank);
         at.skip(first - k.x);
       }
+    }
+    [[maybe_unused]] const auto produce_low_rank = [&](int first_block) {
+#pragma unroll 1
+      for (int block = first_block; block < k.y; ++block, at.advance()) {
+        const uint32_t full = shared.full(at.stage);
+        mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+        mbarrier_arrive_expect(full, args.stage_bytes);
+        load_low_rank<Gemm>(args, full, shared.a(at.stage), shared.b(at.stage), block - args.own_blocks, tile, rank);
+      }
+    };
+    if constexpr (kMayBeMasked<Gemm>) {
+      if (is_masked<Gemm>(args)) produce_low_rank(args.own_blocks);
     }
     const int last = Gemm::kOuter || Gemm::kGrouped ? k.y : min(k.y, args.own_blocks);
     for (int block = first; block < last; ++block, at.advance()) {
@@ -170,13 +220,7 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
       }
     }
     if constexpr (!Gemm::kOuter && !Gemm::kGrouped) {
-#pragma unroll 1
-      for (int block = max(k.x, args.own_blocks); block < k.y; ++block, at.advance()) {
-        const uint32_t full = shared.full(at.stage);
-        mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-        mbarrier_arrive_expect(full, args.stage_bytes);
-        load_low_rank<Gemm>(args, full, shared.a(at.stage), shared.b(at.stage), block - args.own_blocks, tile, rank);
-      }
+      if (!is_masked<Gemm>(args)) produce_low_rank(max(k.x, args.own_blocks));
     }
     if constexpr (Gemm::kSplitK > 1) break;  // a cluster has one tile, and a loop would spill a register
   }
@@ -194,12 +238,12 @@ __device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step)
   return wgmma_descriptor(n_side + step * kWgmmaStepBytes);
 }
 
-// accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on.
-// Calls on_last_block() once all the blocks have arrived.
+// accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on;
+// where it `adds`, accumulator += that. Calls on_last_block() once all the blocks have arrived.
 template <typename Gemm, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
-                                         OnLastBlock&& on_last_block) {
+                                         OnLastBlock&& on_last_block, bool adds = false) {
   using Mma = Wgmma<typename Gemm::Element, Gemm::kMmaN, Gemm::kTransposed, Gemm::kOuter>;
   constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const auto release = [&](int stage) {
@@ -216,10 +260,12 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #endif
   // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
   // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
+  if (kSetFirst && !adds) {
 #pragma unroll
-  for (int mma = 0; kSetFirst && mma < Gemm::kMmas; ++mma) {
+    for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
-    for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
+      for (int i = 0; i < Gemm::kAccumulators; ++i) accumulator[mma][i] = 0.0f;
+    }
   }
   if (Gemm::kOuter && k_blocks == 0) return on_last_block();
   int previous = 0;
@@ -236,7 +282,7 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
       for (int mma = 0; mma < Gemm::kMmas; ++mma) {
         const uint32_t rows = m_side + mma * Gemm::kMmaStride * kRowBytes;
         Mma::multiply(accumulator[mma], m_side_descriptor<Gemm>(rows, step), n_side_descriptor<Gemm>(n_side, step),
-                      block > 0 || step > 0);
+                      adds || block > 0 || step > 0);
       }
     }
     wgmma_commit();
@@ -344,7 +390,16 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
     };
-    multiply<Gemm>(shared, at, accumulator, k_blocks, first_m, first_n, on_last_block);
+    int masked_blocks = 0;
+    if constexpr (kMayBeMasked<Gemm>) {
+      if (is_masked<Gemm>(args)) {
+        masked_blocks = k_blocks - args.own_blocks;
+        multiply<Gemm>(shared, at, accumulator, masked_blocks, first_m, first_n, [] {});
+        mask_sums<Gemm>(args.low_rank, accumulator, tile, first_m + warp % 4 * 16);
+      }
+    }
+    multiply<Gemm>(shared, at, accumulator, k_blocks - masked_blocks, first_m, first_n, on_last_block,
+                   is_masked<Gemm>(args));
     if (Gemm::kPingPong) at.skip(k_blocks_of(index + clusters));
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;

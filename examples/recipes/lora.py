@@ -2,7 +2,7 @@
 
 Run: `python examples/recipes/lora.py`
 
-`lora_dropout` is 0, PEFT's default: while a dropout is active, PEFT's own layers run. Saved adapters are PEFT's.
+`lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. Saved adapters are PEFT's.
 """
 
 import copy

@@ -41,13 +41,20 @@ class Layer(NamedTuple):
     bias: Optional[Tensor] = None
     adapter: Optional[Adapter] = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product."""
+    def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+        """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
+
+        ``mask`` is that of a dropout which was drawn before, in bits (torch-ext/adapted.h).
+        """
         result = F.linear(x, self.weight, self.bias)
         if self.adapter is None:
             return result
         a, b, scaling, bias, dropout = self.adapter
-        given = F.dropout(x.to(a.dtype), dropout) if dropout > 0.0 else x.to(a.dtype)
+        given = x.to(a.dtype)
+        if mask is not None:
+            given = given * _kept(mask, x).to(a.dtype) / (1.0 - dropout)
+        elif dropout > 0.0:
+            given = F.dropout(given, dropout)
         return (result + F.linear(F.linear(given, a), b, bias) * scaling).to(result.dtype)
 
 
@@ -81,6 +88,10 @@ class Layers(NamedTuple):
     @property
     def scalings(self) -> Tuple[float, ...]:
         return tuple([1.0 if layer is None or layer.adapter is None else layer.adapter.scaling for layer in self])
+
+    @property
+    def dropouts(self) -> Tuple[float, ...]:
+        return tuple([0.0 if layer is None or layer.adapter is None else layer.adapter.dropout for layer in self])
 
 
 def _sum_of_biases(layer: Layer) -> Tensor:
@@ -119,22 +130,45 @@ def check(name: str, adapter: Adapter, weight: Tensor, x: Tensor) -> None:
         raise OperandValueError(f"{name}.dropout must be a probability, from 0 to 1, got {adapter.dropout}")
 
 
+def _kept(mask: Tensor, x: Tensor) -> Tensor:
+    """The elements of x, of 0 or 1, that a mask in bits keeps."""
+    bits = mask.unsqueeze(-1).bitwise_right_shift(torch.arange(32, dtype=mask.dtype, device=mask.device)) & 1
+    return bits.flatten(1)[:, : x.shape[-1]].reshape(x.shape)
+
+
+class _Factors(NamedTuple):
+    """The numbers of three layers, and how their dropouts draw: in float32 where ``wide``; gate before up or not."""
+
+    scalings: Tuple[float, ...]
+    dropouts: Tuple[float, ...]
+    wide: bool = False
+    up_first: bool = False
+
+
 def run(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
-    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations."""
+    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations.
+
+    Dropouts draw in the order gate, up, down.
+    """
     found = in_one_op(x, layers, activation, memory)
     return composed(x, layers, activation, memory) if found is None else found
 
 
-def in_one_op(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Optional[Tensor]:
+def in_one_op(
+    x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT, up_first: bool = False
+) -> Optional[Tensor]:
     """The same by one op, and one backward where autograd follows; None where that does not take the operands.
 
     An adapter of float32 beside other weights is cast to their dtype, once a call; its gradients are of float32.
+    ``up_first``: the dropout of up draws before that of gate.
     """
-    tensors = layers.tensors
-    is_plain = _are_plain(layers, x.dtype)
+    tensors, dropouts = layers.tensors, layers.dropouts
+    wide = any(dropouts) and _draws_wide(layers, dropouts)
+    is_plain = _are_of(layers, x.dtype) and (not any(dropouts) or dropout_refusal(x, dropouts, wide) is None)
     recorded = calls.is_plainly_recorded(layers.op, (x, *tensors)) if is_plain else None
     if recorded is not None:
-        return _op(x, tensors, layers, activation, memory, recorded)
+        factors = _Factors(layers.scalings, dropouts, False, up_first)
+        return _op(x, tensors, layers, factors, activation, memory, recorded)
     if refusal(x, layers) is not None:
         return None
     x, *tensors = calls.autocast((x, *tensors))
@@ -142,7 +176,8 @@ def in_one_op(x: Tensor, layers: Layers, activation: int, memory: str = training
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in plain):
         return None
     tensors = (*plain, *(tensor if tensor is None else tensor.to(x.dtype) for tensor in of_adapters))
-    return _op(x, tensors, layers, activation, memory, calls.autograd_follows(x, *tensors))
+    factors = _Factors(layers.scalings, dropouts, bool(wide) and x.dtype is not torch.float32, up_first)
+    return _op(x, tensors, layers, factors, activation, memory, calls.autograd_follows(x, *tensors))
 
 
 def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters: Tuple[Any, ...]) -> Optional[Tensor]:
@@ -154,27 +189,31 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
         return None
     count = len(given) // 2
-    lists = given[:count], given[count:], adapters[0::5], adapters[2::5], adapters[4::5]
+    lists = given[:count], given[count:], *(adapters[place::6] for place in (0, 2, 4, 5))
+    if any(lists[-1]) and dropout_refusal(x, lists[-1], False) is not None:
+        return None
     try:
         if pattern.packed:
             lists, count = _unpacked(lists, pattern.up_first), count + 1
         if not recorded:
-            return _plain_forward(x, *lists, pattern.gated, code, _NOTHING)[0]
+            return _plain_forward(x, *lists, False, pattern.up_before, pattern.gated, code, _NOTHING)[0]
         places = _PLACES[pattern.gated, count]
-        weights, biases, a, b, scalings = ([None if at is None else each[at] for at in places] for each in lists)
+        weights, biases, a, b = ([None if at is None else each[at] for at in places] for each in lists[:4])
+        scalings, dropouts = (tuple([0.0 if at is None else each[at] for at in places]) for each in lists[4:])
         keep = _VALUES if pattern.memory == training.KEPT else _ROWS
-        return _apply(tuple(scalings), code, keep, x, *weights, *biases, *a, *b)
+        factors = _Factors(scalings, dropouts, False, pattern.up_before)
+        return _apply(factors, code, keep, x, *weights, *biases, *a, *b)
     except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 
 
 def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]:
-    """The lists with gate and up in the place of a first layer that holds both. They share its a."""
-    weights, biases, a, b, scalings = lists
+    """The lists with gate and up in the place of a first layer that holds both. They share its a, without dropout."""
+    weights, biases, a, b, scalings, dropouts = lists
     if weights[0].shape[0] % 2 != 0:
         raise OperandValueError("a layer that holds gate and up must have an even number of features")
     split = [[*halves(each[0], up_first), *each[1:]] for each in (weights, biases, b)]
-    return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings]]
+    return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings], [0.0, *dropouts]]
 
 
 # Where the first layer, up and the second are among those of a pattern, by whether it is gated and how many it has.
@@ -182,34 +221,53 @@ _PLACES = {(False, 1): (0, None, None), (False, 2): (0, None, 1), (True, 2): (0,
 
 
 def _op(
-    x: Tensor, tensors: Sequence[Optional[Tensor]], layers: Layers, activation: int, memory: str, recorded: bool
+    x: Tensor,
+    tensors: Sequence[Optional[Tensor]],
+    layers: Layers,
+    factors: _Factors,
+    activation: int,
+    memory: str,
+    recorded: bool,
 ) -> Tensor:
     if recorded:
-        return _apply(layers.scalings, activation, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
-    arguments = (x, *_operands(tensors, layers.scalings), layers.up is not None, activation, _NOTHING)
+        return _apply(factors, activation, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
+    arguments = (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
     return dispatch.op_or_parts(_plain_forward, arguments, lambda: (composed(x, layers, activation),))[0]
 
 
-def _are_plain(layers: Layers, dtype: torch.dtype) -> bool:
-    """True if adapters are of this dtype, and have no dropout."""
+def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
+    """True if all adapters are of this dtype."""
     for layer in layers:
         adapter = None if layer is None else layer.adapter
-        if adapter is not None and (adapter.dropout > 0.0 or adapter.a.dtype is not dtype):
+        if adapter is not None and adapter.a.dtype is not dtype:
             return False
     return True
 
 
-def _has_dropout(layers: Layers) -> bool:
-    for layer in layers:  # noqa: SIM110 (a generator costs more than what it runs)
-        if layer is not None and layer.adapter is not None and layer.adapter.dropout > 0.0:
-            return True
-    return False
+def _draws_wide(layers: Layers, dropouts: Tuple[float, ...]) -> Optional[bool]:
+    """True if dropouts draw random numbers in float32, being in front of such adapters; None where they differ."""
+    of = {layer.adapter.a.dtype is torch.float32 for layer, dropout in zip(layers, dropouts) if dropout > 0.0}
+    return None if len(of) > 1 else any(of)
+
+
+def dropout_refusal(x: Tensor, dropouts: Sequence[float], wide: Optional[bool]) -> Optional[str]:
+    """The reason why dropouts in front of adapters are PyTorch's; None if an op draws the same numbers."""
+    if not DROPS:
+        return "dropout in front of an adapter is PyTorch's"
+    if wide is None or max(dropouts) >= 1.0:
+        return "dropouts of several dtypes, or of all elements, are PyTorch's"
+    return None if x.is_contiguous() and x.numel() > 0 else "dropout of these strides is PyTorch's"
+
+
+DROPS = native.DEVICE_TYPE == "cuda"  # that of a CPU draws in another way
 
 
 def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     """The reason why a call is composed of PyTorch's operations, or None if it is one op."""
-    if _has_dropout(layers):
-        return "dropout in front of an adapter is PyTorch's"
+    dropouts = layers.dropouts
+    reason = dropout_refusal(x, dropouts, _draws_wide(layers, dropouts)) if any(dropouts) else None
+    if reason is not None:
+        return reason
     if torch.compiler.is_compiling() or training.is_followed():
         return "torch.compile, or a mode, follows the parts"
     reason = calls.pointwise_reason(x, *layers.tensors)
@@ -219,14 +277,23 @@ def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     return None if dispatch.select(layers.op, like) is native else dispatch.reasoned(layers.op, like)[1]
 
 
-def composed(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
-    """The result by PyTorch's operations, and the kernel of ``act(gate) * up`` where that pays."""
+def composed(
+    x: Tensor,
+    layers: Layers,
+    activation: int,
+    memory: str = training.KEPT,
+    masks: Sequence[Optional[Tensor]] = (None, None, None),
+) -> Tensor:
+    """The result by PyTorch's operations, and the kernel of ``act(gate) * up`` where that pays.
+
+    ``masks`` are those of dropouts that were drawn before.
+    """
     if memory == training.RECOMPUTED and calls.autograd_follows(x, *layers.tensors) and not training.is_transformed():
         return torch.utils.checkpoint.checkpoint(composed, x, layers, activation, use_reentrant=False)
     first, up, second = layers
-    hidden = first(x)
-    hidden = BY_CODE[activation].function(hidden) if up is None else calls.product(hidden, up(x), activation)
-    return hidden if second is None else second(hidden)
+    hidden = first(x, masks[0])
+    hidden = BY_CODE[activation].function(hidden) if up is None else calls.product(hidden, up(x, masks[1]), activation)
+    return hidden if second is None else second(hidden, masks[2])
 
 
 _forward, _backward = native.adapted_forward, native.adapted_backward
@@ -237,10 +304,15 @@ _IDENTITY = get_activation(None).code
 _FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
 
 
-def _operands(tensors: Sequence[Optional[Tensor]], scalings: Sequence[float]) -> List[List[Any]]:
-    """The lists that the op is given: weights, biases, a, b and scalings of the layers that are there."""
+def _operands(tensors: Sequence[Optional[Tensor]], *others: Sequence[Any]) -> List[List[Any]]:
+    """The lists that an op is given: weights, biases, a, b and others of the layers that are there."""
     there = [place for place in range(3) if tensors[place] is not None]
-    return [[each[place] for place in there] for each in (*_lists(tensors), scalings)]
+    return [[each[place] for place in there] for each in (*_lists(tensors), *others)]
+
+
+def _arguments(tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[Any]:
+    """The arguments of the forward behind x, up to ``gated``."""
+    return [*_operands(tensors, factors.scalings, factors.dropouts), factors.wide, factors.up_first]
 
 
 def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
@@ -253,7 +325,7 @@ class _Layout(NamedTuple):
 
     ``saved`` takes those that a gradient which may be asked for needs, ``others`` the rest but x: weights and adapters,
     for their shapes. ``all`` takes the operands from both, with None behind them. ``kept`` takes what is there of gate,
-    up, and the rows of the adapters, from these with None behind them.
+    up, the rows of the adapters, and the masks of their dropouts, from these with None behind them.
     """
 
     saved: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
@@ -267,25 +339,27 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scalings: Tuple[float, ...], activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
+        ctx: Any, factors: _Factors, activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
         given = (x, *tensors)
-        result, *kept = _plain_forward(x, *_operands(tensors, scalings), tensors[1] is not None, activation, keep)
+        result, *kept = _plain_forward(x, *_arguments(tensors, factors), tensors[1] is not None, activation, keep)
         there = tuple([tensor is not None for tensor in given])
-        layout = _layout(ctx.needs_input_grad[3:], there, keep == _ROWS, activation == _IDENTITY)
+        drops = tuple([dropout > 0.0 for dropout in factors.dropouts])
+        layout = _layout(ctx.needs_input_grad[3:], there, drops, keep == _ROWS, activation == _IDENTITY)
         others = layout.others(given)
-        ctx.how = scalings, activation, layout, others, [tensor._version for tensor in others]
+        ctx.how = factors, activation, layout, others, [tensor._version for tensor in others]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*layout.saved(given), *layout.kept((*kept, None)))
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        needs, (scalings, activation, layout, others, versions) = ctx.needs_input_grad[3:], ctx.how
+        needs, (factors, activation, layout, others, versions) = ctx.needs_input_grad[3:], ctx.how
         if grad is None:
             return (None,) * (3 + len(needs))
         needs = nodes.executed(ctx, needs)
-        *saved, gate, up, first_rows, second_rows = ctx.saved_tensors
+        *saved, gate, up, first_rows, second_rows, of_first, of_up, of_second = ctx.saved_tensors
+        masks = of_first, of_up, of_second
         x, *tensors = layout.all((*saved, *others, None))
 
         def by_parts() -> Tuple[Tensor, ...]:
@@ -293,14 +367,14 @@ class _Adapted(torch.autograd.Function):
                 raise RuntimeError(
                     "the gradient of a call with adapters, to be differentiated, needs what was not saved"
                 )
-            return _composed_gradients(x, tensors, scalings, activation, grad, needs)
+            return _composed_gradients(x, tensors, factors, masks, activation, grad, needs)
 
         if training.is_gradient_seen(grad):
             found = by_parts()
         else:
             bits = sum([need << place for place, need in enumerate(needs)])
-            given = *_operands(tensors, scalings), gate, up, first_rows, second_rows, tensors[1] is not None
-            arguments = grad, x, *given, activation, bits
+            lists = _operands(tensors, factors.scalings, factors.dropouts, masks)
+            arguments = grad, x, *lists, gate, up, first_rows, second_rows, tensors[1] is not None, activation, bits
             found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)
         gradients = iter(found)
         return (None, None, None, *[next(gradients) if need else None for need in needs])
@@ -311,10 +385,12 @@ _apply = super(torch.autograd.Function, _Adapted).apply
 
 
 @functools.cache
-def _layout(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool, is_identity: bool) -> _Layout:
+def _layout(
+    needs: Tuple[bool, ...], there: Tuple[bool, ...], drops: Tuple[bool, ...], recomputes: bool, is_identity: bool
+) -> _Layout:
     is_gated, is_mlp, of_first, of_second = there[2], there[3], there[7] or there[8], there[9]
     has_values = not recomputes and (is_gated or not is_identity)
-    is_kept = has_values, has_values and is_gated, of_first, of_second
+    is_kept = has_values, has_values and is_gated, of_first, of_second, *drops
     # Hidden values behind no activation are not kept.
     saved = _saved(needs, there, recomputes or (is_identity and is_mlp and not is_gated))
     others = tuple(place for place in range(1, len(there)) if there[place] and place not in saved)
@@ -356,7 +432,8 @@ def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -
 def _composed_gradients(
     x: Tensor,
     tensors: Sequence[Optional[Tensor]],
-    scalings: Tuple[float, ...],
+    factors: _Factors,
+    masks: Sequence[Optional[Tensor]],
     activation: int,
     grad: Tensor,
     needs: Tuple[bool, ...],
@@ -368,15 +445,20 @@ def _composed_gradients(
             tensor if tensor is None else tensor.view_as(tensor) for tensor in (x, *tensors)
         )  # tied ones apart
         weights, biases, a, b = _lists(given[1:])
-        layers = Layers(*map(_layer, weights, biases, a, b, scalings))
-        result = composed(given[0], layers, activation)
+        layers = Layers(*map(_layer, weights, biases, a, b, factors.scalings, factors.dropouts))
+        result = composed(given[0], layers, activation, masks=masks)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
 
 
 def _layer(
-    weight: Optional[Tensor], bias: Optional[Tensor], a: Optional[Tensor], b: Optional[Tensor], scaling: float
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    scaling: float,
+    dropout: float,
 ) -> Optional[Layer]:
     if weight is None:
         return None
-    return Layer(weight, bias, None if a is None or b is None else Adapter(a, b, scaling))
+    return Layer(weight, bias, None if a is None or b is None else Adapter(a, b, scaling, dropout=dropout))

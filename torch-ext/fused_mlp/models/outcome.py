@@ -139,7 +139,7 @@ def _part_fused(mlp: FoundMLP) -> str:
     if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
-    if mlp.pattern.whole and not any(map(adapters.of_projection, first)):
+    if mlp.pattern.whole and not any(map(adapters.of_state, first)):
         return PARTLY
     return POINTWISE if mlp.pattern.gated else NONE
 
@@ -198,7 +198,7 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
     around = obstacles.of_surroundings()
-    reasons = called({name: around or adapters.of_projection(part) for name, part in projections.items()})
+    reasons = called({name: around or adapters.of_state(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
 
@@ -275,7 +275,7 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
         return [Reason(CALLED, "all parts", around)]
     if any(mlp.halves.values()):  # then their parts are not looked at
         return list(called(mlp.halves))
-    found = {name: adapters.of_projection(part) for name, part in mlp.projections.items()}
+    found = {name: adapters.of_state(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
     given = forwards.dtype_of(projections[0]), projections[-1]
     found.update({name: forwards.alteration(part, *given) for name, part in mlp.between.items()})

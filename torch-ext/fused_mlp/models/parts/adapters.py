@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterable, Iterator, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ...adapters import Adapter, Layer
+from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
 from ..reading.attributes import are_unchanged, of_call
 from . import obstacles
@@ -74,7 +74,8 @@ def of_state(part: nn.Module) -> Optional[str]:
     found = layer_of(part)
     if isinstance(found, str):
         return found
-    return "dropout in front of its adapter" if found.adapter is not None and found.adapter.dropout else None
+    is_dropped = found.adapter is not None and found.adapter.dropout > 0.0 and not (DROPS and found.weight.is_cuda)
+    return "dropout in front of its adapter" if is_dropped else None
 
 
 def words_of(parts: Iterable[nn.Module]) -> str:
@@ -93,8 +94,8 @@ def is_wrapped(part: nn.Module) -> bool:
 
 
 def is_plainly_left(part: nn.Module) -> bool:
-    """True if the adapters of a layer are of another kind, several at once, or behind dropout: all that it takes to
-    call it, where it is asked at every call."""
+    """True if the adapters of a layer are of another kind, several at once, or behind dropout that no op takes: all
+    that it takes to call it, where it is asked at every call."""
     state = part.__dict__
     name = state.get("_active_adapter")
     if type(name) is list:
@@ -104,7 +105,7 @@ def is_plainly_left(part: nn.Module) -> bool:
     if name in state.get("lora_variant", ()):
         return True
     dropout = state["_modules"]["lora_dropout"].__dict__["_modules"].get(name)
-    return type(dropout) is nn.Dropout and dropout.training
+    return type(dropout) is nn.Dropout and dropout.training and not DROPS
 
 
 _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling"}

@@ -214,9 +214,14 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
             return Site(pattern, (x,), (gate.node.func,), act, read=read)
         same_x = isinstance(x, ast.Name) and is_name(up.node.args[0], x.id)
         if gate.half is None and up.half is None and same_x and gate.node is not up.node:
-            pattern = Pattern(gated=True, up_left=other is value.node.left)
+            pattern = Pattern(gated=True, up_left=other is value.node.left, up_before=_is_before(up.node, gate.node))
             return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
+
+
+def _is_before(node: ast.expr, other: ast.expr) -> bool:
+    """True if a node is evaluated before another that is no part of it."""
+    return (node.lineno, node.col_offset) < (other.lineno, other.col_offset)
 
 
 def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:

@@ -14,7 +14,7 @@ class Pattern:
 
     ``up_first``: up is the first half where they are packed, or the first factor where there is no projection.
     ``up_left``: up is the left factor of the product, which decides how the product lies in memory where the two lie
-    differently. ``memory``: what training keeps.
+    differently. ``up_before``: up is computed before gate. ``memory``: what training keeps.
 
     ``op`` is the name of the op that computes it, if one does; ``first_half`` the pattern without the last projection.
     """
@@ -25,6 +25,7 @@ class Pattern:
     pointwise: bool = False
     up_first: bool = False
     up_left: bool = False
+    up_before: bool = False
     memory: str = "activations"
     op: str = field(init=False, repr=False, compare=False)
     first_half: Pattern = field(init=False, repr=False, compare=False)

@@ -71,7 +71,7 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
-    if found is False:  # a dropout in front of its adapter is active
+    if found is False:  # a dropout in front of its adapter is active, which no op takes
         return None
     layer = adapters.layer_of(module) if found is None else None
     if found is not None or type(layer) is str or layer.adapter is None:

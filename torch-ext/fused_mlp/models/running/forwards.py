@@ -66,13 +66,14 @@ def _adapted(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: A
     first, *others = layers
     up = None
     if pattern.packed:
-        if first.weight.shape[0] % 2 != 0:
+        is_dropped = first.adapter is not None and first.adapter.dropout > 0.0  # by one mask for gate and up
+        if first.weight.shape[0] % 2 != 0 or is_dropped:
             return None
         first, up = _halved(first, pattern.up_first)
     elif pattern.gated:
         up, *others = others
     try:
-        return in_one_op(x, Layers(first, up, *others), activation.code, pattern.memory)
+        return in_one_op(x, Layers(first, up, *others), activation.code, pattern.memory, pattern.up_before)
     except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 

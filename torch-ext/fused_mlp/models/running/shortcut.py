@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from ... import dispatch, training
 from ...activations import ACTIVATIONS, get_activation
-from ...adapters import run_parts
+from ...adapters import DROPS, run_parts
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
 from ..parts import adapters, forms, norms, obstacles, recognition
@@ -113,6 +113,7 @@ _settings = {
     "composites": recognition.COMPOSITES,
     "adapters": adapters.CLASSES,
     "adapted": run_parts,
+    "drops": DROPS,
     "module_dict": nn.ModuleDict,
     "linears": _linears,
     "norms": norms.known,
@@ -181,7 +182,7 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
         found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
             found = recorded_or_packed(plan.pattern, *found)
-        if found is False:  # a dropout in front of an adapter is active
+        if found is False:  # a dropout in front of an adapter is active, which no op takes
             return None
         if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(plan.names)):
             return found
