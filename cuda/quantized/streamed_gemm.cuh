@@ -1,0 +1,414 @@
+// The GEMM of few rows of a with weights of 4-bit codes. Its time is that of reading the codes, which pass through
+// shared memory once, and are decoded on their way to the tensor cores.
+//
+// Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of sm80/. The
+// sum over k does not depend on which element of k is which in an instruction, so each lane multiplies 16 adjacent
+// codes of a block of 64 with the 16 elements of a that they belong to. A block's products are added up of the codes
+// alone, and are multiplied by the block's scale in float32: only codes are rounded.
+//
+// Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
+#pragma once
+
+#include "../overlap.cuh"
+#include "../sm80/ptx.cuh"
+#include "pair_table.cuh"
+#include "problem.h"
+
+namespace fused_mlp {
+
+struct CodedGemmArgs {
+  Matrix a;
+  CodedWeight weight, up_weight;
+  Matrix out;
+  EpilogueArgs epilogue;
+  int m, n, k;
+  int tiles_m, tiles;
+  int split;  // CTAs of a cluster, which share k
+};
+
+template <typename Element_, bool kGated_, int kTokens_, int kWarpsM_, int kWarpsK_, int kTilesM_, int kSteps_,
+          int kStages_, int kCtas_>
+struct CodedGemm {
+  using Element = Element_;
+  static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_;
+  static constexpr int kTilesM = kTilesM_;  // of 16 weight rows, of a warp
+  static constexpr int kTilesN = kTokens / 8;
+  static constexpr int kSteps = kSteps_;  // blocks of codes that a warp multiplies in a stage
+  static constexpr int kStages = kStages_, kCtas = kCtas_;
+  static constexpr int kThreads = kWarpsM * kWarpsK * 32;
+
+  static constexpr int kRows = kWarpsM * kTilesM * 16;  // weight rows of a tile
+  static constexpr int kColumns = kGated ? kRows / 2 : kRows;
+  static constexpr int kBlocks = kWarpsK * kSteps;  // blocks of codes of a row in a stage
+  static constexpr int kBlockK = kBlocks * kCodedBlock;
+
+  static constexpr int kUnitBytes = kCodedBlock / 2;
+  static constexpr int kRowBytes = kBlocks * kUnitBytes;
+  static constexpr int kTokenBytes = kBlockK * 2;
+  static constexpr int kScalesOffset = kRows * kRowBytes;
+  static constexpr int kTokensOffset = kScalesOffset + kRows * kBlocks * 4;
+  static constexpr int kStageBytes = kTokensOffset + kTokens * kTokenBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kSumStride = kRows + 4;  // no two lanes meet a bank when they write sums
+  static constexpr int kPartBytes = kTokens * kSumStride * 4;
+  static constexpr int kSharedBytes = PairTable<Element>::kBytes + kRingBytes + kWarpsK * kPartBytes;
+
+  // Units of 32 bytes, a block of a row each, change places so that the rows that are read at a time lie in distinct
+  // banks.
+  static constexpr int kUnits = kBlocks < 4 ? kBlocks : 4, kRowsOfLine = 4 / kUnits;
+  static __device__ __forceinline__ int swizzled(int row, int block) { return block ^ row / kRowsOfLine % kUnits; }
+};
+
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(present ? 4 : 0)
+               : "memory");
+}
+
+// The copies of a CTA, which run ahead of its products from tile to tile.
+template <typename Gemm>
+struct CodedCopies {
+  using Element = typename Gemm::Element;
+  static constexpr int kThreads = Gemm::kThreads;
+  static constexpr int kPieces = Gemm::kRowBytes / 16, kRowsOfPass = kThreads / kPieces;
+  static constexpr int kPasses = Gemm::kRows / kRowsOfPass;
+  static constexpr int kScales = Gemm::kRows * Gemm::kBlocks, kScalePasses = (kScales + kThreads - 1) / kThreads;
+  static constexpr int kTokenPieces = Gemm::kTokenBytes / 16;
+  static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
+  static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
+  static_assert(kScales % kThreads == 0 || kScalePasses == 1);
+
+  const CodedGemmArgs& args;
+  const int begin, end, step;  // blocks of k in each tile; tiles between those of this CTA
+  int tile, block;
+  const uint8_t* weights[kPasses];
+  const float* scales[kScalePasses];
+  const Element* tokens[kTokenPasses];  // null where there is no such token
+
+  __device__ __forceinline__ CodedCopies(const CodedGemmArgs& args, int begin, int end, int tile, int step)
+      : args(args), begin(begin), end(end), step(step), tile(tile), block(begin) {
+    aim();
+  }
+
+  static __device__ __forceinline__ int first_column(const CodedGemmArgs& args, int tile) {
+    return tile / args.tiles_m * Gemm::kColumns;
+  }
+  static __device__ __forceinline__ int first_token(const CodedGemmArgs& args, int tile) {
+    return tile % args.tiles_m * Gemm::kTokens;
+  }
+
+  // Calls use(weight, row of the weight) for a row of a tile. Eight gate rows come before the up rows of the same
+  // columns: so one lane has both. The last row stands for those past the end.
+  template <typename Use>
+  __device__ __forceinline__ void with_row(int row, Use&& use) const {
+    const bool up = Gemm::kGated && row / 8 % 2 == 1;
+    const int column = first_column(args, tile) + (Gemm::kGated ? row / 16 * 8 + row % 8 : row);
+    use(up ? args.up_weight : args.weight, static_cast<int64_t>(min(column, args.n - 1)));
+  }
+
+  __device__ __forceinline__ void aim() {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      with_row(pass * kRowsOfPass + thread / kPieces, [&](const CodedWeight& weight, int64_t row) {
+        weights[pass] = weight.data + row * (args.k / 2) + thread % kPieces * 16;
+      });
+    }
+#pragma unroll
+    for (int pass = 0; pass < kScalePasses; ++pass) {
+      const int index = pass * kThreads + thread;
+      with_row(min(index / Gemm::kBlocks, Gemm::kRows - 1), [&](const CodedWeight& weight, int64_t row) {
+        scales[pass] = weight.scales + row * (args.k / kCodedBlock) + index % Gemm::kBlocks;
+      });
+    }
+#pragma unroll
+    for (int pass = 0; pass < kTokenPasses; ++pass) {
+      const int index = pass * kThreads + thread, token = first_token(args, tile) + index / kTokenPieces;
+      const Element* const row = static_cast<const Element*>(args.a.data) + token * args.a.row_stride;
+      tokens[pass] = token < args.m ? row + index % kTokenPieces * 8 : nullptr;
+    }
+  }
+
+  __device__ __forceinline__ void load_weights(uint32_t stage) const {
+    const int thread = threadIdx.x, first = block * Gemm::kBlockK;
+    {
+      const int row = thread / kPieces, piece = thread % kPieces;
+      const uint32_t shared =
+          stage + row * Gemm::kRowBytes + Gemm::swizzled(row, piece / 2) * Gemm::kUnitBytes + piece % 2 * 16;
+      static_assert(kRowsOfPass % 4 == 0, "the swizzle is the same in each pass");
+      const bool present = first + piece * 32 < args.k;
+      const int offset = present ? first / 2 : 0;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        sm80::cp_async_16(shared + pass * kRowsOfPass * Gemm::kRowBytes, weights[pass] + offset, present);
+      }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kScalePasses; ++pass) {
+      const int index = pass * kThreads + thread, row = index / Gemm::kBlocks, scale = index % Gemm::kBlocks;
+      if (kScales % kThreads != 0 && index >= kScales) continue;
+      const bool present = first + scale * kCodedBlock < args.k;
+      cp_async_4(stage + Gemm::kScalesOffset + (scale * Gemm::kRows + row) * 4,
+                 scales[pass] + (present ? first / kCodedBlock : 0), present);
+    }
+  }
+
+  // What lies in the places of rows past the last token does not matter: their sums are not stored.
+  __device__ __forceinline__ void load_tokens(uint32_t stage) const {
+    const int first = block * Gemm::kBlockK;
+#pragma unroll
+    for (int pass = 0; pass < kTokenPasses; ++pass) {
+      if (tokens[pass] == nullptr) continue;
+      const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
+      const bool present = first + piece * 8 < args.k;
+      sm80::cp_async_16(stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + (piece ^ row % 2) * 16,
+                        tokens[pass] + (present ? first : 0), present);
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (++block < end) return;
+    block = begin;
+    tile += step;
+    if (tile < args.tiles) aim();
+  }
+
+  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // same.
+  __device__ __forceinline__ void start(uint32_t stage) {
+    if (tile < args.tiles) {
+      load_weights(stage);
+      load_tokens(stage);
+      advance();
+    }
+    sm80::cp_async_commit();
+  }
+
+  // Starts the weights of the first blocks, for all stages but one.
+  __device__ __forceinline__ void fill_weights(uint32_t ring) {
+#pragma unroll 1
+    for (int stage = 0; stage < Gemm::kStages - 1 && tile < args.tiles; ++stage) {
+      load_weights(ring + stage * Gemm::kStageBytes);
+      advance();
+    }
+  }
+
+  // The rows of a that belong to them.
+  __device__ __forceinline__ void fill_tokens(uint32_t ring) {
+#pragma unroll 1
+    for (int stage = 0; stage < Gemm::kStages - 1; ++stage) {
+      if (tile < args.tiles) {
+        load_tokens(ring + stage * Gemm::kStageBytes);
+        advance();
+      }
+      sm80::cp_async_commit();
+    }
+  }
+};
+
+// The place of a thread in the products.
+template <typename Gemm>
+struct CodedLane {
+  const int warp_m, warp_k, row, quarter;
+  __device__ __forceinline__ CodedLane()
+      : warp_m(threadIdx.x / 32 % Gemm::kWarpsM),
+        warp_k(threadIdx.x / 32 / Gemm::kWarpsM),
+        row(threadIdx.x % 32 / 4),
+        quarter(threadIdx.x % 4) {}
+};
+
+template <typename Gemm>
+using CodedSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
+
+// sums += scale * (codes a^T) of one block of 64 elements of k.
+template <typename Gemm>
+__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const uint8_t* stage, const uint8_t* table,
+                                               const CodedLane<Gemm>& lane, int block) {
+  using Element = typename Gemm::Element;
+  uint32_t codes[Gemm::kTilesM][4][4];
+  float scales[Gemm::kTilesM][2];
+#pragma unroll
+  for (int i = 0; i < Gemm::kTilesM; ++i) {
+    const int row = (lane.warp_m * Gemm::kTilesM + i) * 16 + lane.row;
+    const uint8_t* const packed =
+        stage + row * Gemm::kRowBytes + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * 8;
+    const float* const of_row = reinterpret_cast<const float*>(stage + Gemm::kScalesOffset) + block * Gemm::kRows + row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 words = *reinterpret_cast<const uint2*>(packed + half * 8 * Gemm::kRowBytes);
+      scales[i][half] = of_row[half * 8];
+      uint32_t low[4], high[4];
+      PairTable<Element>::decode(low, table, words.x);
+      PairTable<Element>::decode(high, table, words.y);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        codes[i][j][half] = low[2 * j];
+        codes[i][j][half + 2] = low[2 * j + 1];
+        codes[i][j + 2][half] = high[2 * j];
+        codes[i][j + 2][half + 2] = high[2 * j + 1];
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < Gemm::kTilesN; ++n) {
+    const uint8_t* const token =
+        stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes + block * kCodedBlock * 2;
+    uint4 a[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      a[i] = *reinterpret_cast<const uint4*>(token + ((2 * lane.quarter + i) ^ lane.row % 2) * 16);
+    }
+    const uint32_t pairs[4][2] = {{a[0].x, a[0].y}, {a[0].z, a[0].w}, {a[1].x, a[1].y}, {a[1].z, a[1].w}};
+    float of_block[Gemm::kTilesM][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < Gemm::kTilesM; ++i) sm80::Mma<Element>::multiply(of_block[i], codes[i][j], pairs[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
+    }
+  }
+}
+
+// The sums of CTAs and warps, in shared memory, each [token, row].
+template <typename Gemm>
+struct CodedParts {
+  float* const own;
+  const int split;
+
+  __device__ __forceinline__ void put(const CodedSums<Gemm>& sums, const CodedLane<Gemm>& lane) const {
+    float* const part = own + lane.warp_k * (Gemm::kPartBytes / 4);
+#pragma unroll
+    for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+      for (int n = 0; n < Gemm::kTilesN; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int row = (lane.warp_m * Gemm::kTilesM + i) * 16 + c / 2 * 8 + lane.row;
+          part[(n * 8 + lane.quarter * 2 + c % 2) * Gemm::kSumStride + row] = sums[i][n][c];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float sum(int token, int row) const {
+    const float* const place = own + token * Gemm::kSumStride + row;
+    float sum = 0.0f;
+    for (int rank = 0; rank < split; ++rank) {
+#pragma unroll
+      for (int warp = 0; warp < Gemm::kWarpsK; ++warp) sum += load(place + warp * (Gemm::kPartBytes / 4), rank);
+    }
+    return sum;
+  }
+
+  // All CTAs have put their sums, or have read them.
+  __device__ __forceinline__ void sync() const {
+#if __CUDA_ARCH__ >= 900
+    if (split > 1) {
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      return;
+    }
+#endif
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ float load(const float* place, int rank) const {
+#if __CUDA_ARCH__ >= 900
+    if (split > 1) {
+      float value;
+      asm volatile(
+          "{.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %1, %2;\nld.shared::cluster.f32 %0, [mapped];}"
+          : "=f"(value)
+          : "r"(sm80::shared_address(place)), "r"(rank)
+          : "memory");
+      return value;
+    }
+#endif
+    return *place;
+  }
+};
+
+// Each thread finishes some columns, of a few tokens each.
+template <typename Gemm>
+__device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const CodedParts<Gemm>& parts, float unscale,
+                                           int rank, int first_token, int first_column) {
+  using Element = typename Gemm::Element;
+  constexpr int kCount = 4;
+  const EpilogueArgs& epilogue = args.epilogue;
+  const CodedActivation<Element> activate{epilogue.activation};
+  constexpr int kItems = Gemm::kColumns * (Gemm::kTokens / kCount);
+  for (int item = rank * Gemm::kThreads + threadIdx.x; item < kItems; item += parts.split * Gemm::kThreads) {
+    const int local = item % Gemm::kColumns, token = item / Gemm::kColumns * kCount;
+    const int column = first_column + local, tokens = args.m - first_token - token;
+    if (column >= args.n || tokens <= 0) continue;
+    float value[kCount];
+    GluEpilogue<Gemm::kProduct>::apply(value, activate, [&](Operand operand, auto&& take) {
+      const bool up = operand == Operand::kUp;
+      const void* const data = up ? epilogue.up_bias : epilogue.bias;
+      const float bias = data == nullptr ? 0.0f : to_float(static_cast<const Element*>(data)[column]);
+      const int row = Gemm::kGated ? local / 8 * 16 + local % 8 + up * 8 : local;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) take(i, fmaf(i < tokens ? parts.sum(token + i, row) : 0.0f, unscale, bias));
+    });
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i >= tokens) break;
+      const int64_t to = first_token + token + i;
+      static_cast<Element*>(args.out.data)[to * args.out.row_stride + column] = from_float<Element>(value[i]);
+    }
+  }
+}
+
+template <typename Gemm>
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
+    coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
+  extern __shared__ __align__(128) uint8_t raw_shared[];
+  uint8_t* const ring = raw_shared + PairTable<typename Gemm::Element>::kBytes;
+  const int clusters = gridDim.x / args.split, cluster = blockIdx.x / args.split, rank = blockIdx.x % args.split;
+  const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
+  const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
+  const CodedLane<Gemm> lane;
+  const CodedParts<Gemm> parts{reinterpret_cast<float*>(ring + Gemm::kRingBytes), args.split};
+
+  allow_next_kernel();
+  CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);
+  CodedCopies<Gemm> ahead = copies;
+  ahead.fill_weights(sm80::shared_address(ring));
+  const float unscale = PairTable<typename Gemm::Element>::template fill<Gemm::kThreads>(raw_shared, args.weight.code);
+  wait_for_previous_kernel();
+  copies.fill_tokens(sm80::shared_address(ring));
+  const uint8_t* const table = raw_shared + threadIdx.x % 32 * 4;
+  int reading = 0, writing = Gemm::kStages - 1;
+  const auto after = [](int stage) { return stage + 1 == Gemm::kStages ? 0 : stage + 1; };
+#pragma unroll 1
+  for (int tile = cluster; tile < args.tiles; tile += clusters) {
+    CodedSums<Gemm> sums = {};
+#pragma unroll 1
+    for (int block = begin; block < end; ++block) {
+      sm80::cp_async_wait<Gemm::kStages - 2>();
+      __syncthreads();  // the block is there, and all warps are done with the one before it
+      copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes);
+      writing = after(writing);
+      const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
+#pragma unroll
+      for (int step = 0; step < Gemm::kSteps; ++step) {
+        multiply_block<Gemm>(sums, stage, table, lane, lane.warp_k * Gemm::kSteps + step);
+      }
+      reading = after(reading);
+    }
+    parts.put(sums, lane);
+    parts.sync();
+    store_tile<Gemm>(args, parts, unscale, rank, CodedCopies<Gemm>::first_token(args, tile),
+                     CodedCopies<Gemm>::first_column(args, tile));
+    parts.sync();
+  }
+  sm80::cp_async_wait<0>();
+}
+
+}  // namespace fused_mlp
