@@ -31,4 +31,25 @@ struct CodedProblem {
 
 constexpr int kCodedBlock = 64;
 
+// A kernel, as kernels.def lists it.
+struct CodedKernel {
+  int tokens, warps_m, warps_k, tiles_m, steps, stages, ctas;
+  bool operator==(const CodedKernel&) const = default;
+
+  constexpr int rows() const { return warps_m * tiles_m * 16; }
+  constexpr int columns(bool gated) const { return gated ? rows() / 2 : rows(); }
+  constexpr int threads() const { return warps_m * warps_k * 32; }
+  constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
+  constexpr int block_k() const { return blocks() * kCodedBlock; }
+
+  static constexpr int kTableBytes = 256 * 32 * 4;
+  constexpr int scales_offset() const { return rows() * block_k() / 2; }
+  constexpr int tokens_offset() const { return scales_offset() + rows() * blocks() * 4; }
+  constexpr int stage_bytes() const { return tokens_offset() + tokens * block_k() * 2; }
+  constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  constexpr int sum_stride() const { return rows() + 4; }  // no two lanes meet a bank when they write sums
+  constexpr int part_bytes() const { return tokens * sum_stride() * 4; }
+  constexpr int shared_bytes() const { return kTableBytes + ring_bytes() + warps_k * part_bytes(); }
+};
+
 }  // namespace fused_mlp

@@ -26,35 +26,30 @@ struct CodedGemmArgs {
   int split;  // CTAs of a cluster, which share k
 };
 
-template <typename Element_, bool kGated_, int kTokens_, int kWarpsM_, int kWarpsK_, int kTilesM_, int kSteps_,
-          int kStages_, int kCtas_>
+template <typename Element_, bool kGated_, CodedKernel kKernel_>
 struct CodedGemm {
   using Element = Element_;
+  static constexpr CodedKernel kKernel = kKernel_;
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_;
-  static constexpr int kTilesM = kTilesM_;  // of 16 weight rows, of a warp
-  static constexpr int kTilesN = kTokens / 8;
-  static constexpr int kSteps = kSteps_;  // blocks of codes that a warp multiplies in a stage
-  static constexpr int kStages = kStages_, kCtas = kCtas_;
-  static constexpr int kThreads = kWarpsM * kWarpsK * 32;
+  static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
+  static constexpr int kWarpsM = kKernel.warps_m, kWarpsK = kKernel.warps_k;
+  static constexpr int kTilesM = kKernel.tiles_m;  // of 16 weight rows, of a warp
+  static constexpr int kSteps = kKernel.steps;     // blocks of codes that a warp multiplies in a stage
+  static constexpr int kStages = kKernel.stages;
+  static constexpr int kThreads = kKernel.threads();
 
-  static constexpr int kRows = kWarpsM * kTilesM * 16;  // weight rows of a tile
-  static constexpr int kColumns = kGated ? kRows / 2 : kRows;
-  static constexpr int kBlocks = kWarpsK * kSteps;  // blocks of codes of a row in a stage
-  static constexpr int kBlockK = kBlocks * kCodedBlock;
+  static constexpr int kRows = kKernel.rows();  // weight rows of a tile
+  static constexpr int kColumns = kKernel.columns(kGated);
+  static constexpr int kBlocks = kKernel.blocks(), kBlockK = kKernel.block_k();
 
   static constexpr int kUnitBytes = kCodedBlock / 2;
   static constexpr int kRowBytes = kBlocks * kUnitBytes;
   static constexpr int kTokenBytes = kBlockK * 2;
-  static constexpr int kScalesOffset = kRows * kRowBytes;
-  static constexpr int kTokensOffset = kScalesOffset + kRows * kBlocks * 4;
-  static constexpr int kStageBytes = kTokensOffset + kTokens * kTokenBytes;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kSumStride = kRows + 4;  // no two lanes meet a bank when they write sums
-  static constexpr int kPartBytes = kTokens * kSumStride * 4;
-  static constexpr int kSharedBytes = PairTable<Element>::kBytes + kRingBytes + kWarpsK * kPartBytes;
+  static constexpr int kScalesOffset = kKernel.scales_offset(), kTokensOffset = kKernel.tokens_offset();
+  static constexpr int kStageBytes = kKernel.stage_bytes();
+  static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
+  static_assert(PairTable<Element>::kBytes == CodedKernel::kTableBytes);
 
   // Units of 32 bytes, a block of a row each, change places so that the rows that are read at a time lie in distinct
   // banks.
@@ -282,7 +277,7 @@ struct CodedParts {
   const int split;
 
   __device__ __forceinline__ void put(const CodedSums<Gemm>& sums, const CodedLane<Gemm>& lane) const {
-    float* const part = own + lane.warp_k * (Gemm::kPartBytes / 4);
+    float* const part = own + lane.warp_k * Gemm::kPartFloats;
 #pragma unroll
     for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
@@ -301,7 +296,7 @@ struct CodedParts {
     float sum = 0.0f;
     for (int rank = 0; rank < split; ++rank) {
 #pragma unroll
-      for (int warp = 0; warp < Gemm::kWarpsK; ++warp) sum += load(place + warp * (Gemm::kPartBytes / 4), rank);
+      for (int warp = 0; warp < Gemm::kWarpsK; ++warp) sum += load(place + warp * Gemm::kPartFloats, rank);
     }
     return sum;
   }
@@ -366,7 +361,7 @@ __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const Code
 }
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
   extern __shared__ __align__(128) uint8_t raw_shared[];
   uint8_t* const ring = raw_shared + PairTable<typename Gemm::Element>::kBytes;
@@ -374,7 +369,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
   const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
   const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
   const CodedLane<Gemm> lane;
-  const CodedParts<Gemm> parts{reinterpret_cast<float*>(ring + Gemm::kRingBytes), args.split};
+  const CodedParts<Gemm> parts{reinterpret_cast<float*>(ring + Gemm::kKernel.ring_bytes()), args.split};
 
   allow_next_kernel();
   CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);

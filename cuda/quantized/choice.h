@@ -1,0 +1,30 @@
+// The streamed kernels of 4-bit weights, and which of them computes a product.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../torch-ext/plan.h"
+#include "../gemm/gpu.h"
+#include "problem.h"
+
+namespace fused_mlp {
+
+struct CodedPlan {
+  MainLoop loop;
+  int tokens;          // of a tile
+  int split;           // CTAs of a cluster, which share k
+  CodedKernel kernel;  // of a streamed one
+};
+
+// The most rows of a that the streamed kernels take, and the tiled ones. For more, weights are decoded before.
+constexpr int64_t kMostStreamedRows = 64, kMostTiledRows = 1024;
+
+// Chooses a kernel, or says why none computes the product.
+Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);
+
+cudaError_t launch_coded_bf16(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_coded_fp16(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_coded_tiled(const CodedProblem& problem, const CodedPlan& plan, cudaStream_t stream);
+cudaError_t launch_coded(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+
+}  // namespace fused_mlp

@@ -1,0 +1,35 @@
+// Kernels that decode: whole weights, and nested scales.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../../torch-ext/matrix.h"
+
+namespace fused_mlp {
+
+// The scales of a weight's blocks: float, or where there is a nested_code, bytes.
+struct CodedScales {
+  const void* scales;
+  const float* nested_scales = nullptr;
+  const float* nested_code = nullptr;
+  int64_t nested_block = 1;
+  float offset = 0.0f;
+};
+
+// torch-ext/quantized.h says how codes are packed, and what they stand for. Any block, any alignment.
+struct CodedElements {
+  const uint8_t* data;
+  const float* code;
+  CodedScales scales;
+  int64_t elements, block;
+};
+
+// Writes all elements, rounded to the dtype.
+cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, cudaStream_t stream);
+
+// Writes `count` scales as floats.
+cudaError_t launch_unnest(const CodedScales& scales, int64_t count, float* out, cudaStream_t stream);
+
+}  // namespace fused_mlp
