@@ -29,8 +29,8 @@ struct PairTable {
     return sum / (factor * factor);
   }
 
-  // Fills the table by kThreads threads. Returns what sums are to be multiplied by. The table can be read after the
-  // CTA's next barrier.
+  // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
+  // read after these threads' next barrier.
   template <int kThreads>
   static __device__ __forceinline__ float fill(uint8_t* table, const float* code) {
     static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
@@ -43,7 +43,7 @@ struct PairTable {
       for (int distance = 16; distance > 0; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
       if (thread % 32 == 0) best_of_warps[thread / 32] = best;
     }
-    __syncthreads();
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
     uint64_t best = best_of_warps[0];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) best = min(best, best_of_warps[warp]);

@@ -51,6 +51,7 @@ struct CodedGemm {
   static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
   static_assert(PairTable<Element>::kBytes == CodedKernel::kTableBytes);
 
+  static __device__ __forceinline__ int row_of(int place) { return place; }
   // Units of 32 bytes, a block of a row each, change places so that the rows that are read at a time lie in distinct
   // banks.
   static constexpr int kUnits = kBlocks < 4 ? kBlocks : 4, kRowsOfLine = 4 / kUnits;
@@ -203,37 +204,60 @@ struct CodedCopies {
   }
 };
 
-// The place of a thread in the products.
+// The place of a thread in the products. `row` is its weight row of eight, `token` its row of a.
 template <typename Gemm>
 struct CodedLane {
-  const int warp_m, warp_k, row, quarter;
+  const int warp_m, warp_k, token, row, quarter;
   __device__ __forceinline__ CodedLane()
       : warp_m(threadIdx.x / 32 % Gemm::kWarpsM),
         warp_k(threadIdx.x / 32 / Gemm::kWarpsM),
-        row(threadIdx.x % 32 / 4),
+        token(threadIdx.x % 32 / 4),
+        row(Gemm::row_of(token)),
         quarter(threadIdx.x % 4) {}
+
+  // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
+  __device__ __forceinline__ int tile_row(int i, int half) const {
+    return (warp_m * Gemm::kTilesM + i) * 16 + half * 8 + row;
+  }
 };
 
 template <typename Gemm>
 using CodedSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 
-// sums += scale * (codes a^T) of one block of 64 elements of k.
+// A stage of the ring, as a lane reads a block of 64 elements of k from it.
 template <typename Gemm>
-__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const uint8_t* stage, const uint8_t* table,
-                                               const CodedLane<Gemm>& lane, int block) {
+struct CodedStage {
+  const uint8_t* const stage;
+  const CodedLane<Gemm>& lane;
+  const int block;
+
+  __device__ __forceinline__ uint2 codes(int i, int half) const {
+    const uint8_t* const row = stage + lane.tile_row(i, half) * Gemm::kRowBytes;
+    return *reinterpret_cast<const uint2*>(row + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * 8);
+  }
+  __device__ __forceinline__ float scale(int i, int half) const {
+    return reinterpret_cast<const float*>(stage + Gemm::kScalesOffset)[block * Gemm::kRows + lane.tile_row(i, half)];
+  }
+  // Half of the 16 elements of a that belong to the lane's codes.
+  __device__ __forceinline__ uint4 tokens(int n, int half) const {
+    const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.token) * Gemm::kTokenBytes;
+    const int piece = (2 * lane.quarter + half) ^ lane.token % 2;
+    return *reinterpret_cast<const uint4*>(row + block * kCodedBlock * 2 + piece * 16);
+  }
+};
+
+// sums += scale * (codes a^T) of one block.
+template <typename Gemm, typename Stage>
+__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stage& stage, const uint8_t* table) {
   using Element = typename Gemm::Element;
   uint32_t codes[Gemm::kTilesM][4][4];
   float scales[Gemm::kTilesM][2];
 #pragma unroll
   for (int i = 0; i < Gemm::kTilesM; ++i) {
-    const int row = (lane.warp_m * Gemm::kTilesM + i) * 16 + lane.row;
-    const uint8_t* const packed =
-        stage + row * Gemm::kRowBytes + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * 8;
-    const float* const of_row = reinterpret_cast<const float*>(stage + Gemm::kScalesOffset) + block * Gemm::kRows + row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint2 words = *reinterpret_cast<const uint2*>(packed + half * 8 * Gemm::kRowBytes);
-      scales[i][half] = of_row[half * 8];
+      const uint2 words = stage.codes(i, half);
+      scales[i][half] = stage.scale(i, half);
       uint32_t low[4], high[4];
       PairTable<Element>::decode(low, table, words.x);
       PairTable<Element>::decode(high, table, words.y);
@@ -248,14 +272,8 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const uint
   }
 #pragma unroll
   for (int n = 0; n < Gemm::kTilesN; ++n) {
-    const uint8_t* const token =
-        stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes + block * kCodedBlock * 2;
-    uint4 a[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[i] = *reinterpret_cast<const uint4*>(token + ((2 * lane.quarter + i) ^ lane.row % 2) * 16);
-    }
-    const uint32_t pairs[4][2] = {{a[0].x, a[0].y}, {a[0].z, a[0].w}, {a[1].x, a[1].y}, {a[1].z, a[1].w}};
+    const uint4 first = stage.tokens(n, 0), second = stage.tokens(n, 1);
+    const uint32_t pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
     float of_block[Gemm::kTilesM][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -284,8 +302,8 @@ struct CodedParts {
       for (int n = 0; n < Gemm::kTilesN; ++n) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int row = (lane.warp_m * Gemm::kTilesM + i) * 16 + c / 2 * 8 + lane.row;
-          part[(n * 8 + lane.quarter * 2 + c % 2) * Gemm::kSumStride + row] = sums[i][n][c];
+          const int token = n * 8 + lane.quarter * 2 + c % 2;
+          part[token * Gemm::kSumStride + lane.tile_row(i, c / 2)] = sums[i][n][c];
         }
       }
     }
@@ -329,34 +347,27 @@ struct CodedParts {
   }
 };
 
-// Each thread finishes some columns, of a few tokens each.
+// Each of kThreads threads finishes some elements.
 template <typename Gemm>
 __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const CodedParts<Gemm>& parts, float unscale,
                                            int rank, int first_token, int first_column) {
   using Element = typename Gemm::Element;
-  constexpr int kCount = 4;
   const EpilogueArgs& epilogue = args.epilogue;
   const CodedActivation<Element> activate{epilogue.activation};
-  constexpr int kItems = Gemm::kColumns * (Gemm::kTokens / kCount);
-  for (int item = rank * Gemm::kThreads + threadIdx.x; item < kItems; item += parts.split * Gemm::kThreads) {
-    const int local = item % Gemm::kColumns, token = item / Gemm::kColumns * kCount;
-    const int column = first_column + local, tokens = args.m - first_token - token;
-    if (column >= args.n || tokens <= 0) continue;
-    float value[kCount];
+  const int items = Gemm::kColumns * min(Gemm::kTokens, args.m - first_token);
+  for (int item = rank * Gemm::kThreads + threadIdx.x; item < items; item += parts.split * Gemm::kThreads) {
+    const int local = item % Gemm::kColumns, token = item / Gemm::kColumns, column = first_column + local;
+    if (column >= args.n) continue;
+    float value[1];
     GluEpilogue<Gemm::kProduct>::apply(value, activate, [&](Operand operand, auto&& take) {
       const bool up = operand == Operand::kUp;
       const void* const data = up ? epilogue.up_bias : epilogue.bias;
       const float bias = data == nullptr ? 0.0f : to_float(static_cast<const Element*>(data)[column]);
       const int row = Gemm::kGated ? local / 8 * 16 + local % 8 + up * 8 : local;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) take(i, fmaf(i < tokens ? parts.sum(token + i, row) : 0.0f, unscale, bias));
+      take(0, fmaf(parts.sum(token, row), unscale, bias));
     });
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i >= tokens) break;
-      const int64_t to = first_token + token + i;
-      static_cast<Element*>(args.out.data)[to * args.out.row_stride + column] = from_float<Element>(value[i]);
-    }
+    const int64_t to = first_token + token;
+    static_cast<Element*>(args.out.data)[to * args.out.row_stride + column] = from_float<Element>(value[0]);
   }
 }
 
@@ -393,7 +404,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
       const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
 #pragma unroll
       for (int step = 0; step < Gemm::kSteps; ++step) {
-        multiply_block<Gemm>(sums, stage, table, lane, lane.warp_k * Gemm::kSteps + step);
+        multiply_block<Gemm>(sums, CodedStage<Gemm>{stage, lane, lane.warp_k * Gemm::kSteps + step}, table);
       }
       reading = after(reading);
     }
@@ -401,7 +412,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     parts.sync();
     store_tile<Gemm>(args, parts, unscale, rank, CodedCopies<Gemm>::first_token(args, tile),
                      CodedCopies<Gemm>::first_column(args, tile));
-    parts.sync();
+    // The next sums of this CTA are put behind another barrier, those of the others are not.
+    if (args.split > 1) parts.sync();
   }
   sm80::cp_async_wait<0>();
 }
