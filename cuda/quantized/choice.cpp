@@ -6,8 +6,12 @@
 namespace fused_mlp {
 namespace {
 
-constexpr CodedKernel kKernels[] = {
-#define FUSED_MLP_CODED(...) {__VA_ARGS__},
+struct Listed {
+  bool gated;
+  CodedKernel kernel;
+};
+constexpr Listed kKernels[] = {
+#define FUSED_MLP_CODED(GATED, ...) {GATED, {__VA_ARGS__}},
 #include "kernels.def"
 #undef FUSED_MLP_CODED
 };
@@ -25,52 +29,62 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
-// The time of a product, in units of a block of k of a CTA. Its tiles are done in rounds, each of which has a start and
-// an end too; CTAs that share k have their sums to add besides.
+// The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an end,
+// and where CTAs share k, the addition of their sums.
 struct Rounds {
   int64_t slots;  // CTAs that the chip holds
-  double of_tile, of_split;
+  double of_block, of_tile, of_split;
 
-  double time(int64_t tiles, int64_t blocks, int split, double of_block) const {
-    const int64_t rounds = ceil_div(tiles, std::max<int64_t>(1, slots / split));
+  double time(int64_t tiles, int64_t blocks, int split) const {
+    // A cluster lies within one GPC: a tenth of the chip is left over by those of 4 and more.
+    const int64_t clusters = (split > 2 ? slots * 10 / 11 : slots) / split;
+    const int64_t rounds = ceil_div(tiles, std::max<int64_t>(1, clusters));
     return rounds * (ceil_div(blocks, split) * of_block + of_tile + (split > 1 ? of_split : 0.0));
   }
 };
 
+struct Best {
+  CodedPlan plan{};
+  double time = std::numeric_limits<double>::infinity();
+
+  void offer(const CodedPlan& other, double its_time) {
+    if (its_time < time) *this = {other, its_time};
+  }
+};
+
 CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, const Gpu& gpu) {
-  CodedPlan best{MainLoop::kStreamed, kernel.tokens, 1, kernel};
-  if (gpu.major < 9) return best;
-  const Rounds rounds{int64_t{gpu.multiprocessors} * kernel.ctas, 2.0, 2.0};
+  const Rounds rounds{int64_t{gpu.multiprocessors} * kernel.ctas, 1.0, 2.0, 2.0};
   const int64_t tiles = ceil_div(p.n, kernel.columns(p.gated())) * ceil_div(p.m, kernel.tokens);
   const int64_t blocks = ceil_div(p.k, kernel.block_k());
-  double least = std::numeric_limits<double>::infinity();
-  for (int split = 1; split <= 8 && split <= blocks; split *= 2) {
-    const double time = rounds.time(tiles, blocks, split, 1.0);
-    if (time < least) best.split = split;
-    least = std::min(least, time);
+  Best best;
+  for (int split = 1; split <= (gpu.major < 9 ? 1 : 8) && split <= blocks; split *= 2) {
+    best.offer({MainLoop::kStreamed, kernel.tokens, split, kernel}, rounds.time(tiles, blocks, split));
   }
-  return best;
+  return best.plan;
 }
 
+// Microseconds, as measured on an H200.
 CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu) {
-  CodedPlan best{MainLoop::kTiled, 256, 1, {}};
-  const Rounds rounds{gpu.multiprocessors, 6.0, 4.0};
+  struct Tile {
+    int tokens, ctas;
+    double of_block;
+  };
+  constexpr Tile kTiles[] = {{64, 2, 0.62}, {128, 1, 0.60}, {256, 1, 0.88}};
   const int64_t columns = p.gated() ? 64 : 128, blocks = p.k / kCodedBlock;
-  double least = std::numeric_limits<double>::infinity();
-  for (const int tokens : {128, 192, 256}) {
-    const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tokens);
+  Best best;
+  for (const Tile& tile : kTiles) {
+    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 2.0};
+    const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
     for (int split = 1; split <= 4 && split <= blocks; split *= 2) {
-      const double time = rounds.time(tiles, blocks, split, tokens / 256.0);
-      if (time < least) best = {MainLoop::kTiled, tokens, split, {}};
-      least = std::min(least, time);
+      best.offer({MainLoop::kTiled, tile.tokens, split, {}}, rounds.time(tiles, blocks, split));
     }
   }
-  return best;
+  return best.plan;
 }
 
 // Tiled kernels store whole vectors of 16 bytes.
 bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
-  return gpu.major == 9 && gpu.minor == 0 && p.m <= kMostTiledRows && p.n % 8 == 0;
+  return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > kMostStreamedRows && p.m <= kMostTiledRows;
 }
 
 }  // namespace
@@ -78,14 +92,14 @@ bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
 Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   if (gpu.major < 8) return Refusal::kGpu;
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
-  if (p.m > kMostStreamedRows) {
-    if (!takes_tiles(p, gpu)) return Refusal::kTorchIsFaster;
+  if (takes_tiles(p, gpu)) {
     *plan = choose_tiled(p, gpu);
     return Refusal::kNone;
   }
+  if (p.m > kMostTokens) return Refusal::kTorchIsFaster;
   const CodedKernel* chosen = nullptr;
-  for (const CodedKernel& kernel : kKernels) {
-    if (kernel.shared_bytes() > gpu.shared_of_cta) continue;
+  for (const auto& [gated, kernel] : kKernels) {
+    if (gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;
     chosen = &kernel;
     if (kernel.tokens >= p.m) break;
   }

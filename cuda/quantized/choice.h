@@ -16,8 +16,9 @@ struct CodedPlan {
   CodedKernel kernel;  // of a streamed one
 };
 
-// The most rows of a that the streamed kernels take, and the tiled ones. For more, weights are decoded before.
-constexpr int64_t kMostStreamedRows = 64, kMostTiledRows = 1024;
+// Up to this many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
+// up to the last. Weights are decoded before products of more rows (measured on an H200).
+constexpr int64_t kMostStreamedRows = 16, kMostTokens = 64, kMostTiledRows = 1024;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

@@ -1,5 +1,6 @@
 #include "decode.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "../vector.cuh"
@@ -100,9 +101,13 @@ cudaError_t launch(const CodedElements& weight, void* out, DType dtype, cudaStre
   });
 }
 
-__global__ void __launch_bounds__(kThreads) unnest_kernel(CodedScales scales, int64_t count, float* out) {
+struct AllNested {
+  NestedScales of[kMostNested];
+};
+__global__ void __launch_bounds__(kThreads) unnest_kernel(const __grid_constant__ AllNested all) {
+  const NestedScales& nested = all.of[blockIdx.y];
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) out[i] = scale_of<true>(scales, i);
+  if (i < nested.count) nested.out[i] = scale_of<true>(nested.scales, i);
 }
 
 }  // namespace
@@ -113,9 +118,16 @@ cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, c
   return nested ? launch<true>(weight, out, dtype, stream) : launch<false>(weight, out, dtype, stream);
 }
 
-cudaError_t launch_unnest(const CodedScales& scales, int64_t count, float* out, cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
-  unnest_kernel<<<static_cast<unsigned>(ceil_div(count, kThreads)), kThreads, 0, stream>>>(scales, count, out);
+cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_t stream) {
+  AllNested all;
+  int64_t most = 0;
+  for (int i = 0; i < kMostNested; ++i) {
+    all.of[i] = nested[i];
+    most = std::max(most, nested[i].count);
+  }
+  if (most == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(ceil_div(most, kThreads)), kMostNested);
+  unnest_kernel<<<grid, kThreads, 0, stream>>>(all);
   return cudaGetLastError();
 }
 

@@ -29,7 +29,13 @@ struct CodedElements {
 // Writes all elements, rounded to the dtype.
 cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, cudaStream_t stream);
 
-// Writes `count` scales as floats.
-cudaError_t launch_unnest(const CodedScales& scales, int64_t count, float* out, cudaStream_t stream);
+// Scales that are written as floats: `count` of them.
+struct NestedScales {
+  CodedScales scales;
+  int64_t count = 0;
+  float* out = nullptr;
+};
+constexpr int kMostNested = 3;  // the weights of a gated MLP
+cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_t stream);
 
 }  // namespace fused_mlp

@@ -39,131 +39,154 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   return out;
 }
 
-// One layer, or gate and up, of rows that a kernel reads or that are decoded before.
+// The scales of layers as floats: nested ones by one kernel for all.
+class FloatScales {
+ public:
+  explicit FloatScales(const QuantizedLayers& layers) : layers_(layers) {}
+
+  void unnest(cudaStream_t stream) {
+    NestedScales nested[kMostNested];
+    int count = 0;
+    for (const QuantizedLayer& layer : layers_.all) {
+      if (!layer.weight.nested()) continue;
+      const int64_t blocks = layer.weight.blocks();
+      auto* const floats = static_cast<float*>(unnested_[count].emplace(blocks * sizeof(float)).data());
+      nested[count++] = {scales_of(layer.weight), blocks, floats};
+    }
+    check(launch_unnest(nested, stream));
+  }
+
+  // Those of a layer; null where they are nested, and nothing was unnested yet.
+  const float* of(const QuantizedLayer& layer) const {
+    if (!layer.weight.nested()) return static_cast<const float*>(layer.weight.scales.const_data_ptr());
+    int place = 0;
+    for (const QuantizedLayer* other = layers_.all.data(); other != &layer; ++other) place += other->weight.nested();
+    return unnested_[place] ? static_cast<const float*>(unnested_[place]->data()) : nullptr;
+  }
+
+ private:
+  const QuantizedLayers& layers_;
+  std::optional<Scratch> unnested_[kMostNested];
+};
+
+// One layer, or gate and up.
 struct Part {
   const QuantizedLayer& first;
   const QuantizedLayer* up;
   int64_t activation;
-
-  std::vector<const QuantizedLayer*> layers() const {
-    return up == nullptr ? std::vector{&first} : std::vector{&first, up};
-  }
 };
 
-// A layer by the streamed kernel, or the reason why that does not take it.
-class CodedLayer {
- public:
-  CodedLayer(const Part& part, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu)
-      : part_(part), gpu_(gpu), refusal_(choose(part, a, rows, dtype)) {}
+// A part by a kernel that reads its codes, or the reason why there is none.
+struct CodedLayer {
+  CodedProblem problem{};
+  CodedPlan plan{};
+  Refusal refusal;
 
-  Refusal refusal() const { return refusal_; }
-  bool fused() const { return refusal_ == Refusal::kNone; }
-  const CodedPlan& plan() const { return plan_; }
+  CodedLayer(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu)
+      : refusal(choose(part, scales, a, rows, dtype, gpu)) {}
 
-  void launch(const void* a, void* out, bool starts_early, cudaStream_t stream) {
-    std::optional<Scratch> unnested[2];
-    int i = 0;
-    for (const QuantizedLayer* layer : part_.layers()) {
-      if (layer->weight.nested()) {
-        const int64_t count = layer->weight.blocks();
-        auto* const scales = static_cast<float*>(unnested[i].emplace(count * sizeof(float)).data());
-        check(launch_unnest(scales_of(layer->weight), count, scales, stream));
-        (i == 0 ? problem_.weight : problem_.up_weight).scales = scales;
-        starts_early = false;
-      }
-      ++i;
-    }
-    problem_.a.data = const_cast<void*>(a);
-    problem_.out.data = out;
-    problem_.starts_early = starts_early;
-    check(launch_coded(problem_, plan_, gpu_, stream));
-  }
+  bool fused() const { return refusal == Refusal::kNone; }
 
  private:
-  static CodedWeight weight_of(const QuantizedWeight& weight) {
-    // Nested scales are replaced at the launch.
-    const void* const scales = weight.nested() ? nullptr : weight.scales.const_data_ptr();
-    return {static_cast<const uint8_t*>(weight.data.const_data_ptr()), static_cast<const float*>(scales),
-            code_of(weight)};
-  }
-
-  Refusal choose(const Part& part, const Matrix& a, int64_t rows, DType dtype) {
+  Refusal choose(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype,
+                 const Gpu& gpu) {
+    const auto described = [&](const QuantizedLayer& layer) {
+      return CodedWeight{static_cast<const uint8_t*>(layer.weight.data.const_data_ptr()), scales.of(layer),
+                         code_of(layer.weight)};
+    };
     const QuantizedWeight& weight = part.first.weight;
-    for (const QuantizedLayer* layer : part.layers()) {
-      if (layer->weight.block != kCodedBlock) return Refusal::kOddFeatures;
+    if (weight.block != kCodedBlock || (part.up != nullptr && part.up->weight.block != kCodedBlock)) {
+      return Refusal::kOddFeatures;
     }
-    problem_ = {a, weight_of(weight), {}, {nullptr, weight.n}, rows, weight.n, weight.k, dtype, {}, false};
-    problem_.epilogue.activation = part.activation;
-    if (part.up != nullptr) problem_.up_weight = weight_of(part.up->weight);
-    const bool dense = describe_bias(part.first.bias, &problem_.epilogue.bias) &&
-                       (part.up == nullptr || describe_bias(part.up->bias, &problem_.epilogue.up_bias));
-    if (!dense) return Refusal::kStridedBias;
-    return choose_coded(problem_, gpu_, &plan_);
+    problem = {a, described(part.first), {}, {nullptr, weight.n}, rows, weight.n, weight.k, dtype, {}, false};
+    problem.epilogue.activation = part.activation;
+    bool dense = describe_bias(part.first.bias, &problem.epilogue.bias);
+    if (part.up != nullptr) {
+      problem.up_weight = described(*part.up);
+      dense = describe_bias(part.up->bias, &problem.epilogue.up_bias) && dense;
+    }
+    return dense ? choose_coded(problem, gpu, &plan) : Refusal::kStridedBias;
   }
-
-  const Part part_;
-  const Gpu& gpu_;
-  CodedProblem problem_{};
-  CodedPlan plan_{};
-  const Refusal refusal_;
 };
 
 // Gate and up whose codes are not the same tensor are two products.
 bool shares_code(const Part& part) { return part.up == nullptr || code_of(part.first.weight) == code_of(part.up->weight); }
 
-Tensor run(const Tensor& x, const Part& part, bool behind_ours, bool* ours);
-
-Tensor run_decoded(const Tensor& x, const Part& part) {
-  const Tensor weight = decoded(part.first.weight, x.scalar_type());
-  const OptionalTensor up =
-      part.up != nullptr ? OptionalTensor(decoded(part.up->weight, x.scalar_type())) : std::nullopt;
-  return apply_layer(x, {weight, up ? &*up : nullptr, part.first.bias, up ? part.up->bias : kNoBias, part.activation});
-}
-
-// Gate and up one after the other, by the kernel that each of them takes.
-Tensor run_apart(const Tensor& x, const Part& part) {
-  bool ours = false;
-  const Tensor gate = run(x, {part.first, nullptr, kNoActivation}, false, &ours);
-  const Tensor up = run(x, {*part.up, nullptr, kNoActivation}, false, &ours);
-  const TensorRows of_gate(gate), of_up(up);
-  check(launch_act_and_mul(matrix(of_gate), matrix(of_up), matrix(of_gate), of_gate.rows, of_gate.cols,
-                           dtype_of(gate, "x"), part.activation, current_stream(gate)));
-  return gate;
-}
-
-// `behind_ours`: the kernel before is a streamed one of ours. Says of this layer's kernel whether it is one.
-Tensor run(const Tensor& x, const Part& part, bool behind_ours, bool* ours) {
-  const TensorRows rows(x);
-  CodedLayer layer(part, matrix(rows), rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()));
-  *ours = false;
-  if (!layer.fused()) return run_decoded(x, part);
-  if (!shares_code(part)) return run_apart(x, part);
-  const Tensor out = new_dense(x, with_last_size(x, part.first.weight.n));
-  layer.launch(rows.tensor.const_data_ptr(), out.mutable_data_ptr(), behind_ours, current_stream(x));
-  *ours = true;
-  return out;
-}
-
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
 Part second_of(const QuantizedLayers& layers) { return {*layers.second(), nullptr, kNoActivation}; }
 
+// The parts of a call, one after the other.
+class Run {
+ public:
+  explicit Run(const QuantizedLayers& layers) : scales_(layers) {}
+
+  Tensor operator()(const Tensor& x, const Part& part) {
+    const TensorRows rows(x);
+    const cudaStream_t stream = current_stream(x);
+    const bool early = behind_ours_;
+    behind_ours_ = false;
+    const auto coded = [&] {
+      return CodedLayer(part, scales_, matrix(rows), rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()));
+    };
+    CodedLayer layer = coded();
+    if (!layer.fused()) return run_decoded(x, part);
+    if (!shares_code(part)) return run_apart(x, part);
+    if (!unnested_) {
+      scales_.unnest(stream);
+      unnested_ = true;
+      layer = coded();
+    }
+    const Tensor out = new_dense(x, with_last_size(x, part.first.weight.n));
+    layer.problem.out.data = out.mutable_data_ptr();
+    layer.problem.starts_early = early;
+    check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
+    behind_ours_ = true;
+    return out;
+  }
+
+ private:
+  static Tensor run_decoded(const Tensor& x, const Part& part) {
+    const Tensor weight = decoded(part.first.weight, x.scalar_type());
+    const OptionalTensor up =
+        part.up != nullptr ? OptionalTensor(decoded(part.up->weight, x.scalar_type())) : std::nullopt;
+    const OptionalTensor& up_bias = part.up != nullptr ? part.up->bias : kNoBias;
+    return apply_layer(x, {weight, up ? &*up : nullptr, part.first.bias, up_bias, part.activation});
+  }
+
+  // Gate and up one after the other.
+  Tensor run_apart(const Tensor& x, const Part& part) {
+    const Tensor gate = (*this)(x, {part.first, nullptr, kNoActivation});
+    behind_ours_ = false;
+    const Tensor up = (*this)(x, {*part.up, nullptr, kNoActivation});
+    behind_ours_ = false;
+    const TensorRows of_gate(gate), of_up(up);
+    check(launch_act_and_mul(matrix(of_gate), matrix(of_up), matrix(of_gate), of_gate.rows, of_gate.cols,
+                             dtype_of(gate, "x"), part.activation, current_stream(gate)));
+    return gate;
+  }
+
+  FloatScales scales_;
+  bool unnested_ = false;
+  bool behind_ours_ = false;  // the kernel before is one that reads codes, and wrote x
+};
+
 Tensor run(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
-  bool ours = false;
-  const Tensor hidden = run(x, first_of(layers, activation), false, &ours);
-  return layers.second() == nullptr ? hidden : run(hidden, second_of(layers), ours, &ours);
+  Run part(layers);
+  const Tensor hidden = part(x, first_of(layers, activation));
+  return layers.second() == nullptr ? hidden : part(hidden, second_of(layers));
 }
 
-void record(const Part& part, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu, PlanRecord* plan) {
-  const CodedLayer layer(part, a, rows, dtype, gpu);
+void record(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu,
+            PlanRecord* plan) {
+  const CodedLayer layer(part, scales, a, rows, dtype, gpu);
   plan->layer();
   if (!layer.fused()) {
-    plan->set("implementation", "decoded").set("refusal", code(layer.refusal()));
+    plan->set("implementation", "decoded").set("refusal", code(layer.refusal));
     return;
   }
-  const CodedPlan& chosen = layer.plan();
-  plan->set("implementation", "quantized").set("kernel", name(chosen.loop));
-  plan->set("block_m", chosen.tokens).set("split_k", chosen.split);
+  plan->set("implementation", "quantized").set("kernel", name(layer.plan.loop));
+  plan->set("block_m", layer.plan.tokens).set("split_k", layer.plan.split);
 }
 
 }  // namespace
@@ -193,13 +216,14 @@ std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& w
                            int64_t activation, bool gated) {
   const std::vector<double> offsets(biases.size());
   const QuantizedLayers layers(x, weights, layouts, offsets, biases, activation, gated);
-  const TensorRows rows(x);
-  const Gpu& of_x = gpu(x.get_device_index());
   PlanRecord plan;
-  record(first_of(layers, activation), matrix(rows), rows.rows, dtype_of(x, "x"), of_x, &plan);
-  if (layers.second() != nullptr) {
-    record(second_of(layers), {nullptr, layers.first().weight.n}, rows.rows, dtype_of(x, "x"), of_x, &plan);
-  }
+  const TensorRows rows(x);
+  const FloatScales scales(layers);
+  const auto add = [&](const Part& part, const Matrix& a) {
+    record(part, scales, a, rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()), &plan);
+  };
+  add(first_of(layers, activation), matrix(rows));
+  if (layers.second() != nullptr) add(second_of(layers), {nullptr, layers.first().weight.n});
   return plan.text();
 }
 

@@ -51,7 +51,6 @@ struct CodedGemm {
   static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
   static_assert(PairTable<Element>::kBytes == CodedKernel::kTableBytes);
 
-  static __device__ __forceinline__ int row_of(int place) { return place; }
   // Units of 32 bytes, a block of a row each, change places so that the rows that are read at a time lie in distinct
   // banks.
   static constexpr int kUnits = kBlocks < 4 ? kBlocks : 4, kRowsOfLine = 4 / kUnits;
@@ -204,15 +203,14 @@ struct CodedCopies {
   }
 };
 
-// The place of a thread in the products. `row` is its weight row of eight, `token` its row of a.
+// The place of a thread in the products. `row` is its weight row, and its row of a, of eight.
 template <typename Gemm>
 struct CodedLane {
-  const int warp_m, warp_k, token, row, quarter;
+  const int warp_m, warp_k, row, quarter;
   __device__ __forceinline__ CodedLane()
       : warp_m(threadIdx.x / 32 % Gemm::kWarpsM),
         warp_k(threadIdx.x / 32 / Gemm::kWarpsM),
-        token(threadIdx.x % 32 / 4),
-        row(Gemm::row_of(token)),
+        row(threadIdx.x % 32 / 4),
         quarter(threadIdx.x % 4) {}
 
   // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
@@ -240,8 +238,8 @@ struct CodedStage {
   }
   // Half of the 16 elements of a that belong to the lane's codes.
   __device__ __forceinline__ uint4 tokens(int n, int half) const {
-    const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.token) * Gemm::kTokenBytes;
-    const int piece = (2 * lane.quarter + half) ^ lane.token % 2;
+    const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes;
+    const int piece = (2 * lane.quarter + half) ^ lane.row % 2;
     return *reinterpret_cast<const uint4*>(row + block * kCodedBlock * 2 + piece * 16);
   }
 };

@@ -1,10 +1,9 @@
-// Launches the kernels of 4-bit weights for Hopper.
+// Launches the tiled kernels of 4-bit weights.
 #include <algorithm>
 
 #include "../gemm/shared_memory.cuh"
 #include "../sm90/launch.cuh"
 #include "choice.h"
-#include "streamed_sm90.cuh"
 #include "tiled_gemm.cuh"
 
 namespace fused_mlp {
@@ -42,46 +41,13 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, cudaStream_t stream) {
                              Gemm::kSharedBytes, split, p.starts_early, stream);
 }
 
-template <typename Gemm>
-cudaError_t launch_stream(const CodedProblem& p, int split, int multiprocessors, cudaStream_t stream) {
-  CodedStreamArgs args{};
-  CodedGemmArgs& gemm = args.gemm = {p.a, p.weight, p.up_weight, p.out, p.epilogue};
-  gemm.m = static_cast<int>(p.m);
-  gemm.n = static_cast<int>(p.n);
-  gemm.k = static_cast<int>(p.k);
-  gemm.tiles_m = static_cast<int>(ceil_div(p.m, Gemm::kTokens));
-  gemm.tiles = static_cast<int>(gemm.tiles_m * ceil_div(p.n, Gemm::kColumns));
-  gemm.split = split;
-  args.loaded_tokens = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTokens));
-  const auto encode = [&](CUtensorMap* map, CUtensorMap* scales, const CodedWeight& weight) {
-    const int64_t words = p.k / kCodedBlock * 2;  // of a row's scales
-    return sm90::encode_tensor_map(map, p.dtype, words_of(weight, p.k), p.n, p.k / 4, Gemm::kBoxRows,
-                                   Gemm::kBoxBytes / 2) &&
-           sm90::encode_tensor_map(scales, p.dtype, {const_cast<float*>(weight.scales), words}, p.n, words,
-                                   Gemm::kBoxRows, Gemm::kScaleBytes / 2);
-  };
-  const bool mapped = sm90::encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, args.loaded_tokens, kCodedBlock) &&
-                      encode(&args.weight, &args.scales, p.weight) &&
-                      (!Gemm::kGated || encode(&args.up_weight, &args.up_scales, p.up_weight));
-  if (!mapped) return cudaErrorInvalidValue;
-  const cudaError_t error = allow_shared_memory<coded_stream_kernel<Gemm>>(Gemm::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  const int clusters = std::min(gemm.tiles, multiprocessors * Gemm::kKernel.ctas / split);
-  return sm90::launch_kernel(coded_stream_kernel<Gemm>, args, clusters * split, Gemm::kThreads + 32,
-                             Gemm::kSharedBytes, split, p.starts_early, stream);
-}
-
 template <typename Element, bool kGated>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
   switch (plan.tokens) {
-    case 32:
-      return launch_gemm<CodedTiled<Element, kGated, 32>>(p, plan.split, stream);
     case 64:
       return launch_gemm<CodedTiled<Element, kGated, 64>>(p, plan.split, stream);
     case 128:
       return launch_gemm<CodedTiled<Element, kGated, 128>>(p, plan.split, stream);
-    case 192:
-      return launch_gemm<CodedTiled<Element, kGated, 192>>(p, plan.split, stream);
     case 256:
       return launch_gemm<CodedTiled<Element, kGated, 256>>(p, plan.split, stream);
   }

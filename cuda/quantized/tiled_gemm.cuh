@@ -36,6 +36,8 @@ struct CodedTiled {
   static constexpr int kGroups = 2, kGroupRows = 64, kRows = kGroups * kGroupRows;
   static constexpr int kColumns = kGated ? kRows / 2 : kRows;
   static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
+  static constexpr int kCtas = kTokens > 64 ? 1 : 2;  // of a multiprocessor
+  static constexpr int kConsumerRegisters = kCtas == 1 ? 240 : 104, kProducerRegisters = 24;
   static constexpr int kBlockK = kCodedBlock;
   static constexpr int kRowBytes = kBlockK / 2, kBoxRows = 64;
 
@@ -43,7 +45,7 @@ struct CodedTiled {
   static constexpr int kTableBytes = 256 * kEntryBytes;
   static constexpr int kTokenBytes = kTokens * kBlockK * 2, kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
-  static constexpr int kAlignment = 1024, kSharedLimit = 227 * 1024;
+  static constexpr int kAlignment = 1024, kSharedLimit = 228 * 1024 / kCtas - 1024;
   static constexpr int kStages = (kSharedLimit - kAlignment - kTableBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kAlignment + kTableBytes + kStages * (kStageBytes + 16);
   static constexpr int kSumStride = kRows + 4;  // no two lanes meet a bank when they write sums
@@ -54,13 +56,18 @@ struct CodedTiled {
 
 template <typename Gemm>
 struct CodedTiledShared {
-  uint32_t ring;
-  __device__ __forceinline__ explicit CodedTiledShared(const void* raw)
-      : ring((sm90::shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
+  uint8_t* const begin;
+  const uint32_t ring;
+  __device__ __forceinline__ explicit CodedTiledShared(uint8_t* raw)
+      : begin(raw + (-sm90::shared_address(raw) & (Gemm::kAlignment - 1))), ring(sm90::shared_address(begin)) {}
   __device__ __forceinline__ uint32_t tokens(int stage) const { return ring + stage * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t weight(int stage) const { return tokens(stage) + Gemm::kTokenBytes; }
-  __device__ __forceinline__ uint32_t table() const { return ring + Gemm::kStages * Gemm::kStageBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return table() + Gemm::kTableBytes + stage * 8; }
+  __device__ __forceinline__ float2* table() const {
+    return reinterpret_cast<float2*>(begin + Gemm::kStages * Gemm::kStageBytes);
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return ring + Gemm::kStages * Gemm::kStageBytes + Gemm::kTableBytes + stage * 8;
+  }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
   __device__ __forceinline__ uint32_t sum(int token, int row) const {
     return ring + (token * Gemm::kSumStride + row) * 4;
@@ -83,8 +90,8 @@ using DecodedBlock = uint32_t[4][4];
 template <typename Gemm>
 class CodedDecoder {
  public:
-  __device__ __forceinline__ CodedDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared, int column)
-      : table_(shared.table() + threadIdx.x % 16 * 8), turn_(threadIdx.x % 4 * 8 + 25) {
+  __device__ __forceinline__ CodedDecoder(const CodedTiledArgs& args, const uint8_t* table, int column)
+      : table_(table), copy_(threadIdx.x % 16 * 8), turn_(threadIdx.x % 4 * 8 + 25) {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, row = threadIdx.x % 32 / 4;
     const int blocks = args.k / kCodedBlock;
     if constexpr (Gemm::kGated) {  // the up row of a gate row is 8 rows below it in a wgmma
@@ -127,11 +134,12 @@ class CodedDecoder {
   // The two elements of the lane's byte of a word.
   __device__ __forceinline__ uint32_t pair(uint32_t word, float scale) const {
     const uint32_t entry = __funnelshift_r(word, word, turn_) & 255 * Gemm::kEntryBytes;
-    const float2 code = sm90::load_shared_float2(table_ | entry);
+    const float2 code = *reinterpret_cast<const float2*>(table_ + (entry | copy_));
     return round_pair<typename Gemm::Element>(code.x * scale, code.y * scale);
   }
 
-  const uint32_t table_, turn_;
+  const uint8_t* const table_;
+  const uint32_t copy_, turn_;
   int rows_[2];
   const float* scales_[2];
 };
@@ -242,7 +250,7 @@ __device__ __forceinline__ void store_tile(const CodedTiledArgs& args, const Cod
 #endif
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, 1)
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     coded_tiled_kernel(const __grid_constant__ CodedTiledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
@@ -262,13 +270,11 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
   }
   for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
     const int entry = i / 16;
-    const uint32_t place = shared.table() + i * 8;
-    sm90::store_shared_float(place, __ldg(args.code + entry / 16));
-    sm90::store_shared_float(place + 4, __ldg(args.code + entry % 16));
+    shared.table()[i] = make_float2(__ldg(args.code + entry / 16), __ldg(args.code + entry % 16));
   }
   __syncthreads();
   if (threadIdx.x >= Gemm::kConsumers) {
-    sm90::shrink_registers<24>();
+    sm90::shrink_registers<Gemm::kProducerRegisters>();
     if (threadIdx.x == Gemm::kConsumers) {
       wait_for_previous_kernel();
       produce<Gemm>(args, shared, begin, end, column, token);
@@ -280,8 +286,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
     }
     return;
   }
-  sm90::grow_registers<240>();
-  const CodedDecoder<Gemm> decoder(args, shared, column);
+  sm90::grow_registers<Gemm::kConsumerRegisters>();
+  const CodedDecoder<Gemm> decoder(args, reinterpret_cast<const uint8_t*>(shared.table()), column);
   float sums[Gemm::kTokens / 2] = {};
   consume<Gemm>(shared, decoder, begin, end, sums);
   sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
