@@ -68,8 +68,8 @@ struct QuantizedWeight {
 
   void check_operand(const Tensor& operand, const char* name, ScalarType dtype, int64_t elements) const {
     STD_TORCH_CHECK(operand.scalar_type() == dtype, name, " of a quantised weight is not of the dtype it must be");
-    STD_TORCH_CHECK(operand.numel() == elements && operand.is_contiguous(), name,
-                    " of a quantised weight must be ", elements, " adjacent elements, not ", operand.numel());
+    STD_TORCH_CHECK(operand.numel() == elements && operand.is_contiguous(), name, " of a quantised weight must be ",
+                    elements, " adjacent elements, not ", operand.numel());
     STD_TORCH_CHECK(operand.device() == data.device(), name, " of a quantised weight is not on the device of its data");
   }
 };

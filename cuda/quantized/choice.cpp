@@ -29,8 +29,8 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
-// The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an end,
-// and where CTAs share k, the addition of their sums.
+// The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an
+// end, and where CTAs share k, the addition of their sums.
 struct Rounds {
   int64_t slots;  // CTAs that the chip holds
   double of_block, of_tile, of_split;

@@ -1,9 +1,8 @@
-#include "decode.h"
-
 #include <algorithm>
 #include <bit>
 
 #include "../vector.cuh"
+#include "decode.h"
 
 namespace fused_mlp {
 namespace {

@@ -48,9 +48,9 @@ cudaError_t launch_coded_gemm(const CodedProblem& p, int split, const Gpu& gpu, 
 
 template <typename Element>
 cudaError_t launch_coded_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-#define FUSED_MLP_CODED(GATED, ...)                                                                     \
-  if (constexpr CodedKernel kKernel{__VA_ARGS__}; plan.kernel == kKernel && p.gated() == GATED) {       \
-    return launch_coded_gemm<CodedGemm<Element, GATED, kKernel>>(p, plan.split, gpu, stream);           \
+#define FUSED_MLP_CODED(GATED, ...)                                                               \
+  if (constexpr CodedKernel kKernel{__VA_ARGS__}; plan.kernel == kKernel && p.gated() == GATED) { \
+    return launch_coded_gemm<CodedGemm<Element, GATED, kKernel>>(p, plan.split, gpu, stream);     \
   }
 #include "kernels.def"
 #undef FUSED_MLP_CODED

@@ -26,9 +26,7 @@ CodedScales scales_of(const QuantizedWeight& weight) {
           static_cast<float>(weight.offset)};
 }
 
-const float* code_of(const QuantizedWeight& weight) {
-  return static_cast<const float*>(weight.code.const_data_ptr());
-}
+const float* code_of(const QuantizedWeight& weight) { return static_cast<const float*>(weight.code.const_data_ptr()); }
 
 Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const std::vector<int64_t> sizes{weight.n, weight.k};
@@ -110,7 +108,9 @@ struct CodedLayer {
 };
 
 // Gate and up whose codes are not the same tensor are two products.
-bool shares_code(const Part& part) { return part.up == nullptr || code_of(part.first.weight) == code_of(part.up->weight); }
+bool shares_code(const Part& part) {
+  return part.up == nullptr || code_of(part.first.weight) == code_of(part.up->weight);
+}
 
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
 Part second_of(const QuantizedLayers& layers) { return {*layers.second(), nullptr, kNoActivation}; }

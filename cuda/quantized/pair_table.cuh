@@ -5,8 +5,8 @@
 
 namespace fused_mlp {
 
-// The pairs of all bytes, once for each lane of a warp, so that no two lanes meet a bank. The table holds the code times
-// a factor that is chosen among kFactors so that rounding to Element loses least; sums are divided by it again.
+// The pairs of all bytes, once for each lane of a warp, so that no two lanes meet a bank. The table holds the code
+// times a factor that is chosen among kFactors so that rounding to Element loses least; sums are divided by it again.
 template <typename Element>
 struct PairTable {
   static constexpr int kEntries = 256, kCopies = 32;

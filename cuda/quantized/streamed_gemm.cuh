@@ -333,11 +333,10 @@ struct CodedParts {
 #if __CUDA_ARCH__ >= 900
     if (split > 1) {
       float value;
-      asm volatile(
-          "{.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %1, %2;\nld.shared::cluster.f32 %0, [mapped];}"
-          : "=f"(value)
-          : "r"(sm80::shared_address(place)), "r"(rank)
-          : "memory");
+      asm volatile("{.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %1, %2;\nld.shared::cluster.f32 %0, [mapped];}"
+                   : "=f"(value)
+                   : "r"(sm80::shared_address(place)), "r"(rank)
+                   : "memory");
       return value;
     }
 #endif

@@ -181,8 +181,7 @@ __device__ __forceinline__ void consume(const CodedTiledShared<Gemm>& shared, co
     sm90::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      Mma::multiply(sums, block_codes[i],
-                    sm90::wgmma_descriptor(shared.tokens(at.stage) + i * sm90::kWgmmaStepBytes));
+      Mma::multiply(sums, block_codes[i], sm90::wgmma_descriptor(shared.tokens(at.stage) + i * sm90::kWgmmaStepBytes));
     }
     sm90::wgmma_commit();
     sm90::fence_accumulator(sums);
@@ -296,9 +295,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     const int of_tile = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     sm90::store_shared_float(shared.sum(of_tile, decoder.row(i / 2 % 2)), sums[i]);
   }
-  const auto sync = [&] {
-    args.split > 1 ? sm90::cluster_sync() : sm90::named_barrier_sync(1, Gemm::kConsumers);
-  };
+  const auto sync = [&] { args.split > 1 ? sm90::cluster_sync() : sm90::named_barrier_sync(1, Gemm::kConsumers); };
   sync();
   store_tile<Gemm>(args, shared, rank, column, token);
   if (args.split > 1) sync();  // no CTA exits while the others still read its sums

@@ -133,18 +133,18 @@ struct Wgmma;
 template <typename Element, int N>
 struct WgmmaOfRegisters;
 
-#define WGMMA_DEFINE_OF_REGISTERS(ELEMENT, TYPE, N, R, A0, A1, A2, A3, B)                             \
-  template <>                                                                                         \
-  struct WgmmaOfRegisters<ELEMENT, N> {                                                               \
-    static __device__ __forceinline__ void multiply(float (&d)[R], const uint32_t (&a)[4], uint64_t b) { \
+#define WGMMA_DEFINE_OF_REGISTERS(ELEMENT, TYPE, N, R, A0, A1, A2, A3, B)                                   \
+  template <>                                                                                               \
+  struct WgmmaOfRegisters<ELEMENT, N> {                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[R], const uint32_t (&a)[4], uint64_t b) {    \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##R \
-                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                \
-                   : WGMMA_OUT_##R(d, 0)                                                              \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                             \
-    }                                                                                                 \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                      \
+                   : WGMMA_OUT_##R(d, 0)                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
+    }                                                                                                       \
   };
-#define WGMMA_DEFINE_BOTH_OF_REGISTERS(N, R, A0, A1, A2, A3, B)                 \
-  WGMMA_DEFINE_OF_REGISTERS(__nv_bfloat16, "bf16", N, R, A0, A1, A2, A3, B)     \
+#define WGMMA_DEFINE_BOTH_OF_REGISTERS(N, R, A0, A1, A2, A3, B)             \
+  WGMMA_DEFINE_OF_REGISTERS(__nv_bfloat16, "bf16", N, R, A0, A1, A2, A3, B) \
   WGMMA_DEFINE_OF_REGISTERS(__half, "f16", N, R, A0, A1, A2, A3, B)
 
 WGMMA_DEFINE_BOTH_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36)
