@@ -26,7 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).r
 
 
 class Weight:
-    """A random weight [n, k] of codes, whose elements are about k^-1/2: operands of the ops, and what they stand for."""
+    """A random weight [n, k] of codes, whose elements are about k^-1/2: what the ops take, and what it stands for."""
 
     def __init__(self, n: int, k: int, device, code: str = "nf4", block: int = 64, nested: bool = False):
         self.n, self.k, self.block = n, k, block

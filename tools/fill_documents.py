@@ -379,9 +379,9 @@ def quantised_machine() -> str:
     facts = found["machine"]
     spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, SiLU, rows of bfloat16; in "
-        f"CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at "
-        f"most."
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, SiLU, rows of bfloat16; "
+        f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "
+        f"±{max(spreads):.0%} at most."
     )
 
 
