@@ -21,10 +21,13 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
   PyObject* const half = forward ? item(halves, forward.get()) : nullptr;
   if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
-  PyObject* const written = PyTuple_GetItem(half, 0);
-  if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
+  PyObject *const written = PyTuple_GetItem(half, 0), *const mark = item(state, settings.mark);
+  const bool fused = forward.get() != written;
+  if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
+  // What the module itself held, and the fused method was made of, hides the class's.
+  const bool held = fused && item(mark, names().forward) == Py_True;
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
-                     has_attribute(kind, names().forward, written) == kYes &&
+                     (held || has_attribute(kind, names().forward, written) == kYes) &&
                      hold(PyTuple_GetItem(half, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
   return plain ? half : nullptr;
 }

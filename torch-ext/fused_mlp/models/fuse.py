@@ -22,7 +22,7 @@ from . import outcome, verification
 from .experts import mixtures, routers
 from .outcome import Outcome, Reason
 from .parts import adapters
-from .reading.attributes import finder_of, method_in, modules_of, state_of, written
+from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
 from .running import adapted, shortcut, switching
@@ -150,7 +150,14 @@ def _outcome_of(module: nn.Module) -> Optional[Outcome]:
     if mixtures.is_registered(module):
         return outcome.of_experts(module)
     methods, found = _plan(module, None, training.KEPT)
-    return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
+    return outcome.left(module, methods.values(), _not_fused(module, *methods)) if methods else found
+
+
+def _not_fused(module: nn.Module, name: str, *_: str) -> Reason:
+    state = state_of(module)
+    if name not in state.get(FUSED, ()):
+        return Reason(outcome.NOT_FUSED)
+    return Reason(outcome.REPLACED, name, switching.origin_of(state.get(name, getattr(type(module), name, None))))
 
 
 def _fuse(
@@ -206,8 +213,8 @@ def _plan_of(
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
         own = state_of(module).get(switching.place_of(module, name))
-        if own is not None and not _is_of_class(module, name, own):
-            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
+        if own is not None and not _is_read(module, name, own, method):
+            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own)))
         if check is None or routers.is_fused(method) or adapted.is_fused(method):
             words = None
         elif mixtures.is_fused(method):
@@ -223,11 +230,11 @@ def _plan_of(
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
-    """True if what a module holds in the place of a method is that of its class, or a fused one, also of the module
-    that it is a shallow copy of."""
+def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:
+    """True if what a module holds in the place of a method is what the fused one was made of, or a fused one, also of
+    the module that it is a shallow copy of."""
     is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
-    return is_fused or method_in(module, name) is getattr(type(module), name)
+    return is_fused or method_in(module, name) is written[method].function
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:

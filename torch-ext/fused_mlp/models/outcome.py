@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -41,6 +40,7 @@ CALLED = "called"
 UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
 NOT_FUSED = "not fused"
+REPLACED = "replaced"
 OWN_METHOD = "own method"
 OWN_FINDER = "own finder"
 SCRIPTED = "scripted"
@@ -60,6 +60,7 @@ _REASON_WORDS = {
     UNKNOWN_ACTIVATION: "activation {part} is not known",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
+    REPLACED: "its fused {part} was replaced ({detail}); fuse again",
     OWN_METHOD: "has a {part} of its own ({detail})",
     OWN_FINDER: "its class has a {part} of its own, which runs where attributes are read",
     SCRIPTED: "compiled by TorchScript",
@@ -218,13 +219,6 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
 
 
 _SUM = f"{forwards.LINEAR} with residual and norm"
-
-
-def origin_of(method: Any) -> str:
-    """Describe the origin of an object that shadows a method."""
-    while type(method) in (MethodType, functools.partial):
-        method = method.__func__ if type(method) is MethodType else method.func
-    return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
 
 
 def of_error(error: Exception) -> Reason:
