@@ -9,6 +9,7 @@ import functools
 import linecache
 import sys
 import warnings
+from collections import Counter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
@@ -63,10 +64,11 @@ class LookUp(NamedTuple):
 
 
 def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
-    """The known values that a function looks up and a changed definition of it does not."""
-    still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
-    nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
-    found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
+    """The known values that a function looks up and a changed definition of it does not, or not as often."""
+    still = Counter(ast.unparse(node) for statement in changed.body for node in _paths(statement))
+    paths = [node for statement in tree_of(function).body for node in _paths(statement)]
+    nodes, before = {ast.unparse(node): node for node in paths}, Counter(map(ast.unparse, paths))
+    found = (_look_up(node, function) for text, node in nodes.items() if still[text] < before[text])
     return [each for each in found if each is not None]
 
 

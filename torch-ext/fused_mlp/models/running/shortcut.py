@@ -323,6 +323,8 @@ def learn(act: Act) -> None:
     if isinstance(act, nn.Module):
         forward = getattr(kind, "forward", None)
         key, of_class = kind, ((kind, "__call__", _CALL), (kind, "forward", forward))
+        if isinstance(forward, FunctionType):
+            of_class += ((forward, "__code__", forward.__code__),)
         if kind is nn.GELU:
             key = act.approximate
         own = own_method(act, "forward")
