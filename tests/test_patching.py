@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import NewGELUActivation, QuickGELUActivation
 
 import look_alikes
 from modules import PROJECTIONS, WRAPPERS, Gated, PackedGated, Plain

@@ -37,7 +37,7 @@ _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
 # Those of _BY_CLASS that were met: a class is looked up faster than its name is made. With the code of the forward.
 _classes: Dict[type, str] = {}
-_codes: Dict[type, Any] = {}
+_codes: Dict[type, Any] = {torch.nn.GELU: torch.nn.GELU.forward.__code__}
 
 _NOT_ELEMENTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
 _OTHER_FUNCTIONS = {
