@@ -85,7 +85,14 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
 
 # Other code that may stand between an MLP and the sum of its block.
-BEHIND = ["F.dropout({h}, 0.3, self.training)", "self.after({h})", "self.root({h})", "self.root({h})", "self.scales({h})", "self.scales({h})"]
+BEHIND = [
+    "F.dropout({h}, 0.3, self.training)",
+    "self.after({h})",
+    "self.root({h})",
+    "self.root({h})",
+    "self.scales({h})",
+    "self.scales({h})",
+]
 FACTORS = ["{h} * 0.5", "0.5 * {h}", "{h} * self.factor", "self.factor * {h}", "{h} * self.mean"]
 
 # When hidden values are cast to the dtype of the last weight.

@@ -202,7 +202,7 @@ class Other(Gated):
 
 
 def test_misses_of_another_class(fused_mlp, device, monkeypatch):
-    """Python looks again at the first call of a class that compiled code does not take, however often another's missed."""
+    """Python looks at the first call of a class that compiled code does not take, however often another's missed."""
     shortcut, asked = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"], []
     monkeypatch.setattr(shortcut, "_missed", {})
     modules = [kind().to(device).eval() for kind in (Gated, Other)]

@@ -248,4 +248,6 @@ def test_another_forward_in_an_instance(fused_mlp, device, tell_ops, dispatched,
         assert_close(got, expected)
         if plain is not None:
             assert torch.equal(plain(x), expected)
-    assert all(vars(module)["forward"].__func__ is tanh_gelu_forward for module in model.modules() if type(module) is Gated)
+    assert all(
+        vars(module)["forward"].__func__ is tanh_gelu_forward for module in model.modules() if type(module) is Gated
+    )

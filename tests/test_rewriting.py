@@ -618,7 +618,7 @@ IMPORTED = "from torch.nn.functional import dropout\nfrom torch import square\n"
     [
         ("return self.fc2(dropout(F.relu(self.fc1(x)), 0.1, self.training))", "dropout", lambda x, p, training: 2 * x),
         (
-            "h = dropout(F.relu(self.fc1(x)), 0.1, self.training)\nreturn dropout(self.fc2(h).tanh(), 0.1, self.training)",
+            "h = dropout(F.relu(self.fc1(x)), 0.1, self.training)\nreturn dropout(self.fc2(h).tanh(), 0.1, False)",
             "dropout",
             lambda x, p, training: 2 * x,
         ),

@@ -2,8 +2,8 @@
 
 Run: `python examples/recipes/liger.py`
 
-`Trainer.train` puts Liger's kernels into the model that it is given, its MLPs too if it is not told otherwise. Those are
-understood as well, but have to be fused behind that, by a callback for `on_train_begin`. A line of the log says so.
+`Trainer.train` puts Liger's kernels into the model that it is given, its MLPs too if it is not told otherwise. Those
+are understood as well, but have to be fused behind that, by a callback for `on_train_begin`. The log says so.
 """
 
 import copy

@@ -214,7 +214,9 @@ def _plan_of(
     for name, method in methods.items():
         own = state_of(module).get(switching.place_of(module, name))
         if own is not None and not _is_read(module, name, own, method):
-            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own)))
+            return {}, outcome.left(
+                module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
+            )
         if check is None or routers.is_fused(method) or adapted.is_fused(method):
             words = None
         elif mixtures.is_fused(method):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from types import FunctionType
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy

@@ -184,7 +184,7 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
             found = recorded_or_packed(plan.pattern, *found)
         if found is False:  # a dropout in front of an adapter is active, which no op takes
             return None
-        if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(type(module), plan.names)):
+        if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(module, plan.names)):
             return found
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
     learn(act)
@@ -215,7 +215,7 @@ def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, 
 _missed: Dict[Tuple[Any, ...], int] = {}  # how often, by ids of classes, which are not to be kept, and names of parts
 
 
-def _is_asked_again(kind: type, names: Tuple[str, ...]) -> bool:
+def _is_asked_again(module: Optional[nn.Module], names: Tuple[str, ...]) -> bool:
     """True if Python has to look at parts that compiled code does not take: it knows of autocast and forced backends.
 
     It also learns of classes, when a miss has occurred once, twice, four times, ...
@@ -224,7 +224,7 @@ def _is_asked_again(kind: type, names: Tuple[str, ...]) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
         return True
-    key = (id(kind), *names)
+    key = (id(type(module)), *names)
     count = _missed[key] = _missed.get(key, 0) + 1
     return count & (count - 1) == 0
 
