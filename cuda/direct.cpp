@@ -72,6 +72,15 @@ struct Steps {
 
 }  // namespace
 
+bool norm_directly(const PlainNorm& p, void* out) {
+  int current = -1;
+  if (cudaGetDevice(&current) != cudaSuccess || current != p.device) return false;
+  const bool overlaps = norms_overlap(gpu(p.device).major);
+  check(launch_norm({p.x, kNoMatrix, {out, p.cols}, p.rows, p.cols, p.dtype, p.norm, overlaps},
+                    current_stream(p.device)));
+  return true;
+}
+
 bool may_be_direct(DType, int64_t) { return true; }
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {

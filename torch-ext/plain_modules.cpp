@@ -385,6 +385,31 @@ PyObject* py_adapted(PyObject* given) {
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 
+// The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
+// where its own code has to run.
+PyObject* normed(PyObject* norm, PyObject* x) {
+  PyObject* const dtype = dtype_taken(x);
+  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  const int64_t width = recording == kError ? -1 : size_of_last(x), elements = width < 0 ? -1 : number_of_elements(x);
+  const Owned given(elements < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
+  PyObject* const operands = given.get();
+  if (operands == nullptr || put(operands, 0, x) != kYes) return nullptr;
+  if (read_running_norm(norm, width, dtype, operands, 1) != kYes) return nullptr;
+  if (put(operands, 5, PyTuple_GetItem(item(settings.norms, class_of(norm)), 6)) != kYes) return nullptr;
+  const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
+  PyObject* const least = followed == kError ? nullptr : PyTuple_GetItem(settings.least_normed, followed);
+  if (least == nullptr || elements < PyLong_AsSsize_t(least)) return nullptr;
+  return norm_or_operands(operands, followed == kYes);
+}
+
+PyObject* py_normed(PyObject* given) {
+  PyObject* of[2];  // norm, x
+  if (!unpack(given, "oo", of)) return nullptr;
+  const PastModes modes;
+  return modes.said() == kYes ? normed(of[0], of[1]) : nullptr;
+}
+
 // Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
 // factor, modulation, operands).
 template <typename Use>
@@ -466,6 +491,7 @@ PyMethodDef plain_module_methods[] = {
     {"directly", answered<py_directly>, METH_VARARGS, nullptr},
     {"fused", answered<py_fused>, METH_VARARGS, nullptr},
     {"adapted", answered<py_adapted>, METH_VARARGS, nullptr},
+    {"normed", answered<py_normed>, METH_VARARGS, nullptr},
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},

@@ -25,7 +25,7 @@ from .parts import adapters
 from .reading.attributes import finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
-from .running import adapted, shortcut, switching
+from .running import adapted, normed, shortcut, switching
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
@@ -189,7 +189,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or adapted.fused_methods(module)
+    methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
@@ -208,7 +208,7 @@ def _plan_of(
         own = state_of(module).get(switching.place_of(module, name))
         if own is not None and not _is_of_class(module, name, own):
             return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
-        if check is None or routers.is_fused(method) or adapted.is_fused(method):
+        if check is None or any(made(method) for made in (routers.is_fused, adapted.is_fused, normed.is_fused)):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)

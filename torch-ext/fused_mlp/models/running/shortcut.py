@@ -40,7 +40,8 @@ _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 # Activations, by function or class, with the codes of their rows. Those of torch.nn.GELU by its ``approximate``.
 _known: Dict[Any, Tuple[Guards, int]] = {}
-# Classes of activations, and forwards of kernels that kernelize has put into their modules.
+# Classes of activations, and forwards of kernels that kernelize has put into their modules. Likewise classes of norms,
+# and their fused forwards.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 # Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
 _linears: Dict[type, Tuple[Guards, bool]] = {}
@@ -127,6 +128,7 @@ _settings = {
     "parts": {training.KEPT: _parts},
     "least_recorded": dispatch.LEAST_RECORDED,
     "least_work": dispatch.LEAST_WORK,
+    "least_normed": dispatch.LEAST_NORMED,
     "blocks": dispatch._open_blocks,
     "is_inference": torch.is_inference_mode_enabled,
     "autocast": (
@@ -342,6 +344,11 @@ def learn(act: Act) -> None:
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading what is there
         _known[key] = guards, row.code
+
+
+def know_kernel(kind: type, forward: FunctionType) -> None:
+    """Takes a forward that modules of a class may hold for one that computes what the class's does."""
+    _kernels[kind, forward] = True
 
 
 for _row in ACTIVATIONS:
