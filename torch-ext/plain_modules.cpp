@@ -419,10 +419,10 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   PyObject* const plan = of[0];
   Owner owner;
   Few behind;
-  const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) {
-    return nullptr;
-  }
+  const Answer recording = is_recording(), followed = is_followed(of[2], recording);
+  const bool ends_normed = field(plan, kFirst) == Py_None || field(plan, kLast) != Py_None;
+  if (followed == kError || (followed == kYes && ends_normed)) return nullptr;
+  if (is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) return nullptr;
   PyObject *const first = owner.part(field(plan, kFirst)), *const last = owner.part(field(plan, kLast));
   const bool known = first != nullptr && last != nullptr && owner.add_all(field(plan, kBehind), &behind);
   const bool wide = field(plan, kWide) == Py_True, modulation_wide = field(plan, kModulationWide) == Py_True;
