@@ -8,11 +8,11 @@
 namespace fused_mlp {
 namespace {
 
-// Rows are added up in parts, whose number does not depend on that of threads: the sums are the same on every machine
-// of one instruction set.
-int64_t parts_of(int64_t rows, int64_t cols) {
-  constexpr int64_t kMost = 64;
-  return std::clamp<int64_t>(rows * cols / (2 * kGrain), 1, std::min(kMost, std::max<int64_t>(rows, 1)));
+// Rows are added up in parts, few at a time, so that rounding errors stay small. The number of parts does not depend on
+// that of threads: neither do the sums.
+int64_t parts_of(int64_t rows) {
+  constexpr int64_t kRows = 32, kMost = 1024;
+  return std::clamp<int64_t>(ceil_div(rows, kRows), 1, kMost);
 }
 
 // The functions that norm_training.h asks of a backend.
@@ -27,7 +27,7 @@ struct Cpu {
                         const OptionalTensor& dbias) {
     const DType dtype = dtype_of(x.tensor, "x");
     const bool centred = norm.centred();
-    const int64_t stride = ceil_div(x.cols, kSumsStep) * kSumsStep, parts = parts_of(x.rows, x.cols);
+    const int64_t stride = ceil_div(x.cols, kSumsStep) * kSumsStep, parts = parts_of(x.rows);
     std::vector<float> sums(dweight || dbias ? parts * stride * (centred ? 2 : 1) : 0);
     const auto sums_of = [&](int64_t part, bool bias) {
       return sums.empty() ? nullptr : sums.data() + ((bias ? parts : 0) + part) * stride;
@@ -35,7 +35,8 @@ struct Cpu {
     const float* const scales = static_cast<const float*>(statistics.const_data_ptr());
     const Matrix residual = residual_grad == nullptr ? kNoMatrix : matrix(*residual_grad);
     const Matrix out = dx ? Matrix{dx->mutable_data_ptr(), x.cols} : kNoMatrix;
-    torch::stable::parallel_for(0, x.cols == 0 ? 0 : parts, 1, [&](int64_t begin, int64_t end) {
+    const int64_t grain = std::max<int64_t>(kGrain * parts / std::max<int64_t>(x.rows * x.cols, 1), 1);
+    torch::stable::parallel_for(0, x.cols == 0 ? 0 : parts, grain, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
         const int64_t first = x.rows * part / parts, count = x.rows * (part + 1) / parts - first;
         const auto from = [&](const Matrix& rows) {

@@ -118,6 +118,22 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
+// A sum of vectors, of which long rows have many: some are added up first, so that rounding errors stay small.
+struct LongSum {
+  Vec all, few;
+  int count;
+};
+
+FUSED_MLP_INLINE void add(LongSum& sum, const Pair& values) {
+  constexpr int kFew = 16;
+  sum.few += values.half[0] + values.half[1];
+  if (++sum.count % kFew != 0) return;
+  sum.all += sum.few;
+  sum.few = splat(0.0f);
+}
+
+FUSED_MLP_INLINE float total(const LongSum& sum) { return lanes_sum(sum.all + sum.few); }
+
 // A norm maps the values of a row to (value - mean - left) * scale, where `left` is what the mean misses, so that
 // a row of equal values gives 0.
 struct Statistics {
@@ -130,25 +146,25 @@ FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const 
   const float share = 1.0f / static_cast<float>(cols);
   float mean = 0.0f;
   if (norm.centred()) {
-    Vec total = splat(0.0f);
+    LongSum sum{};
     for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Pair values = values_at(c, count);
-      for (int h = 0; h < 2; ++h) total += values.half[h] * share;
+      Pair values = values_at(c, count);
+      for (Vec& value : values.half) value *= share;
+      add(sum, values);
     });
-    mean = lanes_sum(total);
+    mean = total(sum);
   }
-  Vec rests = splat(0.0f), squares = splat(0.0f);
+  LongSum rests{}, squares{};
   for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
     Pair values = values_at(c, count);
     for (Vec& value : values.half) value -= mean;
     if (count < kBlock) clear_rest<T>(values, count);
-    for (int h = 0; h < 2; ++h) {
-      rests += values.half[h];
-      squares += values.half[h] * values.half[h];
-    }
+    add(rests, values);
+    for (Vec& value : values.half) value *= value;
+    add(squares, values);
   });
-  const float left = norm.centred() ? lanes_sum(rests) * share : 0.0f;
-  return {mean, left, 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps)};
+  const float left = norm.centred() ? total(rests) * share : 0.0f;
+  return {mean, left, 1.0f / __builtin_sqrtf(variance_of(total(squares) * share, left) + norm.eps)};
 }
 
 // Those of a row begin at `first`, and may be of either type.
@@ -228,23 +244,23 @@ void norm_gradients_of(const PointwiseShape& shape, const Norm& norm, const Norm
     const T* residual_row = rows.residual_grad.data == nullptr ? nullptr : row<T>(rows.residual_grad, r);
     T* dx_row = rows.dx.data == nullptr ? nullptr : row<T>(rows.dx, r);
     const float scale = rows.scales[r], mean = centred ? rows.means[r] : 0.0f;
-    Vec slopes = splat(0.0f), shifts = splat(0.0f);
+    LongSum slopes{}, shifts{};
     for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Pair xs = load(x_row + c, count), weights = weights_at(c, count);
-      Pair grads = load(grad_row + c, count);  // of a part of a block, zeros follow
-      Pair products;
+      const Pair grads = load(grad_row + c, count);  // of a part of a block, zeros follow
+      Pair products, weighted, of_slope;
       for (int h = 0; h < 2; ++h) {
-        const Vec value = (xs.half[h] - mean) * scale;
-        products.half[h] = grads.half[h] * value;
-        const Vec grad = grads.half[h] * weights.half[h];
-        slopes += grad * value;
-        shifts += grad;
+        products.half[h] = grads.half[h] * ((xs.half[h] - mean) * scale);
+        of_slope.half[h] = products.half[h] * weights.half[h];
+        weighted.half[h] = grads.half[h] * weights.half[h];
       }
+      add(slopes, of_slope);
+      add(shifts, weighted);
       if (rows.weight_sums != nullptr) add_to(rows.weight_sums + c, products);
       if (rows.bias_sums != nullptr) add_to(rows.bias_sums + c, grads);
     });
     if (dx_row == nullptr) continue;
-    const float slope = lanes_sum(slopes) * share, shift = centred ? lanes_sum(shifts) * share : 0.0f;
+    const float slope = total(slopes) * share, shift = centred ? total(shifts) * share : 0.0f;
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Pair xs = load(x_row + c, count), weights = weights_at(c, count), grads = load(grad_row + c, count);
       Pair changes;
@@ -322,10 +338,15 @@ static void norm_gradients(const PointwiseShape& shape, const Norm& norm, const 
 
 static void norm_sums(const PointwiseShape& shape, const float* sums, int64_t stride, bool wide, void* out) {
   for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+    constexpr int64_t kFew = 32;
     Pair total{};
-    for (int64_t r = 0; r < shape.rows; ++r) {
-      const Pair part = load(sums + r * stride + c);
-      for (int h = 0; h < 2; ++h) total.half[h] += part.half[h];
+    for (int64_t first = 0; first < shape.rows; first += kFew) {
+      Pair few{};
+      for (int64_t r = first; r < shape.rows && r < first + kFew; ++r) {
+        const Pair part = load(sums + r * stride + c);
+        for (int h = 0; h < 2; ++h) few.half[h] += part.half[h];
+      }
+      for (int h = 0; h < 2; ++h) total.half[h] += few.half[h];
     }
     if (shape.dtype == DType::kFloat32) {
       store(static_cast<float*>(out) + c, count, total);

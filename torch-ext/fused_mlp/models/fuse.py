@@ -31,7 +31,8 @@ from .running import adapted, normed, shortcut, switching
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
-    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, and an RMSNorm that its
+    class spells out in several operations.
 
     Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
     cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
@@ -77,7 +78,8 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 around.update(blocks_around(module))
                 inner.update(map(id, layers_in(module)))
                 if found is not None and id(module) not in heads:
-                    report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+                    reported = report.norms if found.pattern in outcome.NORMS else report.modules
+                    reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
             for _, module in modules:
                 if _is_idle(module):
                     switching.switch_back(module)

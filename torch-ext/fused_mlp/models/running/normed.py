@@ -23,12 +23,20 @@ _made: Set[FunctionType] = set()
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The forward of a norm made anew, by name; nothing for any other module."""
-    if shortcut.plain is None or norms.code_of(module) in (None, norms.SCALE) or norms.known[type(module)].of_torch:
+    if not takes(module):
         return {}
     kind = type(module)
     method = _fused_method(kind.forward)
     shortcut.know_kernel(kind, method)
     return {"forward": method}
+
+
+def takes(module: nn.Module) -> bool:
+    """True for a norm that is several operations of torch, by its class, and may be one op."""
+    kind = type(module)
+    if shortcut.plain is None or (kind not in norms.known and norms.code_of(module) is None):
+        return False
+    return not norms.known[kind].of_torch and norms.known[kind].code != norms.SCALE
 
 
 def is_fused(function: Any) -> bool:
