@@ -65,8 +65,8 @@ struct Steps {
   LayerViews layer_views(int number) const { return {TensorViews(mlp), mlp.layers[number], in(number)}; }
 
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
-    check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
-                      first.stream));
+    run_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)}, first.gpu,
+             first.stream);
   }
 };
 
@@ -75,9 +75,9 @@ struct Steps {
 bool norm_directly(const PlainNorm& p, void* out) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != p.device) return false;
-  const bool overlaps = norms_overlap(gpu(p.device).major);
-  check(launch_norm({p.x, kNoMatrix, {out, p.cols}, p.rows, p.cols, p.dtype, p.norm, overlaps},
-                    current_stream(p.device)));
+  const Gpu& its = gpu(p.device);
+  run_norm({p.x, kNoMatrix, {out, p.cols}, p.rows, p.cols, p.dtype, p.norm, norms_overlap(its.major)}, its,
+           current_stream(p.device));
   return true;
 }
 

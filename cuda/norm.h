@@ -21,6 +21,11 @@ struct NormRows {
 };
 cudaError_t launch_norm(const NormRows& rows, cudaStream_t stream);
 
+// Whether there is a kernel of CTAs that stay for such rows, which takes less time: many, each no longer than a CTA has
+// threads for. It is launched in place of launch_norm's.
+bool have_teams(const NormRows& rows);
+cudaError_t launch_team_norm(const NormRows& rows, int multiprocessors, cudaStream_t stream);
+
 // The backward of norm(x), all of whose rows share a weight: dx = dnorm + the gradient of the residual, if its data is
 // not null. With `sums`, memory for [parts, cols], or [parts, 2, cols] of a centred norm, each CTA stores its sums for
 // the gradients of the weight and the bias.

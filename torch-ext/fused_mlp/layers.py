@@ -175,10 +175,10 @@ class MegaBlocksMoeMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and their kin, as a class spells it.
+    """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and their kin.
 
-    hidden_states ``[..., features]`` -> ``[..., features]``. What the adopted module's own class computes is read; where
-    that is no such norm, its own forward runs.
+    hidden_states ``[..., features]`` -> ``[..., features]``. The code of the adopted module's own class is read; where
+    it computes no such norm, it runs.
     """
 
     has_backward = True

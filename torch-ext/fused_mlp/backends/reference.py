@@ -97,9 +97,7 @@ def experts_mlp(
     return experts.composed(*tensors, experts.Form(*form), act_and_mul)
 
 
-def norm(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool
-) -> Tensor:
+def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
     """A norm over the last dimension, of a code of the ops (torch-ext/norm.h), as modules spell it out.
 
     All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.

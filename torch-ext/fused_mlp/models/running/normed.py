@@ -1,4 +1,4 @@
-"""A norm by itself, in front of an attention, of queries and keys, or at the end: several operations of torch as one op.
+"""A norm by itself, in front of an attention, of queries and keys, or at the end: one op for several of torch's.
 
 Those are taken that a class spells out in operations of torch. torch's own norms are one operation already.
 """
@@ -9,13 +9,12 @@ import functools
 from types import FunctionType
 from typing import Any, Dict, Optional, Set
 
-import torch
 from torch import Tensor, nn
 
-from ... import dispatch, norms as ops
+from ... import norms as ops
 from ...backends import native
 from ..parts import norms, obstacles
-from ..reading.attributes import FUSED, as_written, method_in, written
+from ..reading.attributes import FUSED, as_written, written
 from . import shortcut, switching
 
 _made: Set[FunctionType] = set()
