@@ -389,17 +389,23 @@ PyObject* py_adapted(PyObject* given) {
 // where its own code has to run.
 PyObject* normed(PyObject* norm, PyObject* x) {
   PyObject* const dtype = dtype_taken(x);
-  if (dtype == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject* const known = dtype == nullptr ? nullptr : item(settings.norms, class_of(norm));
+  if (known == nullptr || is_undisturbed() != kYes) return nullptr;
   const Answer recording = is_recording();
-  const int64_t width = recording == kError ? -1 : size_of_last(x), elements = width < 0 ? -1 : number_of_elements(x);
-  const Owned given(elements < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
+  const int64_t width = recording == kError ? -1 : size_of_last(x);
+  const Owned given(width < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
   PyObject* const operands = given.get();
-  if (operands == nullptr || put(operands, 0, x) != kYes) return nullptr;
+  if (operands == nullptr || put(operands, 0, x) != kYes || put(operands, 5, PyTuple_GetItem(known, 6)) != kYes) {
+    return nullptr;
+  }
   if (read_running_norm(norm, width, dtype, operands, 1) != kYes) return nullptr;
-  if (put(operands, 5, PyTuple_GetItem(item(settings.norms, class_of(norm)), 6)) != kYes) return nullptr;
   const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
-  PyObject* const least = followed == kError ? nullptr : PyTuple_GetItem(settings.least_normed, followed);
-  if (least == nullptr || elements < PyLong_AsSsize_t(least)) return nullptr;
+  if (followed == kError) return nullptr;
+  if (PyTuple_GetItem(known, 3) == Py_True) {  // torch's, which is one operation, and which autocast casts for
+    const int64_t elements = number_of_elements(x);
+    const bool pays = elements >= PyLong_AsSsize_t(PyTuple_GetItem(settings.least_normed, followed));
+    if (PyErr_Occurred() || !pays || is_autocasting() != kNo) return nullptr;
+  }
   return norm_or_operands(operands, followed == kYes);
 }
 
