@@ -1,9 +1,9 @@
 // Norms by themselves, forward and backward.
-#include "../torch-ext/norm_training.h"
+#include "norms.h"
 
 #include <algorithm>
 
-#include "norms.h"
+#include "../torch-ext/norm_training.h"
 
 namespace fused_mlp {
 namespace {
@@ -42,10 +42,10 @@ struct Cpu {
         const auto from = [&](const Matrix& rows) {
           return rows.data == nullptr ? rows : from_row(rows, first, dtype);
         };
-        pointwise().norm_gradients({dtype, count, x.cols}, norm,
-                                   {from(matrix(x)), from(matrix(grad)), from(residual), from(out), scales + first,
-                                    scales + x.rows + first, sums_of(part, false),
-                                    centred ? sums_of(part, true) : nullptr});
+        pointwise().norm_gradients(
+            {dtype, count, x.cols}, norm,
+            {from(matrix(x)), from(matrix(grad)), from(residual), from(out), scales + first, scales + x.rows + first,
+             sums_of(part, false), centred ? sums_of(part, true) : nullptr});
       }
     });
     const auto add_up = [&](const OptionalTensor& found, bool bias) {

@@ -13,8 +13,8 @@ struct PointwiseShape {
   int64_t cols;
 };
 
-// The factor and the mean of each row that is normed, from the first of all on; null where nobody wants them. Norms that
-// are not centred have no means.
+// The factor and the mean of each row that is normed, from the first of all on; null where nobody wants them. Norms
+// that are not centred have no means.
 struct RowStatistics {
   float *scales = nullptr, *means = nullptr;
 };

@@ -358,5 +358,5 @@ static void norm_sums(const PointwiseShape& shape, const float* sums, int64_t st
   });
 }
 
-const PointwiseKernels kPointwise = {act,  act_backward,   act_and_mul, act_and_mul_backward, column_sums,
-                                     norm, norm_gradients, norm_sums};
+const PointwiseKernels kPointwise = {act,         act_backward, act_and_mul,    act_and_mul_backward,
+                                     column_sums, norm,         norm_gradients, norm_sums};

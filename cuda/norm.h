@@ -9,8 +9,8 @@
 
 namespace fused_mlp {
 
-// norm.h has what is computed of the rows of x, and of those of the residual. out may be x itself. `statistics` is null,
-// or memory for what norm_training.h has of each row.
+// norm.h has what is computed of the rows of x, and of those of the residual. out may be x itself. `statistics` is
+// null, or memory for what norm_training.h has of each row.
 struct NormRows {
   Matrix x, residual, out;
   int64_t rows, cols;

@@ -1,6 +1,6 @@
-#include "norm_gradients.cuh"
-
 #include <algorithm>
+
+#include "norm_gradients.cuh"
 
 namespace fused_mlp {
 namespace {
@@ -66,7 +66,8 @@ cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
 }  // namespace
 
 bool have_teams(const NormRows& p) {
-  constexpr int64_t kLeastRows = 1024;  // fewer do not fill the GPU, and start early behind a GEMM (measured on an H200)
+  constexpr int64_t kLeastRows =
+      1024;  // fewer do not fill the GPU, and start early behind a GEMM (measured on an H200)
   const Features &weight = p.norm.weight, &bias = p.norm.bias;
   const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
   return p.rows >= kLeastRows && p.cols <= kTeamThreads * width_of(p.dtype) && p.norm.normed() &&

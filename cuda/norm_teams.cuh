@@ -88,8 +88,8 @@ __device__ __forceinline__ Floats<Width> read_weights(const Norm& norm, int64_t 
   return weights;
 }
 
-// norm(x) of many rows, all of which share weight and bias: each thread of a team has a pack of all rows that come to the
-// team, and copies of the next ones under way.
+// norm(x) of many rows, all of which share weight and bias: each thread of a team has a pack of all rows that come to
+// the team, and copies of the next ones under way.
 template <typename T, int Width, bool Centred>
 __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid_constant__ NormRows p) {
   constexpr int kStages = 3;

@@ -42,8 +42,13 @@ template <typename Backend>
 std::tuple<Tensor, Tensor> normed(const Tensor& x, const BlockNorm& given, bool rounded) {
   const TensorRows rows(x);
   const RowFeatures weight(given.weight, x), bias(given.bias, x);
-  const Norm norm{static_cast<NormKind>(given.kind), weight.get(),    bias.get(), static_cast<float>(given.eps),
-                  Residual::kNone,                   /*factor=*/1.0f, rounded};
+  const Norm norm{static_cast<NormKind>(given.kind),
+                  weight.get(),
+                  bias.get(),
+                  static_cast<float>(given.eps),
+                  Residual::kNone,
+                  /*factor=*/1.0f,
+                  rounded};
   const Tensor y = new_dense(x, x.sizes()), statistics = new_statistics(x, rows.rows, given.kind);
   Backend::norm(rows, norm, y, statistics);
   return {y, statistics};
