@@ -25,13 +25,14 @@ from .parts import adapters
 from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
-from .running import adapted, shortcut, switching
+from .running import adapted, normed, shortcut, switching
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
-    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, and an RMSNorm that its
+    class spells out in several operations.
 
     Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
     cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
@@ -77,7 +78,8 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 around.update(blocks_around(module))
                 inner.update(map(id, layers_in(module)))
                 if found is not None and id(module) not in heads:
-                    report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+                    reported = report.norms if found.pattern in outcome.NORMS else report.modules
+                    reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
             for _, module in modules:
                 if _is_idle(module):
                     switching.switch_back(module)
@@ -196,7 +198,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or adapted.fused_methods(module)
+    methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
@@ -217,7 +219,7 @@ def _plan_of(
             return {}, outcome.left(
                 module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
             )
-        if check is None or routers.is_fused(method) or adapted.is_fused(method):
+        if check is None or any(made(method) for made in (routers.is_fused, adapted.is_fused, normed.is_fused)):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)
