@@ -248,6 +248,26 @@ def case_of(result: dict) -> str:
     return f"{PARTS[result['part']]}, {sizes}: {result['adapters']}"
 
 
+# Weights of 4 bits.
+
+
+def quantised_case(result: dict) -> str:
+    return f"{' x '.join(map(str, result['shape']))}: {result['format']}"
+
+
+def quantised(results: list[dict], where: str, path: Path) -> None:
+    """Times and speed-ups by rows, of the first width and format."""
+    results = [result for result in results if "eager" in result["providers"]]
+    if not results:
+        return
+    first = (*results[0]["shape"][1:], results[0]["format"])
+    results = [result for result in results if (*result["shape"][1:], result["format"]) == first]
+    measured = results[0]["providers"]
+    key = "graph_us" if "graph_us" in measured["eager"] else "wall_us"
+    title = f"A gated MLP of {first[0]} x {first[1]} in {first[2]}, {where}\neager: bitsandbytes' modules"
+    over_rows(*lines_of(results, key, [name for name in measured if name != "eager"]), title, path)
+
+
 def _finish(figure: plt.Figure, axes: Axes, columns: int) -> plt.Figure:
     axes.grid(True, axis="x", linewidth=0.5)
     axes.set_axisbelow(True)
@@ -280,6 +300,7 @@ def main() -> None:
     experts([each for each in stored("h200-experts") if each["routing"] == "balanced"], "H200", IMAGES / "experts")
 
     adapters(stored("h200-adapters"), "H200", IMAGES / "adapters")
+    quantised(stored("h200-quantised"), "H200", IMAGES / "quantised")
 
 
 if __name__ == "__main__":

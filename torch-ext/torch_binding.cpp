@@ -75,6 +75,16 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "adapted_backward(Tensor grad, Tensor? x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
       "float[] scalings, float[] dropouts, Tensor?[] masks, Tensor? gate, Tensor? up, Tensor? first_rows, "
       "Tensor? second_rows, bool gated, int activation, int needs) -> Tensor[]");
+  ops.def("quantized_decode(Tensor?[] weight, int[] layout, float offset, ScalarType dtype) -> Tensor");
+  ops.def(
+      "quantized_linear(Tensor x, Tensor?[] weight, int[] layout, float offset, Tensor? bias, int activation) -> "
+      "Tensor");
+  ops.def(
+      "quantized_mlp(Tensor x, Tensor?[] weights, int[] layouts, float[] offsets, Tensor?[] biases, int activation, "
+      "bool gated) -> Tensor");
+  ops.def(
+      "plan_quantized(Tensor x, Tensor?[] weights, int[] layouts, Tensor?[] biases, int activation, bool gated) -> "
+      "str");
 }
 
 #if defined(CUDA_KERNEL)
@@ -112,6 +122,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_backward_", TORCH_BOX(&fused_mlp::training_backward_));
   ops.impl("adapted_forward", TORCH_BOX(&fused_mlp::adapted_forward));
   ops.impl("adapted_backward", TORCH_BOX(&fused_mlp::adapted_backward));
+  ops.impl("quantized_decode", TORCH_BOX(&fused_mlp::quantized_decode));
+  ops.impl("quantized_linear", TORCH_BOX(&fused_mlp::quantized_linear));
+  ops.impl("quantized_mlp", TORCH_BOX(&fused_mlp::quantized_mlp));
+  ops.impl("plan_quantized", TORCH_BOX(&fused_mlp::plan_quantized));
 }
 
 #define FUSED_MLP_JOINED(a, b) a##b

@@ -180,4 +180,24 @@ std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x
                                      const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs);
 
+// A weight of 4-bit codes (quantized.h) as a tensor [out, in] of a floating dtype: `weight` is data, scales, code,
+// nested_scales and nested_code, the last two where scales are nested, and `layout` out, in, block and nested_block.
+Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
+                        torch::headeronly::ScalarType dtype);
+
+// linear with such a weight.
+Tensor quantized_linear(const Tensor& x, const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout,
+                        double offset, const OptionalTensor& bias, int64_t activation);
+
+// mlp, or where `gated` gated_mlp, with such weights: the operands of its layers follow each other in each list. Where
+// gated, two layers are gated_linear.
+Tensor quantized_mlp(const Tensor& x, const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
+                     const std::vector<double>& offsets, const std::vector<OptionalTensor>& biases, int64_t activation,
+                     bool gated);
+
+// How these would be computed, as `plan` says it of the other ops; of one layer, quantized_linear.
+std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
+                           const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,
+                           int64_t activation, bool gated);
+
 }  // namespace fused_mlp

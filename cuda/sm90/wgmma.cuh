@@ -76,6 +76,9 @@ struct Wgmma;
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_REGISTERS_104 WGMMA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define WGMMA_REGISTERS_112 WGMMA_REGISTERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_REGISTERS_128 \
+  WGMMA_REGISTERS_112       \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
@@ -96,6 +99,7 @@ struct Wgmma;
 #define WGMMA_OUT_96(d, i) WGMMA_OUT_64(d, i), WGMMA_OUT_32(d, i + 64)
 #define WGMMA_OUT_104(d, i) WGMMA_OUT_96(d, i), WGMMA_OUT_8(d, i + 96)
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
+#define WGMMA_OUT_128(d, i) WGMMA_OUT_112(d, i), WGMMA_OUT_16(d, i + 112)
 
 // A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these; T is 1 where B
 // is N-major, S where A is M-major.
@@ -124,6 +128,28 @@ struct Wgmma;
   WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 1) \
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
+// WgmmaOfRegisters<Element, N>::multiply: d += A B, A 64 x 16 in registers: those of a thread hold row 16 (t / 32) +
+// (t % 32) / 4 and the one 8 behind it, of columns 2 (t % 4) and the next, and then of those 8 behind these.
+template <typename Element, int N>
+struct WgmmaOfRegisters;
+
+#define WGMMA_DEFINE_OF_REGISTERS(ELEMENT, TYPE, N, R, A0, A1, A2, A3, B)                                   \
+  template <>                                                                                               \
+  struct WgmmaOfRegisters<ELEMENT, N> {                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[R], const uint32_t (&a)[4], uint64_t b) {    \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##R \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                      \
+                   : WGMMA_OUT_##R(d, 0)                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
+    }                                                                                                       \
+  };
+#define WGMMA_DEFINE_BOTH_OF_REGISTERS(N, R, A0, A1, A2, A3, B)             \
+  WGMMA_DEFINE_OF_REGISTERS(__nv_bfloat16, "bf16", N, R, A0, A1, A2, A3, B) \
+  WGMMA_DEFINE_OF_REGISTERS(__half, "f16", N, R, A0, A1, A2, A3, B)
+
+WGMMA_DEFINE_BOTH_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36)
+WGMMA_DEFINE_BOTH_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68)
+WGMMA_DEFINE_BOTH_OF_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 WGMMA_DEFINE_BOTH(8, 4, 4, 5, 6)
 WGMMA_DEFINE_BOTH(16, 8, 8, 9, 10)
 WGMMA_DEFINE_BOTH(32, 16, 16, 17, 18)
@@ -151,6 +177,8 @@ WGMMA_DEFINE_TRANSPOSED_A(16, 8, 8, 9, 10)
 WGMMA_DEFINE_TRANSPOSED_A(32, 16, 16, 17, 18)
 WGMMA_DEFINE_TRANSPOSED_A(64, 32, 32, 33, 34)
 
+#undef WGMMA_DEFINE_BOTH_OF_REGISTERS
+#undef WGMMA_DEFINE_OF_REGISTERS
 #undef WGMMA_DEFINE_TRANSPOSED_A
 #undef WGMMA_DEFINE_TRANSPOSED_BOTH
 #undef WGMMA_DEFINE_TRANSPOSED
@@ -193,6 +221,8 @@ WGMMA_DEFINE_TRANSPOSED_A(64, 32, 32, 33, 34)
 #undef WGMMA_OUT_104
 #undef WGMMA_REGISTERS_104
 #undef WGMMA_OUT_112
+#undef WGMMA_OUT_128
 #undef WGMMA_REGISTERS_112
+#undef WGMMA_REGISTERS_128
 
 }  // namespace fused_mlp::sm90

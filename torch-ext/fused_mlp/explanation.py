@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import adapters, calls, dispatch, experts, functional, layers, operands, training
+from . import adapters, calls, dispatch, experts, functional, layers, operands, quantized, training
 from .activations import get_activation
 from .adapters import Layer, Layers
 from .backends import native, plans
@@ -78,15 +78,16 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
     apart = ("activation", "approximate", "memory", *_ADAPTERS)
-    given = [value for name, value in call.arguments.items() if name not in apart]
+    named = {name: value for name, value in call.arguments.items() if name not in apart}
+    given = list(named.values())
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     activation = get_activation(call.arguments.get("activation"))
-    getattr(operands, f"check_{op}")(*given)
-    if any(call.arguments.get(name) is not None for name in _ADAPTERS):
-        return _explain_adapted(function.__name__, op, call.arguments)
+    getattr(operands, f"check_{op}")(*quantized.stand_ins(given[0], **named))
+    if quantized.is_any(*given) or any(call.arguments.get(name) is not None for name in _ADAPTERS):
+        return _explain_adapted(function.__name__, op, call.arguments, activation.code)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, cast, activation.code, memory)
@@ -120,8 +121,8 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
 _ADAPTERS = ("adapter", "gate_adapter", "up_adapter", "down_adapter", "fc1_adapter", "fc2_adapter")
 
 
-def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanation:
-    """That of a call with adapters: one op, or one each way, or PyTorch's operations."""
+def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: int) -> Explanation:
+    """That of a call with adapters or quantised weights: one op, or one each way, or PyTorch's operations."""
     x, (_, *names) = given["x"], _GEMMS[op][1]
     layers = []
     for weight, bias in zip(names[:3], names[3:]):
@@ -131,12 +132,25 @@ def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanati
         adapter = weight.replace("weight", "adapter")
         adapters.check_any(x, **{adapter: (given[adapter], given[weight])})
         layers.append(Layer(given[weight], given[bias], given[adapter]))
-    reason = adapters.refusal(x, Layers(*layers))
+    layers = Layers(*layers)
+    reason = adapters.refusal(x, layers)
     if reason is not None:
         return Explanation(function, "torch", reason)
-    trained = calls.autograd_follows(x, *Layers(*layers).tensors)
+    trained, packed = calls.autograd_follows(x, *layers.tensors), layers.packed
     ways = "one op forward and one backward" if trained else "one op"
-    return Explanation(function, native.DEVICE_TYPE, f"{ways}, adapters included")
+    formats = "" if packed is None else quantized.words_of(packed)
+    if any(layer is not None and layer.adapter is not None for layer in layers):
+        if packed is not None and not trained and dispatch.has_few_rows(x):
+            return Explanation(function, native.DEVICE_TYPE, f"an op a layer, weights of {formats} read packed")
+        ways = f"{ways}, adapters included"
+    if layers.are_packed and not trained:
+        weights, layouts, _, biases = quantized.lists_of(layers)
+        x, *biases = calls.autocast((x, *biases))
+        x, *biases = calls.autocast((x, *biases))
+        parts = native.plan_quantized(_GEMMS[op][0], x, weights, layouts, biases, activation, layers.up is not None)
+        return Explanation(function, native.DEVICE_TYPE, f"{ways}; {formats}: {plans.in_words(parts)}", parts)
+    ways += "" if packed is None else f"; weights of {formats} are decoded {'in each' if trained else 'before it'}"
+    return Explanation(function, native.DEVICE_TYPE, ways)
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:

@@ -38,6 +38,9 @@ experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 adapted_forward = ops.adapted_forward.default
 adapted_backward = ops.adapted_backward.default
+quantized_decode = ops.quantized_decode.default
+quantized_linear = ops.quantized_linear.default
+quantized_mlp = ops.quantized_mlp.default
 
 # The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
@@ -184,6 +187,11 @@ def plan_experts(
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
     record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
     return plans.parsed(record, layers)
+
+
+def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
+    """The same for layers whose weights are quantised; the arguments are those of the op ``plan_quantized``."""
+    return plans.parsed(ops.plan_quantized.default(x, *rest), layers)
 
 
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -417,3 +425,34 @@ def _has_no_gaps(weight: Tensor) -> bool:
 
 torch.library.register_fake(add_op_namespace_prefix("training_backward"), _fake_gradients)
 torch.library.register_fake(add_op_namespace_prefix("training_backward_"), _fake_gradients)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_decode"))
+def _(weight: List[Optional[Tensor]], layout: List[int], offset: float, dtype: torch.dtype) -> Tensor:
+    return weight[0].new_empty(layout[:2], dtype=dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_linear"))
+def _(
+    x: Tensor,
+    weight: List[Optional[Tensor]],
+    layout: List[int],
+    offset: float,
+    bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], layout[0]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_mlp"))
+def _(
+    x: Tensor,
+    weights: List[Optional[Tensor]],
+    layouts: List[int],
+    offsets: List[float],
+    biases: List[Optional[Tensor]],
+    activation: int,
+    gated: bool,
+) -> Tensor:
+    is_mlp = len(offsets) == (3 if gated else 2)
+    return x.new_empty((*x.shape[:-1], layouts[-4 if is_mlp else 0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -116,3 +116,19 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 
 
 _CENTRED, _OF_ONE_MORE = (1, 5), (3, 5)
+
+
+def quantized_decode(
+    weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
+) -> Tensor:
+    """A weight of four bits a value, ``[out, in]``, given the operands of the compiled op (torch-ext/quantized.h)."""
+    data, scales, code, nested_scales, nested_code = weight
+    out, width, block, nested_block = layout
+    if nested_scales is not None:
+        of_blocks = nested_scales.repeat_interleave(nested_block)[: scales.numel()]
+        scales = F.embedding(scales.view(-1).int(), nested_code.view(-1, 1)).view(-1) * of_blocks + offset
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
+    values = F.embedding(data.view(-1).int(), pairs).view(-1)
+    padded = F.pad(values[: out * width], (0, scales.numel() * block - out * width))
+    decoded = padded.view(-1, block) * scales.view(-1, 1)
+    return decoded.view(-1)[: out * width].view(out, width).to(dtype)

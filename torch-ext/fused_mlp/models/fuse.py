@@ -125,7 +125,7 @@ def blocks_around(module: nn.Module) -> Dict[int, str]:
 
 def in_block(found: Outcome, words: str) -> Outcome:
     """The outcome of an MLP that is fused with its block."""
-    is_whole = found.extent == outcome.FULL and adapters.WITH_ADAPTERS not in found.pattern
+    is_whole = found.extent == outcome.FULL and not adapters.is_said_in(found.pattern)
     return replace(found, pattern=found.pattern + words) if is_whole else found
 
 

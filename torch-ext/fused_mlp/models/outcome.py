@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import dispatch, training
+from .. import dispatch, quantized, training
+from ..adapters import Layer
 from ..backends import reference
 from .experts import mixtures, routers
 from .parts import adapters, norms, obstacles, recognition
@@ -77,10 +78,11 @@ _REASON_WORDS = {
 }
 
 
-_ADVICE = {  # by what a detail has in it
-    "a peft.": "merge the adapters and fuse again",
-    "kernel for torch.float": "cast the model to torch.bfloat16",
-    "in autocast": "cast the model in place of autocast",
+_ADVICE = {  # by what a detail has in it, of which the first counts
+    " around a ": "",
+    "a peft.": "; merge the adapters and fuse again",
+    "kernel for torch.float": "; cast the model to torch.bfloat16",
+    "in autocast": "; cast the model in place of autocast",
 }
 
 
@@ -98,7 +100,7 @@ class Reason:
 
     def __str__(self) -> str:
         words = _REASON_WORDS[self.code].format(part=self.part, detail=self.detail)
-        return words + next((f"; {advice}" for found, advice in _ADVICE.items() if found in self.detail), "")
+        return words + next((advice for found, advice in _ADVICE.items() if found in self.detail), "")
 
 
 @dataclass(frozen=True)
@@ -204,10 +206,14 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     """The outcome of methods that can never fuse anything; None if they may fuse something."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
-    never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
+    never = [not mlp.pattern.gated and _has_own_product(first) for mlp, first in zip(mlps, firsts)]
     if not all(never) or not mlps:
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
+
+
+def _has_own_product(projection: Any) -> bool:
+    return obstacles.has_own_product(projection) and not adapters.is_known(projection)
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
@@ -315,6 +321,9 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
+    layer = None if first is None else adapters.layer_of(first)
+    if isinstance(layer, Layer) and layer.dtype is not None:  # of four bits: what stands for it is of its dtype
+        return quantized.shape_alone(layer.weight, layer.dtype)
     weight = None if first is None else attribute_of(first, "weight")
     return weight if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2 else None
 

@@ -25,7 +25,7 @@ from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
-from ..parts import adapters, forms, norms, obstacles, recognition
+from ..parts import adapters, forms, norms, obstacles, quantized, recognition
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, own_method
@@ -187,11 +187,17 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
             found = recorded_or_packed(plan.pattern, *found)
         if found is False:  # a dropout in front of an adapter is active, which no op takes
             return None
-        if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(module, plan.names)):
+        if found is not None:
             return found
+        has_known = _has_known(plan, module, operands)
+        if not (has_known or _is_asked_again(module, plan.names)):
+            return None
+    else:
+        has_known = False
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
-    learn(act)
-    learn_layers(projections)
+    if not has_known:  # else their classes were met when the model was fused
+        learn(act)
+        learn_layers(projections)
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
@@ -203,8 +209,8 @@ def fused_parts(
     return fused(plan, None, x, (*projections, act, *between))
 
 
-def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
-    """True if a projection is a layer with an adapter in a form that compiled code does not take, and Python may."""
+def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
+    """True if a projection has an adapter, or a quantised weight, that compiled code does not take, and Python may."""
     found = False
     for part in plan.projections:
         held = operands[part] if type(part) is int else getattr(module, part)
@@ -212,6 +218,8 @@ def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, 
             if adapters.is_plainly_left(held):
                 return False
             found = True
+        elif not found:
+            found = quantized.is_read(held)
     return found
 
 

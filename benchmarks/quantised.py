@@ -1,0 +1,157 @@
+"""A gated MLP with weights of 4 bits: bitsandbytes' modules, and what this package computes of their weights.
+
+    python benchmarks/quantised.py                       all cases of this machine's list, in 8 minutes at most
+    python benchmarks/quantised.py --quick               tiny sizes, few turns: to see that it runs
+    python benchmarks/quantised.py --formats nf4 --rows 1 16
+    python benchmarks/quantised.py --from build/quantised.json   show what such a run has written; measure nothing
+
+`eager` is a gated MLP of bitsandbytes.nn.Linear4bit, `ours` this package with the same weights, and `ours-bf16` with
+weights of bfloat16. On a GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that none is found in
+its L2. Writes <out>.json and <out>.svg, and prints a table.
+"""
+
+import argparse
+import gc
+import importlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import bitsandbytes
+import kernels
+import plots
+import torch
+import torch.nn.functional as F
+import training
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
+PROVIDERS = ("eager", "ours", "ours-bf16")
+WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((768, 3072),), "quick": ((64, 128),)}
+ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 16, 256), "quick": (1, 3)}
+L2_BYTES = 60e6  # more than that of any GPU here
+SILU = 4  # the code of the activation
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP of bitsandbytes' layers, as models quantised by transformers have it."""
+
+    def __init__(self, width: int, hidden: int, quant_type: str, nested: bool) -> None:
+        super().__init__()
+        for name, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            options = {"compute_dtype": torch.bfloat16, "compress_statistics": nested, "quant_type": quant_type}
+            self.add_module(name, bitsandbytes.nn.Linear4bit(*sizes, bias=False, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def operands(self) -> tuple:
+        """The weights as the op takes them; gate and up share a code."""
+        weights, layouts, offsets = [], [], []
+        code = self.gate.weight.quant_state.code
+        for layer in (self.gate, self.up, self.down):
+            state = layer.weight.quant_state
+            nest = state.state2 if state.nested else None
+            weights += [layer.weight.data, state.absmax, code, nest and nest.absmax, nest and nest.code]
+            layouts += [*state.shape, state.blocksize, nest.blocksize if nest else 0]
+            offsets.append(float(state.offset) if nest else 0.0)
+        return weights, layouts, offsets
+
+
+def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str]) -> dict[str, Callable]:
+    """A call of each provider, which takes another MLP each time. Raises an error where ours is not as exact."""
+    torch.manual_seed(0)
+    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+    copies = max(1, round(L2_BYTES / (1.5 * width * hidden)) + 1) if ON_GPU else 1
+    modules = [GatedMLP(width, hidden, *FORMATS[form]).to(DEVICE).requires_grad_(False) for _ in range(copies)]
+    x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
+    plain = [layer.weight for layer in (modules[0].gate, modules[0].up, modules[0].down)]
+    plain = [bitsandbytes.functional.dequantize_4bit(w.data, w.quant_state).to(torch.bfloat16) for w in plain]
+
+    def of_ours(module: GatedMLP) -> Callable[[], Tensor]:
+        operands = module.operands()
+        return lambda: ops.quantized_mlp(x, *operands, [None] * 3, SILU, True)
+
+    ways = {
+        "eager": [lambda module=module: module(x) for module in modules],
+        "ours": [of_ours(module) for module in modules],
+        "ours-bf16": [lambda: fused_mlp.gated_mlp(x, *plain, activation="silu")],
+    }
+    expected, found = (ways[name][0]().float() for name in ("eager", "ours"))
+    if (found - expected).norm() > 0.02 * expected.norm():
+        raise RuntimeError("the results differ")
+
+    def in_turn(runs: list[Callable]) -> Callable[[], Tensor]:
+        turns = itertools.cycle(runs)
+        return lambda: next(turns)()
+
+    return {name: in_turn(ways[name]) for name in providers}
+
+
+@torch.no_grad()
+def run(given) -> dict:
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    kind = "quick" if given.quick else DEVICE
+    points = [
+        (rows, *sizes, form)
+        for sizes in WIDTHS[kind]
+        for form in given.formats
+        for rows in given.rows or ROWS[kind]
+        if form == "nf4" or sizes == WIDTHS[kind][0]
+    ]
+    found = {"machine": {**measure.machine(), "bitsandbytes": bitsandbytes.__version__}, "results": []}
+    clock = training.Clock(given.minutes, len(points))
+    with tqdm(points, disable=None) as progress:
+        for rows, width, hidden, form in progress:
+            progress.set_description(f"{rows} {width} {hidden} {form}")
+            clock.next_point()
+            result = {"shape": (rows, width, hidden), "format": form, "providers": {}, "left": {}}
+            try:
+                if (reason := clock.refusal()) is not None:
+                    raise TimeoutError(reason)
+                calls = calls_of(rows, width, hidden, form, fused_mlp, given.providers)
+                compare = measure.compare_in_graphs if ON_GPU else measure.compare
+                result["providers"] = compare(calls, given.turns, given.seconds * 1e6)
+            except Exception as error:  # the points that are there already are worth more than one that is not
+                result["left"] = {"all": training.words(error)}
+            found["results"].append(result)
+            gc.collect()
+            if ON_GPU:
+                torch.cuda.empty_cache()
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--turns", "--rounds", type=int, default=5, help="turns of every provider")
+    parser.add_argument("--seconds", type=float, default=0.02, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run; 0 for as long as it takes")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/quantised"))
+    given = parser.parse_args()
+    found = json.loads(given.source.read_text()) if given.source else run(given)
+    training.print_table(found, "weights of 4 bits", plots.quantised_case)
+    plots.quantised(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+
+
+if __name__ == "__main__":
+    main()

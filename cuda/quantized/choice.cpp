@@ -1,0 +1,116 @@
+#include "choice.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace fused_mlp {
+namespace {
+
+struct Listed {
+  bool gated;
+  CodedKernel kernel;
+};
+constexpr Listed kKernels[] = {
+#define FUSED_MLP_CODED(GATED, ...) {GATED, {__VA_ARGS__}},
+#include "kernels.def"
+#undef FUSED_MLP_CODED
+};
+
+bool aligned(const void* data, int64_t to) { return reinterpret_cast<uintptr_t>(data) % to == 0; }
+
+Refusal refusal_of_operands(const CodedProblem& p) {
+  if (p.dtype == DType::kFloat32) return Refusal::kFloat32;
+  if (p.m == 0 || p.n == 0 || p.k == 0) return Refusal::kEmpty;
+  if (p.k % kCodedBlock != 0) return Refusal::kOddFeatures;
+  constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
+  if (p.n > kMost || p.k > kMost) return Refusal::kTooLarge;
+  const auto fits = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
+  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || p.a.row_stride % 8 == 0);
+  return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
+}
+
+// The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an
+// end, and where CTAs share k, the addition of their sums.
+struct Rounds {
+  int64_t slots;  // CTAs that the chip holds
+  double of_block, of_tile, of_split;
+
+  double time(int64_t tiles, int64_t blocks, int split) const {
+    // A cluster lies within one GPC: a tenth of the chip is left over by those of 4 and more.
+    const int64_t clusters = (split > 2 ? slots * 10 / 11 : slots) / split;
+    const int64_t rounds = ceil_div(tiles, std::max<int64_t>(1, clusters));
+    return rounds * (ceil_div(blocks, split) * of_block + of_tile + (split > 1 ? of_split : 0.0));
+  }
+};
+
+struct Best {
+  CodedPlan plan{};
+  double time = std::numeric_limits<double>::infinity();
+
+  void offer(const CodedPlan& other, double its_time) {
+    if (its_time < time) *this = {other, its_time};
+  }
+};
+
+CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, const Gpu& gpu) {
+  const Rounds rounds{int64_t{gpu.multiprocessors} * kernel.ctas, 1.0, 2.0, 2.0};
+  const int64_t tiles = ceil_div(p.n, kernel.columns(p.gated())) * ceil_div(p.m, kernel.tokens);
+  const int64_t blocks = ceil_div(p.k, kernel.block_k());
+  Best best;
+  for (int split = 1; split <= (gpu.major < 9 ? 1 : 8) && split <= blocks; split *= 2) {
+    best.offer({MainLoop::kStreamed, kernel.tokens, split, kernel}, rounds.time(tiles, blocks, split));
+  }
+  return best.plan;
+}
+
+// Microseconds, as measured on an H200.
+CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu) {
+  struct Tile {
+    int tokens, ctas;
+    double of_block;
+  };
+  constexpr Tile kTiles[] = {{64, 2, 0.62}, {128, 1, 0.60}, {256, 1, 0.88}};
+  const int64_t columns = p.gated() ? 64 : 128, blocks = p.k / kCodedBlock;
+  Best best;
+  for (const Tile& tile : kTiles) {
+    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 2.0};
+    const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
+    for (int split = 1; split <= 4 && split <= blocks; split *= 2) {
+      best.offer({MainLoop::kTiled, tile.tokens, split, {}}, rounds.time(tiles, blocks, split));
+    }
+  }
+  return best.plan;
+}
+
+// Tiled kernels store whole vectors of 16 bytes.
+bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
+  return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > kMostStreamedRows && p.m <= kMostTiledRows;
+}
+
+}  // namespace
+
+Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
+  if (gpu.major < 8) return Refusal::kGpu;
+  if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
+  if (takes_tiles(p, gpu)) {
+    *plan = choose_tiled(p, gpu);
+    return Refusal::kNone;
+  }
+  if (p.m > kMostTokens) return Refusal::kTorchIsFaster;
+  const CodedKernel* chosen = nullptr;
+  for (const auto& [gated, kernel] : kKernels) {
+    if (gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;
+    chosen = &kernel;
+    if (kernel.tokens >= p.m) break;
+  }
+  if (chosen == nullptr) return Refusal::kGpu;
+  *plan = choose_streamed(p, *chosen, gpu);
+  return Refusal::kNone;
+}
+
+cudaError_t launch_coded(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  if (plan.loop == MainLoop::kTiled) return launch_coded_tiled(p, plan, stream);
+  return p.dtype == DType::kFloat16 ? launch_coded_fp16(p, plan, gpu, stream) : launch_coded_bf16(p, plan, gpu, stream);
+}
+
+}  // namespace fused_mlp

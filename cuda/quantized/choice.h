@@ -1,0 +1,31 @@
+// The streamed kernels of 4-bit weights, and which of them computes a product.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../torch-ext/plan.h"
+#include "../gemm/gpu.h"
+#include "problem.h"
+
+namespace fused_mlp {
+
+struct CodedPlan {
+  MainLoop loop;
+  int tokens;          // of a tile
+  int split;           // CTAs of a cluster, which share k
+  CodedKernel kernel;  // of a streamed one
+};
+
+// Up to this many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
+// up to the last. Weights are decoded before products of more rows (measured on an H200).
+constexpr int64_t kMostStreamedRows = 16, kMostTokens = 64, kMostTiledRows = 1024;
+
+// Chooses a kernel, or says why none computes the product.
+Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);
+
+cudaError_t launch_coded_bf16(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_coded_fp16(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_coded_tiled(const CodedProblem& problem, const CodedPlan& plan, cudaStream_t stream);
+cudaError_t launch_coded(const CodedProblem& problem, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+
+}  // namespace fused_mlp

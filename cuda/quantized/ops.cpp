@@ -1,0 +1,230 @@
+// The CUDA backend's ops of layers with 4-bit weights.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <optional>
+
+#include "../../torch-ext/plan.h"
+#include "../../torch-ext/quantized.h"
+#include "../../torch-ext/torch_gemm.h"
+#include "../device.h"
+#include "../fused_gemm.h"
+#include "../layer.h"
+#include "../pointwise.h"
+#include "choice.h"
+#include "decode.h"
+
+namespace fused_mlp {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::accelerator::DeviceGuard;
+
+CodedScales scales_of(const QuantizedWeight& weight) {
+  if (!weight.nested()) return {weight.scales.const_data_ptr()};
+  return {weight.scales.const_data_ptr(), static_cast<const float*>(weight.nested_scales->const_data_ptr()),
+          static_cast<const float*>(weight.nested_code->const_data_ptr()), weight.nested_block,
+          static_cast<float>(weight.offset)};
+}
+
+const float* code_of(const QuantizedWeight& weight) { return static_cast<const float*>(weight.code.const_data_ptr()); }
+
+Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
+  const std::vector<int64_t> sizes{weight.n, weight.k};
+  const Tensor out = new_dense(weight.data, sizes, dtype);
+  const CodedElements elements{static_cast<const uint8_t*>(weight.data.const_data_ptr()), code_of(weight),
+                               scales_of(weight), weight.elements(), weight.block};
+  check(launch_decode(elements, out.mutable_data_ptr(), dtype_of(out, "dtype"), current_stream(out)));
+  return out;
+}
+
+// The scales of layers as floats: nested ones by one kernel for all.
+class FloatScales {
+ public:
+  explicit FloatScales(const QuantizedLayers& layers) : layers_(layers) {}
+
+  void unnest(cudaStream_t stream) {
+    NestedScales nested[kMostNested];
+    int count = 0;
+    for (const QuantizedLayer& layer : layers_.all) {
+      if (!layer.weight.nested()) continue;
+      const int64_t blocks = layer.weight.blocks();
+      auto* const floats = static_cast<float*>(unnested_[count].emplace(blocks * sizeof(float)).data());
+      nested[count++] = {scales_of(layer.weight), blocks, floats};
+    }
+    check(launch_unnest(nested, stream));
+  }
+
+  // Those of a layer; null where they are nested, and nothing was unnested yet.
+  const float* of(const QuantizedLayer& layer) const {
+    if (!layer.weight.nested()) return static_cast<const float*>(layer.weight.scales.const_data_ptr());
+    int place = 0;
+    for (const QuantizedLayer* other = layers_.all.data(); other != &layer; ++other) place += other->weight.nested();
+    return unnested_[place] ? static_cast<const float*>(unnested_[place]->data()) : nullptr;
+  }
+
+ private:
+  const QuantizedLayers& layers_;
+  std::optional<Scratch> unnested_[kMostNested];
+};
+
+// One layer, or gate and up.
+struct Part {
+  const QuantizedLayer& first;
+  const QuantizedLayer* up;
+  int64_t activation;
+};
+
+// A part by a kernel that reads its codes, or the reason why there is none.
+struct CodedLayer {
+  CodedProblem problem{};
+  CodedPlan plan{};
+  Refusal refusal;
+
+  CodedLayer(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu)
+      : refusal(choose(part, scales, a, rows, dtype, gpu)) {}
+
+  bool fused() const { return refusal == Refusal::kNone; }
+
+ private:
+  Refusal choose(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype,
+                 const Gpu& gpu) {
+    const auto described = [&](const QuantizedLayer& layer) {
+      return CodedWeight{static_cast<const uint8_t*>(layer.weight.data.const_data_ptr()), scales.of(layer),
+                         code_of(layer.weight)};
+    };
+    const QuantizedWeight& weight = part.first.weight;
+    if (weight.block != kCodedBlock || (part.up != nullptr && part.up->weight.block != kCodedBlock)) {
+      return Refusal::kOddFeatures;
+    }
+    problem = {a, described(part.first), {}, {nullptr, weight.n}, rows, weight.n, weight.k, dtype, {}, false};
+    problem.epilogue.activation = part.activation;
+    bool dense = describe_bias(part.first.bias, &problem.epilogue.bias);
+    if (part.up != nullptr) {
+      problem.up_weight = described(*part.up);
+      dense = describe_bias(part.up->bias, &problem.epilogue.up_bias) && dense;
+    }
+    return dense ? choose_coded(problem, gpu, &plan) : Refusal::kStridedBias;
+  }
+};
+
+// Gate and up whose codes are not the same tensor are two products.
+bool shares_code(const Part& part) {
+  return part.up == nullptr || code_of(part.first.weight) == code_of(part.up->weight);
+}
+
+Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
+Part second_of(const QuantizedLayers& layers) { return {*layers.second(), nullptr, kNoActivation}; }
+
+// The parts of a call, one after the other.
+class Run {
+ public:
+  explicit Run(const QuantizedLayers& layers) : scales_(layers) {}
+
+  Tensor operator()(const Tensor& x, const Part& part) {
+    const TensorRows rows(x);
+    const cudaStream_t stream = current_stream(x);
+    const bool early = behind_ours_;
+    behind_ours_ = false;
+    const auto coded = [&] {
+      return CodedLayer(part, scales_, matrix(rows), rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()));
+    };
+    CodedLayer layer = coded();
+    if (!layer.fused()) return run_decoded(x, part);
+    if (!shares_code(part)) return run_apart(x, part);
+    if (!unnested_) {
+      scales_.unnest(stream);
+      unnested_ = true;
+      layer = coded();
+    }
+    const Tensor out = new_dense(x, with_last_size(x, part.first.weight.n));
+    layer.problem.out.data = out.mutable_data_ptr();
+    layer.problem.starts_early = early;
+    check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
+    behind_ours_ = true;
+    return out;
+  }
+
+ private:
+  static Tensor run_decoded(const Tensor& x, const Part& part) {
+    const Tensor weight = decoded(part.first.weight, x.scalar_type());
+    const OptionalTensor up =
+        part.up != nullptr ? OptionalTensor(decoded(part.up->weight, x.scalar_type())) : std::nullopt;
+    const OptionalTensor& up_bias = part.up != nullptr ? part.up->bias : kNoBias;
+    return apply_layer(x, {weight, up ? &*up : nullptr, part.first.bias, up_bias, part.activation});
+  }
+
+  // Gate and up one after the other.
+  Tensor run_apart(const Tensor& x, const Part& part) {
+    const Tensor gate = (*this)(x, {part.first, nullptr, kNoActivation});
+    behind_ours_ = false;
+    const Tensor up = (*this)(x, {*part.up, nullptr, kNoActivation});
+    behind_ours_ = false;
+    const TensorRows of_gate(gate), of_up(up);
+    check(launch_act_and_mul(matrix(of_gate), matrix(of_up), matrix(of_gate), of_gate.rows, of_gate.cols,
+                             dtype_of(gate, "x"), part.activation, current_stream(gate)));
+    return gate;
+  }
+
+  FloatScales scales_;
+  bool unnested_ = false;
+  bool behind_ours_ = false;  // the kernel before is one that reads codes, and wrote x
+};
+
+Tensor run(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
+  const DeviceGuard device_guard(x.get_device_index());
+  Run part(layers);
+  const Tensor hidden = part(x, first_of(layers, activation));
+  return layers.second() == nullptr ? hidden : part(hidden, second_of(layers));
+}
+
+void record(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu,
+            PlanRecord* plan) {
+  const CodedLayer layer(part, scales, a, rows, dtype, gpu);
+  plan->layer();
+  if (!layer.fused()) {
+    plan->set("implementation", "decoded").set("refusal", code(layer.refusal));
+    return;
+  }
+  plan->set("implementation", "quantized").set("kernel", name(layer.plan.loop));
+  plan->set("block_m", layer.plan.tokens).set("split_k", layer.plan.split);
+}
+
+}  // namespace
+
+Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
+                        ScalarType dtype) {
+  STD_TORCH_CHECK(weight.size() == QuantizedWeight::kOperands && layout.size() == QuantizedWeight::kSizes,
+                  "weight must have 5 elements, and layout 4");
+  const QuantizedWeight given(weight, layout, offset, 0);
+  const DeviceGuard device_guard(given.data.get_device_index());
+  return decoded(given, dtype);
+}
+
+Tensor quantized_linear(const Tensor& x, const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout,
+                        double offset, const OptionalTensor& bias, int64_t activation) {
+  return run(x, QuantizedLayers(x, weight, layout, {offset}, {bias}, activation, false), activation);
+}
+
+Tensor quantized_mlp(const Tensor& x, const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
+                     const std::vector<double>& offsets, const std::vector<OptionalTensor>& biases, int64_t activation,
+                     bool gated) {
+  return run(x, QuantizedLayers(x, weights, layouts, offsets, biases, activation, gated), activation);
+}
+
+std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
+                           const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,
+                           int64_t activation, bool gated) {
+  const std::vector<double> offsets(biases.size());
+  const QuantizedLayers layers(x, weights, layouts, offsets, biases, activation, gated);
+  PlanRecord plan;
+  const TensorRows rows(x);
+  const FloatScales scales(layers);
+  const auto add = [&](const Part& part, const Matrix& a) {
+    record(part, scales, a, rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()), &plan);
+  };
+  add(first_of(layers, activation), matrix(rows));
+  if (layers.second() != nullptr) add(second_of(layers), {nullptr, layers.first().weight.n});
+  return plan.text();
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,68 @@
+// Launches the tiled kernels of 4-bit weights.
+#include <algorithm>
+
+#include "../gemm/shared_memory.cuh"
+#include "../sm90/launch.cuh"
+#include "choice.h"
+#include "tiled_gemm.cuh"
+
+namespace fused_mlp {
+namespace {
+
+// Packed rows, as elements of 16 bits.
+Matrix words_of(const CodedWeight& weight, int64_t k) { return {const_cast<uint8_t*>(weight.data), k / 4}; }
+
+template <typename Gemm>
+cudaError_t launch_gemm(const CodedProblem& p, int split, cudaStream_t stream) {
+  CodedTiledArgs args{};
+  args.scales = p.weight.scales;
+  args.up_scales = p.up_weight.scales;
+  args.code = p.weight.code;
+  args.out = p.out;
+  args.epilogue = p.epilogue;
+  args.m = static_cast<int>(p.m);
+  args.n = static_cast<int>(p.n);
+  args.k = static_cast<int>(p.k);
+  args.tiles_m = static_cast<int>(ceil_div(p.m, Gemm::kTokens));
+  args.split = split;
+  args.loaded_tokens = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTokens));
+  const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
+    return sm90::encode_tensor_map(map, p.dtype, words_of(weight, p.k), p.n, p.k / 4, Gemm::kBoxRows,
+                                   Gemm::kRowBytes / 2);
+  };
+  const bool mapped = sm90::encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, args.loaded_tokens, Gemm::kBlockK) &&
+                      encode_weight(&args.weight, p.weight) &&
+                      (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight));
+  if (!mapped) return cudaErrorInvalidValue;
+  const cudaError_t error = allow_shared_memory<coded_tiled_kernel<Gemm>>(Gemm::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t tiles = args.tiles_m * ceil_div(p.n, Gemm::kColumns);
+  return sm90::launch_kernel(coded_tiled_kernel<Gemm>, args, static_cast<int>(tiles * split), Gemm::kThreads,
+                             Gemm::kSharedBytes, split, p.starts_early, stream);
+}
+
+template <typename Element, bool kGated>
+cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
+  switch (plan.tokens) {
+    case 64:
+      return launch_gemm<CodedTiled<Element, kGated, 64>>(p, plan.split, stream);
+    case 128:
+      return launch_gemm<CodedTiled<Element, kGated, 128>>(p, plan.split, stream);
+    case 256:
+      return launch_gemm<CodedTiled<Element, kGated, 256>>(p, plan.split, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename Element>
+cudaError_t launch(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
+  return p.gated() ? launch_of<Element, true>(p, plan, stream) : launch_of<Element, false>(p, plan, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_coded_tiled(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch<__half>(p, plan, stream) : launch<__nv_bfloat16>(p, plan, stream);
+}
+
+}  // namespace fused_mlp

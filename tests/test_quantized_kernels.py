@@ -1,0 +1,217 @@
+"""The ops of layers with weights of 4-bit codes, held to float64 formulas over the decoded weights."""
+
+import importlib
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import machine
+import reference
+from layouts import misaligned
+from reference import errors, poisoned_memory
+
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
+NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+FP4 = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
+CODES = {"nf4": NF4, "fp4": (*FP4, *(-value for value in FP4))}
+ON_GPU = machine.device_type() == "cuda"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if ON_GPU else (torch.bfloat16, torch.float32)
+SILU = 4  # the code of the activation
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU and a torch with CUDA")
+codes = pytest.mark.parametrize("code", CODES)
+nestings = pytest.mark.parametrize("nested", [False, True], ids=["scales", "nested"])
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+class Weight:
+    """A random weight [n, k] of codes, whose elements are about k^-1/2: what the ops take, and what it stands for."""
+
+    def __init__(self, n: int, k: int, device, code: str = "nf4", block: int = 64, nested: bool = False):
+        self.n, self.k, self.block = n, k, block
+        elements = n * k
+        blocks = -(-elements // block)
+        self.data = torch.randint(256, ((elements + 1) // 2, 1), dtype=torch.uint8, device=device)
+        self.code = torch.tensor(CODES[code], device=device)
+        typical = 1.7 * max(k, 1) ** -0.5
+        if nested:
+            self.nested_block, self.offset = 256, 1.3 * typical
+            self.scales = torch.randint(256, (blocks,), dtype=torch.uint8, device=device)
+            self.nested_code = torch.linspace(-1, 1, 256, device=device)
+            self.nested_scales = (0.3 + 0.1 * torch.rand(-(-blocks // 256), device=device)) * typical
+            nest = self.nested_scales.repeat_interleave(256)[:blocks]
+            self.absmax = self.nested_code[self.scales.long()] * nest + self.offset
+        else:
+            self.nested_block, self.offset, self.nested_scales, self.nested_code = 0, 0.0, None, None
+            self.absmax = self.scales = (0.5 + torch.rand(blocks, device=device)) * typical
+
+    @property
+    def operands(self) -> list[Tensor | None]:
+        return [self.data, self.scales, self.code, self.nested_scales, self.nested_code]
+
+    @property
+    def layout(self) -> list[int]:
+        return [self.n, self.k, self.block, self.nested_block]
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """As bitsandbytes decodes it: the product in float32, rounded once; in float64 the product itself."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        pairs = torch.stack([self.data >> 4, self.data & 15], -1).flatten().long()[: self.n * self.k]
+        scales = self.absmax.to(wide).repeat_interleave(self.block)[: self.n * self.k]
+        return (self.code.to(wide)[pairs] * scales).to(dtype).view(self.n, self.k)
+
+
+@pytest.fixture
+def ops(fused_mlp):
+    return importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+
+
+def shared(*weights: Weight) -> tuple[Weight, ...]:
+    """The weights, which hold one tensor of a code."""
+    for weight in weights:
+        weight.code = weights[0].code
+    return weights
+
+
+def run_mlp(ops, x: Tensor, weights: tuple[Weight, ...], biases, gated: bool, activation: int = SILU) -> Tensor:
+    operands = [operand for weight in weights for operand in weight.operands]
+    layouts = [size for weight in weights for size in weight.layout]
+    return ops.quantized_mlp(x, operands, layouts, [w.offset for w in weights], biases, activation, gated)
+
+
+def assert_no_worse(found: Tensor, function: str, x: Tensor, weights, biases, activation: str | None) -> None:
+    """Its error is no larger than that of decoding to the dtype and eager's layers."""
+    names = list(reference.shapes(function, (1,), (1, 1, 1)))[1:]
+
+    def given(dtype: torch.dtype, weights_of) -> dict[str, Tensor]:
+        tensors = [*map(weights_of, weights), *(bias if bias is None else bias.to(dtype) for bias in biases)]
+        return {"x": x.to(dtype)} | dict(zip(names, tensors, strict=True))
+
+    made = given(x.dtype, lambda weight: weight.decoded(x.dtype))
+    wide = given(torch.float64, lambda weight: weight.decoded(torch.float64))
+    exact = reference.exact(function, {k: v for k, v in wide.items() if v is not None}, activation)
+    eager = reference.eager(function, {k: v for k, v in made.items() if v is not None}, activation)
+    assert found.dtype == x.dtype and found.shape == exact.shape and found.is_contiguous()
+    (norm, largest), (of_eager, largest_of_eager) = errors(found, exact), errors(eager, exact)
+    assert norm <= 1.1 * of_eager + 1e-7, (norm, of_eager)
+    assert largest <= 2 * largest_of_eager + 1e-6, (largest, largest_of_eager)
+
+
+@dtypes
+@nestings
+@codes
+def test_decoding_is_exact(ops, device, dtype, code, nested):
+    """Every code, blocks that cross rows, a last block that is cut, and half a byte that is nobody's."""
+    for n, k, block in ((16, 64, 64), (7, 33, 64), (5, 200, 128), (1, 1, 64), (3, 5, 7), (129, 4096, 4096), (0, 8, 64)):
+        weight = Weight(n, k, device, code, block, nested)
+        with poisoned_memory(device):
+            found = ops.quantized_decode(weight.operands, weight.layout, weight.offset, dtype)
+        assert torch.equal(found, weight.decoded(dtype)), (n, k, block)
+    shifted = Weight(24, 64, device, code, 64, nested)
+    shifted.data = misaligned(shifted.data, 0)
+    found = ops.quantized_decode(shifted.operands, shifted.layout, shifted.offset, dtype)
+    assert torch.equal(found, shifted.decoded(dtype))
+
+
+def drawn_features(draw: random.Random) -> int:
+    return 64 * draw.randint(1, 20) if draw.random() < 0.8 else draw.randint(1, 900)
+
+
+@dtypes
+@nestings
+@pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
+def test_random_shapes(ops, device, dtype, function, nested):
+    draw = random.Random(f"{function} {nested} {dtype}")
+    for _ in range(40 if ON_GPU else 6):
+        torch.manual_seed(draw.getrandbits(32))
+        n_in, hidden, out = (drawn_features(draw) for _ in range(3))
+        rows = draw.choice([1, 2, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 300]) if ON_GPU else draw.choice([1, 3, 40])
+        block = draw.choice([64, 64, 64, 128])
+        gated = function.startswith("gated")
+        shapes = [(hidden, n_in)] * (2 if gated else 1) + ([(out, hidden)] if function.endswith("mlp") else [])
+        code = draw.choice(list(CODES))
+        weights = shared(*(Weight(n, k, device, code, block, nested) for n, k in shapes))
+        biases = [torch.randn(n, device=device).to(dtype) if draw.random() < 0.5 else None for n, _ in shapes]
+        x = torch.randn(rows, n_in, device=device).to(dtype)
+        with poisoned_memory(device):
+            if function == "linear":
+                weight = weights[0]
+                found = ops.quantized_linear(x, weight.operands, weight.layout, weight.offset, biases[0], SILU)
+            else:
+                found = run_mlp(ops, x, weights, biases, gated)
+        assert_no_worse(found, function, x, weights, biases, "silu")
+
+
+def test_rows_as_they_lie(ops, device):
+    """Leading dimensions, none, rows that are apart or not aligned, a transpose."""
+    weights = shared(Weight(72, 128, device), Weight(72, 128, device), Weight(40, 72, device))
+    x = torch.randn(6, 5, 136, device=device).bfloat16()
+    for view in (x[..., :128], x[..., 3:131], x[0, 0, :128], x[:0, :, :128], x[..., :128].transpose(0, 1)):
+        found = run_mlp(ops, view, weights, [None] * 3, True)
+        assert found.shape == (*view.shape[:-1], 40)
+        if view.numel() > 0:
+            assert_no_worse(found, "gated_mlp", view, weights, [None] * 3, "silu")
+
+
+def test_codes_of_their_own(ops, device):
+    """Gate and up may have different codes."""
+    weights = Weight(64, 128, device, "nf4"), Weight(64, 128, device, "fp4")
+    x = torch.randn(3, 128, device=device).bfloat16()
+    assert_no_worse(run_mlp(ops, x, weights, [None] * 2, True), "gated_linear", x, weights, [None] * 2, "silu")
+
+
+def test_wrong_operands(ops, device):
+    weight = Weight(32, 64, device)
+    x = torch.randn(2, 64, device=device).bfloat16()
+
+    def call(x=x, bias=None, activation=0, layout=weight.layout, **changed):
+        names = ("data", "scales", "code", "nested_scales", "nested_code")
+        operands = [changed.get(name, operand) for name, operand in zip(names, weight.operands, strict=True)]
+        return ops.quantized_linear(x, operands, layout, 0.0, bias, activation)
+
+    call()
+    for match, changed in {
+        "data": {"data": weight.data[1:]},
+        "scales": {"scales": weight.scales.double()},
+        "code": {"code": weight.code[:15]},
+        "nested_scales and nested_code": {"nested_code": torch.zeros(256, device=device), "scales": weight.scales},
+        "in being 32": {"x": x[:, :32]},
+        "bias": {"bias": torch.zeros(31, device=device).bfloat16()},
+        "activation": {"activation": 99},
+        "layout": {"layout": [32, 64, 0, 0]},
+    }.items():
+        with pytest.raises(RuntimeError, match=match):
+            call(**changed)
+
+
+@gpu_only
+@pytest.mark.parametrize("rows", [1, 16, 64, 200])
+def test_same_bits_in_graphs_and_streams(ops, device, rows):
+    weights = shared(Weight(1024, 512, device), Weight(1024, 512, device), Weight(512, 1024, device, nested=True))
+    x = torch.randn(rows, 512, device=device).bfloat16()
+    expected = run_mlp(ops, x, weights, [None] * 3, True)
+    for _ in range(20):
+        assert torch.equal(run_mlp(ops, x, weights, [None] * 3, True), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(run_mlp(ops, x, weights, [None] * 3, True), expected)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_mlp(ops, x, weights, [None] * 3, True)
+    captured.fill_(torch.nan)
+    graph.replay()
+    assert_no_worse(captured, "gated_mlp", x, weights, [None] * 3, "silu")
+
+
+@gpu_only
+def test_the_plan_names_the_kernel(ops, device):
+    weights = shared(Weight(1024, 512, device), Weight(1024, 512, device), Weight(512, 1024, device))
+    operands = [operand for weight in weights for operand in weight.operands]
+    layouts = [size for weight in weights for size in weight.layout]
+    for rows, kind in ((1, "quantized"), (64, "quantized"), (4096, "decoded")):
+        x = torch.empty(rows, 512, device=device, dtype=torch.bfloat16)
+        text = ops.plan_quantized(x, operands, layouts, [None] * 3, SILU, True)
+        assert text.count(f'"{kind}"') == 2, text
