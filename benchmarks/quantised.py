@@ -11,6 +11,7 @@ its L2. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import itertools
@@ -71,12 +72,20 @@ class GatedMLP(nn.Module):
         return weights, layouts, offsets
 
 
-def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str]) -> dict[str, Callable]:
-    """A call of each provider, which takes another MLP each time. Raises an error where ours is not as exact."""
+@functools.lru_cache(maxsize=1)
+def made(width: int, hidden: int, form: str) -> list[GatedMLP]:
+    """MLPs of more bytes than a GPU's L2 keeps until their next turn."""
     torch.manual_seed(0)
-    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
     copies = max(1, round(L2_BYTES / (1.5 * width * hidden)) + 1) if ON_GPU else 1
-    modules = [GatedMLP(width, hidden, *FORMATS[form]).to(DEVICE).requires_grad_(False) for _ in range(copies)]
+    with torch.device(DEVICE):
+        mlps = [GatedMLP(width, hidden, *FORMATS[form]) for _ in range(copies)]
+    return [mlp.to(DEVICE).requires_grad_(False) for mlp in mlps]
+
+
+def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str]) -> dict[str, Callable]:
+    """A call of each provider, which takes another MLP each time. Raises an error where the results differ."""
+    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+    modules = made(width, hidden, form)
     x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
     plain = [layer.weight for layer in (modules[0].gate, modules[0].up, modules[0].down)]
     plain = [bitsandbytes.functional.dequantize_4bit(w.data, w.quant_state).to(torch.bfloat16) for w in plain]

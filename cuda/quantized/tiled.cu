@@ -13,7 +13,7 @@ namespace {
 Matrix words_of(const CodedWeight& weight, int64_t k) { return {const_cast<uint8_t*>(weight.data), k / 4}; }
 
 template <typename Gemm>
-cudaError_t launch_gemm(const CodedProblem& p, int split, cudaStream_t stream) {
+cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaStream_t stream) {
   CodedTiledArgs args{};
   args.scales = p.weight.scales;
   args.up_scales = p.up_weight.scales;
@@ -34,35 +34,38 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, cudaStream_t stream) {
                       encode_weight(&args.weight, p.weight) &&
                       (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
-  const cudaError_t error = allow_shared_memory<coded_tiled_kernel<Gemm>>(Gemm::kSharedBytes);
+  const cudaError_t error = allow_shared_memory<coded_tiled_kernel<Gemm>>(gpu.shared_of_cta);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = args.tiles_m * ceil_div(p.n, Gemm::kColumns);
-  return sm90::launch_kernel(coded_tiled_kernel<Gemm>, args, static_cast<int>(tiles * split), Gemm::kThreads,
-                             Gemm::kSharedBytes, split, p.starts_early, stream);
+  const int ctas = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns) * split);
+  // CTAs that could be two to a multiprocessor would be, and leave others idle.
+  const int shared = ctas <= gpu.multiprocessors ? shared_of_each(ctas, gpu) : Gemm::kSharedBytes;
+  return sm90::launch_kernel(coded_tiled_kernel<Gemm>, args, ctas, Gemm::kThreads, shared, split, p.starts_early,
+                             stream);
 }
 
 template <typename Element, bool kGated>
-cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
+cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
   switch (plan.tokens) {
     case 64:
-      return launch_gemm<CodedTiled<Element, kGated, 64>>(p, plan.split, stream);
+      return launch_gemm<CodedTiled<Element, kGated, 64>>(p, plan.split, gpu, stream);
     case 128:
-      return launch_gemm<CodedTiled<Element, kGated, 128>>(p, plan.split, stream);
+      return launch_gemm<CodedTiled<Element, kGated, 128>>(p, plan.split, gpu, stream);
     case 256:
-      return launch_gemm<CodedTiled<Element, kGated, 256>>(p, plan.split, stream);
+      return launch_gemm<CodedTiled<Element, kGated, 256>>(p, plan.split, gpu, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 template <typename Element>
-cudaError_t launch(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
-  return p.gated() ? launch_of<Element, true>(p, plan, stream) : launch_of<Element, false>(p, plan, stream);
+cudaError_t launch(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  return p.gated() ? launch_of<Element, true>(p, plan, gpu, stream) : launch_of<Element, false>(p, plan, gpu, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_coded_tiled(const CodedProblem& p, const CodedPlan& plan, cudaStream_t stream) {
-  return p.dtype == DType::kFloat16 ? launch<__half>(p, plan, stream) : launch<__nv_bfloat16>(p, plan, stream);
+cudaError_t launch_coded_tiled(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch<__half>(p, plan, gpu, stream)
+                                    : launch<__nv_bfloat16>(p, plan, gpu, stream);
 }
 
 }  // namespace fused_mlp
