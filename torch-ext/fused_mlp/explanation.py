@@ -19,6 +19,7 @@ from .models.experts.interface import NAME
 from .models.outcome import Outcome
 from .models.parts.recognition import activation_of
 from .models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
+from .models.running import normed
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,9 @@ _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 
 def _explain_module(module: nn.Module) -> Explanation:
     """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
-    name, parts = type(module).__name__, tuple(_parts(module))
+    name, found = type(module).__name__, tuple(_parts(module))
+    norms = tuple(part for part in found if part.path and part.pattern in outcome.NORMS)
+    parts = tuple(part for part in found if part not in norms)
     fused = [part for part in parts if part.fused]
     if parts and parts[0].path == "" and (len(parts) == 1 or parts[0].extent != outcome.NONE):
         root = parts[0]
@@ -216,12 +219,13 @@ def _explain_module(module: nn.Module) -> Explanation:
         implementation = "fused" if root.fused else "original" if root.extent == outcome.NONE else "partly fused"
         return Explanation(name, implementation, reason, parts)
     if not parts:
-        return Explanation(name, "original", "no MLP found", parts)
+        implementation = "partly fused" if any(part.fused for part in norms) else "original"
+        return Explanation(name, implementation, report.summary((), norms), norms)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
     nothing = all(part.extent == outcome.NONE for part in parts)
     implementation = "fused" if len(fused) == len(parts) else "original" if nothing else "partly fused"
-    return Explanation(name, implementation, f"{report.summary(parts)}{''.join(counted)}", parts)
+    return Explanation(name, implementation, f"{report.summary(parts, norms)}{''.join(counted)}", parts)
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
@@ -246,6 +250,9 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     if kernel is layers.MegaBlocksMoeMLP.forward:
         return outcome.of_experts(attribute_of(module, "experts"), NAME)
+    if kernel is layers.RMSNorm.forward:
+        takes = normed.takes(module)
+        return outcome.of_norm(module) if takes else Outcome(outcome.NONE, (outcome.Reason(outcome.UNKNOWN_FORM),))
     if kernel is layers.Output.forward:
         parts = {name: attribute_of(module, name) for name in ("dense", "dropout", "LayerNorm")}
         return outcome.of_sum(parts)

@@ -30,6 +30,8 @@ residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
+norm_forward = ops.norm_forward.default
+norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
 experts_training_forward = ops.experts_training_forward.default
@@ -300,6 +302,33 @@ def _(
     norms_sum: bool,
 ) -> Tensor:
     return _like_linear(x, down_weight)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_forward"))
+def _(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, norm: int, rounded: bool
+) -> Tuple[Tensor, Tensor]:
+    kinds = 2 if norm in _CENTRED else 1
+    statistics = x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
+    return x.new_empty(x.shape), statistics
+
+
+_CENTRED = (1, 5)  # as in torch-ext/norm.h
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_backward"))
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    statistics: Tensor,
+    residual_grad: Optional[Tensor],
+    norm: int,
+    needs: int,
+) -> List[Tensor]:
+    like = x if weight is None else weight
+    made = (lambda: x.new_empty(x.shape), *(2 * (lambda: like.new_empty(x.shape[-1:]),)))
+    return [make() for index, make in enumerate(made) if needs >> index & 1]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))

@@ -97,6 +97,27 @@ def experts_mlp(
     return experts.composed(*tensors, experts.Form(*form), act_and_mul)
 
 
+def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
+    """A norm over the last dimension, of a code of the ops (torch-ext/norm.h), as modules spell it out.
+
+    All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if code in _CENTRED:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if rounded:
+        normed = normed.to(x.dtype)
+    if weight is not None:
+        normed = normed * (1.0 + weight.to(wide.dtype) if code in _OF_ONE_MORE else weight)
+    if bias is not None:
+        normed = normed + bias
+    return normed.to(x.dtype)
+
+
+_CENTRED, _OF_ONE_MORE = (1, 5), (3, 5)
+
+
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
