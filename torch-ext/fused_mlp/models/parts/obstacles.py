@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 
 from ... import functional
 from ...activations import ACTIVATIONS
+from ...backends import native
 from ...operands import NARROWED, is_narrowed
 from ..reading.attributes import PLAIN_FORWARDS, of_call, state_of
 
@@ -48,6 +49,7 @@ _PATCHABLE = (
 )
 _ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
 _CALL = _ORIGINALS[0][2]
+_are_unchanged = getattr(native.plain_modules, "are_unchanged", None)  # the same in compiled code
 
 
 def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ def of_surroundings() -> Optional[str]:
         or _torch_module._global_backward_pre_hooks
     ):
         return "global module hooks"
-    for owner, name, original in _ORIGINALS:
+    is_asked = _are_unchanged is not None and not torch.compiler.is_compiling()
+    for owner, name, original in () if is_asked and _are_unchanged(_ORIGINALS) else _ORIGINALS:
         if getattr(owner, name) is not original:
             return f"a patched {owner.__name__}.{name}"
     for index in range(torch._C._len_torch_function_stack()):

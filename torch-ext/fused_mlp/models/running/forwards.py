@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ... import calls, quantized
 from ...activations import Activation
 from ...adapters import Layer, Layers, in_one_op
-from ...backends import native
 from ...operands import autocasts, halves
 from ..parts import adapters, obstacles
 from ..parts.pattern import Pattern
@@ -42,7 +41,7 @@ def fused(
 
     None where a part has to be called, or torch computes the parts.
     """
-    if activation is None or _obstacle_of(x) is not None:
+    if activation is None or obstacles.of_input(x) is not None:
         return None
     if pattern.whole and not passes(between, x, projections[-1]):
         return None
@@ -60,17 +59,6 @@ def fused(
     nothing = () if pattern.whole else (None,)
     given = (x, weights[0], None, *weights[1:], *nothing, biases[0], None, *biases[1:], *nothing)
     return calls.in_one_op("gated_mlp", given, activation, pattern.memory, pattern.up_first)
-
-
-def _obstacle_of(x: Tensor) -> Optional[str]:
-    """:func:`obstacles.of_input`, in less time where compiled code says that there is nothing to ask for."""
-    is_asked = _plain is not None and not _is_compiling() and torch._C._len_torch_function_stack() == 0
-    if is_asked and type(x) is Tensor and x.layout is torch.strided and not x.is_nested and _plain.is_undisturbed():
-        return None
-    return obstacles.of_input(x)
-
-
-_plain, _is_compiling = native.plain_modules, torch.compiler.is_compiling
 
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
