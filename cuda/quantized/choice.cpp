@@ -90,7 +90,7 @@ bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
 }  // namespace
 
 Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
-  if (gpu.major < 8) return Refusal::kGpu;
+  if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
   if (takes_tiles(p, gpu)) {
     *plan = choose_tiled(p, gpu);
