@@ -25,7 +25,7 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.n > kMost || p.k > kMost) return Refusal::kTooLarge;
   const auto fits = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
-  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || p.a.row_stride % 8 == 0);
+  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || (p.a.row_stride % 8 == 0 && p.a.row_stride >= p.k));
   return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
