@@ -69,11 +69,11 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu) {
     int tokens, ctas;
     double of_block;
   };
-  constexpr Tile kTiles[] = {{64, 1, 0.485}, {64, 2, 0.885}, {128, 1, 0.58}, {256, 1, 0.86}};
+  constexpr Tile kTiles[] = {{64, 1, 0.485}, {64, 2, 0.885}, {128, 1, 0.57}, {256, 1, 0.87}};
   const int64_t columns = p.gated() ? 64 : 128, blocks = p.k / kCodedBlock;
   Best best;
   for (const Tile& tile : kTiles) {
-    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 2.0};
+    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 3.0};
     const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
     for (int split = 1; split <= 4 && split <= blocks; ++split) {
       best.offer({MainLoop::kTiled, tile.tokens, split, {}}, rounds.time(tiles, blocks, split));
