@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                        all points of this machine's list, in 8 minutes at most
     python benchmarks/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
+    python benchmarks/training.py --steps llama-1b       whole steps by width, with Liger and torch.compile beside ours
     python benchmarks/training.py --from build/training.json     show what such a run has written; measure nothing
 
 All providers of a point take turns in one process, and the medians count: of turns of many steps for the wall time, of
@@ -33,6 +34,7 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 import kernels
 import torch
 import training_models
+import training_steps
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -69,6 +71,7 @@ SHAPES = {
 }
 TIMES = {
     "kernel_us": "GPU us",
+    "kernels": "kernels",
     "graph_us": "in graphs",
     "wall_us": "wall us",
     "saved": "saved MiB",
@@ -236,17 +239,23 @@ def of_model(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> d
     return {"model": name, "shape": [], "dtype": str(dtype), "providers": {}, "left": {"all": reason}}
 
 
+def of_steps(name: str, dtype: torch.dtype, fused_mlp, clock: Clock, given) -> dict:
+    take_turns = partial(timed, clock=clock, given=given)
+    return training_steps.figures(name, dtype, fused_mlp, given.copies, given.variants, take_turns)
+
+
 def run(given) -> dict:
     fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
     shapes = SHAPES[DEVICE] if given.shapes is None else given.shapes
     found = {"machine": measure.machine(), "activation": given.activation, "results": []}
-    points = [(dtype, point) for dtype in given.dtypes for point in (*shapes[:4], *given.models, *shapes[4:])]
+    of_dtype = given.steps or (*shapes[:4], *given.models, *shapes[4:])
+    points = [(dtype, point) for dtype in given.dtypes for point in of_dtype]
     clock = Clock(given.minutes, len(points))
     with tqdm(points, disable=None) as progress:
         for dtype, point in progress:
             progress.set_description(f"{point}, {dtype}")
             clock.next_point()
-            measured = of_model if isinstance(point, str) else of_shape
+            measured = of_steps if given.steps else of_model if isinstance(point, str) else of_shape
             found["results"].append(measured(point, getattr(torch, dtype), fused_mlp, clock, given))
             gc.collect()
             torch._dynamo.reset()
@@ -290,6 +299,8 @@ def main():
     parser.add_argument(
         "--models", nargs="*", choices=training_models.MODELS, default=list(training_models.MODELS), help="whole steps"
     )
+    parser.add_argument("--steps", nargs="*", choices=training_steps.STEPS, help="whole steps by width, and no others")
+    parser.add_argument("--variants", nargs="+", choices=training_steps.VARIANTS, default=training_steps.VARIANTS)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT))
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32", "float16"], default=["bfloat16"])
@@ -300,6 +311,7 @@ def main():
     parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
     parser.add_argument("--out", type=Path, default=Path("build/training"))
     given = parser.parse_args()
+    given.steps = list(training_steps.STEPS) if given.steps == [] else given.steps
     found = json.loads(given.source.read_text()) if given.source else run(given)
     print_table(found)
 

@@ -38,6 +38,11 @@ void compute(const PlainMlp& mlp, const few_rows::Layer& first, const few_rows::
 
 }  // namespace
 
+bool norm_directly(const PlainNorm& p, void* out) {
+  norm_rows({p.dtype, p.rows, p.cols}, p.norm, p.x, kNoMatrix, {out, p.cols});
+  return true;
+}
+
 bool may_be_direct(DType dtype, int64_t rows) { return few_rows::may_pay(dtype, rows); }
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {

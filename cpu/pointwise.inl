@@ -118,6 +118,22 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
+// A sum of vectors, of which long rows have many: some are added up first, so that rounding errors stay small.
+struct LongSum {
+  Vec all, few;
+  int count;
+};
+
+FUSED_MLP_INLINE void add(LongSum& sum, const Pair& values) {
+  constexpr int kFew = 16;
+  sum.few += values.half[0] + values.half[1];
+  if (++sum.count % kFew != 0) return;
+  sum.all += sum.few;
+  sum.few = splat(0.0f);
+}
+
+FUSED_MLP_INLINE float total(const LongSum& sum) { return lanes_sum(sum.all + sum.few); }
+
 // A norm maps the values of a row to (value - mean - left) * scale, where `left` is what the mean misses, so that
 // a row of equal values gives 0.
 struct Statistics {
@@ -130,25 +146,25 @@ FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const 
   const float share = 1.0f / static_cast<float>(cols);
   float mean = 0.0f;
   if (norm.centred()) {
-    Vec total = splat(0.0f);
+    LongSum sum{};
     for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Pair values = values_at(c, count);
-      for (int h = 0; h < 2; ++h) total += values.half[h] * share;
+      Pair values = values_at(c, count);
+      for (Vec& value : values.half) value *= share;
+      add(sum, values);
     });
-    mean = lanes_sum(total);
+    mean = total(sum);
   }
-  Vec rests = splat(0.0f), squares = splat(0.0f);
+  LongSum rests{}, squares{};
   for_each_block(cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
     Pair values = values_at(c, count);
     for (Vec& value : values.half) value -= mean;
     if (count < kBlock) clear_rest<T>(values, count);
-    for (int h = 0; h < 2; ++h) {
-      rests += values.half[h];
-      squares += values.half[h] * values.half[h];
-    }
+    add(rests, values);
+    for (Vec& value : values.half) value *= value;
+    add(squares, values);
   });
-  const float left = norm.centred() ? lanes_sum(rests) * share : 0.0f;
-  return {mean, left, 1.0f / __builtin_sqrtf(variance_of(lanes_sum(squares) * share, left) + norm.eps)};
+  const float left = norm.centred() ? total(rests) * share : 0.0f;
+  return {mean, left, 1.0f / __builtin_sqrtf(variance_of(total(squares) * share, left) + norm.eps)};
 }
 
 // Those of a row begin at `first`, and may be of either type.
@@ -158,8 +174,17 @@ FUSED_MLP_INLINE Pair load_features(const Features& features, int64_t first, int
   return load(static_cast<const T*>(features.data) + first + col, count);
 }
 
+template <typename T>
+FUSED_MLP_INLINE Pair rounded(Pair x) {
+  if constexpr (!kIsBf16<T>) return x;
+  BFloat16 block[kBlock];
+  store(block, x);
+  return load(block);
+}
+
 template <typename T, Residual kResidual>
-void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
+void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out,
+               RowStatistics statistics) {
   for (int64_t r = 0; r < shape.rows; ++r) {
     const auto of_row = [=](const Features& f) { return (first + r) / f.rows * f.stride; };
     const int64_t first_weight = of_row(norm.weight), first_bias = of_row(norm.bias);
@@ -176,10 +201,15 @@ void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Mat
       return kResidual == Residual::kNormed ? add_residual(values, c, count) : values;
     };
     const Statistics its = norm.normed() ? statistics_of<T>(shape.cols, norm, values_at) : Statistics{};
+    if (statistics.scales != nullptr) {
+      statistics.scales[first + r] = its.scale;
+      if (norm.centred()) statistics.means[first + r] = its.mean + its.left;
+    }
     for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
       Pair values = values_at(c, count);
       if (norm.normed()) {
         for (Vec& value : values.half) value = (value - its.mean - its.left) * its.scale;
+        if (norm.rounded) values = rounded<T>(values);
       }
       if (norm.weight.data != nullptr) {
         const Pair weights = load_features<T>(norm.weight, first_weight, c, count);
@@ -190,6 +220,59 @@ void norm_rows(const PointwiseShape& shape, const Norm& norm, int64_t first, Mat
         for (int h = 0; h < 2; ++h) values.half[h] += biases.half[h];
       }
       store(out_row + c, count, kResidual == Residual::kAdded ? add_residual(values, c, count) : values);
+    });
+  }
+}
+
+template <typename T>
+void norm_gradients_of(const PointwiseShape& shape, const Norm& norm, const NormGradients& rows) {
+  const float share = 1.0f / static_cast<float>(shape.cols);
+  const bool centred = norm.centred();
+  const auto weights_at = [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+    if (norm.weight.data == nullptr) return Pair{{splat(1.0f), splat(1.0f)}};
+    Pair weights = load_features<T>(norm.weight, 0, c, count);
+    for (Vec& weight : weights.half) weight += norm.weight_offset();
+    return weights;
+  };
+  const auto add_to = [](float* sums, const Pair& values) __attribute__((always_inline)) {
+    Pair sum = load(sums);
+    for (int h = 0; h < 2; ++h) sum.half[h] += values.half[h];
+    store(sums, sum);
+  };
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const T *x_row = row<T>(rows.x, r), *grad_row = row<T>(rows.grad, r);
+    const T* residual_row = rows.residual_grad.data == nullptr ? nullptr : row<T>(rows.residual_grad, r);
+    T* dx_row = rows.dx.data == nullptr ? nullptr : row<T>(rows.dx, r);
+    const float scale = rows.scales[r], mean = centred ? rows.means[r] : 0.0f;
+    LongSum slopes{}, shifts{};
+    for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair xs = load(x_row + c, count), weights = weights_at(c, count);
+      const Pair grads = load(grad_row + c, count);  // of a part of a block, zeros follow
+      Pair products, weighted, of_slope;
+      for (int h = 0; h < 2; ++h) {
+        products.half[h] = grads.half[h] * ((xs.half[h] - mean) * scale);
+        of_slope.half[h] = products.half[h] * weights.half[h];
+        weighted.half[h] = grads.half[h] * weights.half[h];
+      }
+      add(slopes, of_slope);
+      add(shifts, weighted);
+      if (rows.weight_sums != nullptr) add_to(rows.weight_sums + c, products);
+      if (rows.bias_sums != nullptr) add_to(rows.bias_sums + c, grads);
+    });
+    if (dx_row == nullptr) continue;
+    const float slope = total(slopes) * share, shift = centred ? total(shifts) * share : 0.0f;
+    for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Pair xs = load(x_row + c, count), weights = weights_at(c, count), grads = load(grad_row + c, count);
+      Pair changes;
+      for (int h = 0; h < 2; ++h) {
+        const Vec value = (xs.half[h] - mean) * scale;
+        changes.half[h] = (grads.half[h] * weights.half[h] - value * slope - shift) * scale;
+      }
+      if (residual_row != nullptr) {
+        const Pair others = load(residual_row + c, count);
+        for (int h = 0; h < 2; ++h) changes.half[h] += others.half[h];
+      }
+      store(dx_row + c, count, changes);
     });
   }
 }
@@ -230,20 +313,50 @@ static void act_and_mul_backward(const PointwiseShape& shape, int64_t activation
 }
 
 template <typename T>
-void norm_of(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
+void norm_of(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out,
+             RowStatistics statistics) {
   switch (norm.residual) {
     case Residual::kNone:
-      return norm_rows<T, Residual::kNone>(shape, norm, first, x, residual, out);
+      return norm_rows<T, Residual::kNone>(shape, norm, first, x, residual, out, statistics);
     case Residual::kNormed:
-      return norm_rows<T, Residual::kNormed>(shape, norm, first, x, residual, out);
+      return norm_rows<T, Residual::kNormed>(shape, norm, first, x, residual, out, statistics);
     case Residual::kAdded:
-      return norm_rows<T, Residual::kAdded>(shape, norm, first, x, residual, out);
+      return norm_rows<T, Residual::kAdded>(shape, norm, first, x, residual, out, statistics);
   }
 }
 
-static void norm(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out) {
+static void norm(const PointwiseShape& shape, const Norm& norm, int64_t first, Matrix x, Matrix residual, Matrix out,
+                 RowStatistics statistics) {
   const auto rows = shape.dtype == DType::kFloat32 ? norm_of<float> : norm_of<BFloat16>;
-  rows(shape, norm, first, x, residual, out);
+  rows(shape, norm, first, x, residual, out, statistics);
 }
 
-const PointwiseKernels kPointwise = {act, act_backward, act_and_mul, act_and_mul_backward, column_sums, norm};
+static void norm_gradients(const PointwiseShape& shape, const Norm& norm, const NormGradients& rows) {
+  const auto gradients = shape.dtype == DType::kFloat32 ? norm_gradients_of<float> : norm_gradients_of<BFloat16>;
+  gradients(shape, norm, rows);
+}
+
+static void norm_sums(const PointwiseShape& shape, const float* sums, int64_t stride, bool wide, void* out) {
+  for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
+    constexpr int64_t kFew = 32;
+    Pair total{};
+    for (int64_t first = 0; first < shape.rows; first += kFew) {
+      Pair few{};
+      for (int64_t r = first; r < shape.rows && r < first + kFew; ++r) {
+        const Pair part = load(sums + r * stride + c);
+        for (int h = 0; h < 2; ++h) few.half[h] += part.half[h];
+      }
+      for (int h = 0; h < 2; ++h) total.half[h] += few.half[h];
+    }
+    if (shape.dtype == DType::kFloat32) {
+      store(static_cast<float*>(out) + c, count, total);
+    } else if (!wide) {
+      store(static_cast<BFloat16*>(out) + c, count, total);
+    } else {
+      for (int64_t i = 0; i < count; ++i) static_cast<float*>(out)[c + i] = total.half[i % 2][i / 2];
+    }
+  });
+}
+
+const PointwiseKernels kPointwise = {act,         act_backward, act_and_mul,    act_and_mul_backward,
+                                     column_sums, norm,         norm_gradients, norm_sums};

@@ -65,12 +65,21 @@ struct Steps {
   LayerViews layer_views(int number) const { return {TensorViews(mlp), mlp.layers[number], in(number)}; }
 
   void norm(const Matrix& x, const Matrix& residual, const Matrix& out, int64_t features, const Norm& norm) const {
-    check(launch_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)},
-                      first.stream));
+    run_norm({x, residual, out, mlp.rows, features, mlp.dtype, norm, norms_overlap(first.gpu.major)}, first.gpu,
+             first.stream);
   }
 };
 
 }  // namespace
+
+bool norm_directly(const PlainNorm& p, void* out) {
+  int current = -1;
+  if (cudaGetDevice(&current) != cudaSuccess || current != p.device) return false;
+  const Gpu& its = gpu(p.device);
+  run_norm({p.x, kNoMatrix, {out, p.cols}, p.rows, p.cols, p.dtype, p.norm, norms_overlap(its.major)}, its,
+           current_stream(p.device));
+  return true;
+}
 
 bool may_be_direct(DType, int64_t) { return true; }
 

@@ -205,9 +205,17 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     variance = squares[0] * share;
   }
   const float scale = __frsqrt_rn(variance + norm.eps), weight_offset = norm.weight_offset();
+  if (p.statistics != nullptr && threadIdx.x == 0) {
+    p.statistics[row] = scale;
+    if (Centred) p.statistics[p.rows + row] = mean + left;
+  }
   for_each([&](int64_t col, Values values, const Terms& terms) {
 #pragma unroll
     for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
+    if (norm.rounded) {
+#pragma unroll
+      for (float& value : values.lane) value = to_float(from_float<T>(value));
+    }
     if (weight != nullptr) {
 #pragma unroll
       for (int i = 0; i < Width; ++i) values.lane[i] *= terms.weight.lane(i) + weight_offset;

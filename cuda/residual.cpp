@@ -15,16 +15,16 @@ namespace {
 // The functions that residual.h asks of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
-    const bool overlaps = norms_overlap(gpu(x.tensor.get_device_index()).major);
-    check(launch_norm({matrix(x),
-                       residual,
-                       {out.mutable_data_ptr(), x.cols},
-                       x.rows,
-                       x.cols,
-                       dtype_of(x.tensor, "x"),
-                       norm,
-                       overlaps},
-                      current_stream(x.tensor)));
+    const Gpu& its = gpu(x.tensor.get_device_index());
+    run_norm({matrix(x),
+              residual,
+              {out.mutable_data_ptr(), x.cols},
+              x.rows,
+              x.cols,
+              dtype_of(x.tensor, "x"),
+              norm,
+              norms_overlap(its.major)},
+             its, current_stream(x.tensor));
   }
 };
 

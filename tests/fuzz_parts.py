@@ -19,6 +19,10 @@ def cubed(h):
     return h * h * h
 
 
+def relu_and_mul(gate, up):
+    return F.relu(gate) * up
+
+
 def wrapped(function):
     @functools.wraps(function)
     def around(*args, **kwargs):

@@ -195,3 +195,27 @@ def test_public_answers(fused_mlp):
     with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got str"):
         fused_mlp.is_fused("a module")
     assert fused_mlp.__version__ == str(project.version())
+
+
+class Other(Gated):
+    """A class whose parts have the same names."""
+
+
+def test_misses_of_another_class(fused_mlp, device, monkeypatch):
+    """Python looks at the first call of a class that compiled code does not take, however often another's missed."""
+    shortcut, asked = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"], []
+    monkeypatch.setattr(shortcut, "_missed", {})
+    modules = [kind().to(device).eval() for kind in (Gated, Other)]
+    for module in modules:
+        fused_mlp.fuse_mlps(module)
+        hooked(module)
+    learn, x = shortcut.learn, x_of(device)
+    monkeypatch.setattr(shortcut, "learn", lambda act: asked.append(1) or learn(act))
+    with torch.no_grad():
+        for _ in range(8):  # which is a power of two, behind which it waits longest
+            modules[0](x)
+        before = len(asked)
+        modules[0](x)
+        assert len(asked) == before > 0
+        modules[1](x)
+    assert len(asked) > before

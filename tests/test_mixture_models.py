@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import machine
 import mixtures
 
 IDS = torch.tensor([[5, 17, 41, 8, 93, 22, 60], [71, 3, 29, 88, 14, 50, 9]])
@@ -104,3 +105,59 @@ def test_registered(fused_mlp, device):
     assert states(fused_mlp, fused) == ["original", "original"]
     model.set_experts_implementation("fused_mlp")
     assert error(logits(model, ids), logits(fused, ids)) <= BOUND
+
+
+WAYS = ["eager", "grouped_mm", "batched_mm", "fused_mlp"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_equal_choices(fused_mlp, device, model_type, way):
+    """Routers that begin at zero, as in a model made of a dense one: the experts that torch.topk takes."""
+    fused_mlp.register_experts()
+    model, ids = mixtures.build(model_type).to(device), IDS.to(device)
+    routers = [part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
+    for parameter in (parameter for router in routers for parameter in router.parameters()):
+        parameter.data.zero_()
+    assert routers
+    fused = copy.deepcopy(model)
+    model.set_experts_implementation("grouped_mm" if way == "fused_mlp" else way)
+    fused.set_experts_implementation(way)
+    fused_mlp.fuse_mlps(fused)
+    assert error(logits(fused, ids), logits(model, ids)) < BOUND
+
+
+def result(module, *given):
+    """What a call returns; the type of an error that it raises."""
+    try:
+        return module(*given)
+    except Exception as raised:
+        return type(raised)
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU torch ends the process")
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_an_index_that_no_expert_has(fused_mlp, model_type, way, recorded):
+    """It is skipped, or raises, as the unfused way does, whatever calls were before. What products of groups compute of
+    it, where they raise nothing, is memory that nobody has written."""
+    model = mixtures.build(model_type)
+    model.set_experts_implementation(way)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    plain, fused = (next(iter(mixtures.groups(each).values())) for each in (model, fused))
+    experts, tokens = plain.num_experts, 5
+    with torch.set_grad_enabled(recorded):
+        for wrong in (experts, experts + 3, -1, -experts, -experts - 2):
+            x, weights = torch.randn(tokens, mixtures.SIZES["hidden_size"]), torch.rand(tokens, 2)
+            index = torch.randint(0, experts, (tokens, 2))
+            for _ in range(2):  # from the first on, what a call rests on is settled
+                assert error(result(fused, x, index, weights), result(plain, x, index, weights)) < BOUND
+            index[2, 1] = wrong
+            got, expected = result(fused, x, index, weights), result(plain, x, index, weights)
+            assert isinstance(got, type) == isinstance(expected, type), (wrong, got, expected)
+            if isinstance(expected, type):
+                assert got is expected, wrong
+            elif way != "grouped_mm":
+                assert error(got, expected) < BOUND, wrong

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import NewGELUActivation, QuickGELUActivation
 
 import look_alikes
 from modules import PROJECTIONS, WRAPPERS, Gated, PackedGated, Plain
@@ -356,3 +357,20 @@ def test_after_kernelize(fused_mlp, device):
     module.forward = fused_mlp.layers.GatedMLP.forward.__get__(module)
     assert fused_mlp.fuse_mlps(module).fused == []
     assert fused_mlp.explain(module).implementation == "fused"
+
+
+def doubled(self, input):
+    return 2 * input
+
+
+@pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, QuickGELUActivation, NewGELUActivation])
+def test_code_of_an_activation_replaced_in_place(fused_mlp, device, monkeypatch, kind):
+    """IPython's autoreload does so where the source of a package changes."""
+    module, x = Plain(kind).to(device), torch.randn(3, 32, device=device)
+    fused_mlp.fuse_mlps(module)
+    with torch.no_grad():
+        for _ in range(2):
+            module(x)
+        monkeypatch.setattr(kind.forward, "__code__", doubled.__code__)
+        assert torch.equal(module(x), Plain.forward(module, x))
+        assert fused_mlp.explain(module).implementation == "original"

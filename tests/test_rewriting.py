@@ -617,10 +617,15 @@ IMPORTED = "from torch.nn.functional import dropout\nfrom torch import square\n"
     ("body", "name", "other"),
     [
         ("return self.fc2(dropout(F.relu(self.fc1(x)), 0.1, self.training))", "dropout", lambda x, p, training: 2 * x),
+        (
+            "h = dropout(F.relu(self.fc1(x)), 0.1, self.training)\nreturn dropout(self.fc2(h).tanh(), 0.1, False)",
+            "dropout",
+            lambda x, p, training: 2 * x,
+        ),
         ("return self.fc2(square(F.relu(self.fc1(x))))", "square", lambda x: 3 * x),
         ("return self.fc2(torch.square(torch.relu(self.fc1(x))))", "torch", types.SimpleNamespace(**vars(torch))),
     ],
-    ids=["dropout", "square", "torch"],
+    ids=["dropout", "dropout twice", "square", "torch"],
 )
 def test_a_name_that_stands_for_something_else_later(
     fused_mlp, device, written, monkeypatch, body, name, other, is_loaded

@@ -63,6 +63,7 @@ def parts() -> dict[str, str]:
         "models": models_table(),
         "generate": generate_table(),
         "training": training_table(),
+        "training-steps": training_steps_table(),
         "adapters": adapters_table(),
         "quantised": quantised_table(),
         "unfused": unfused_table(),
@@ -290,6 +291,38 @@ def training_table() -> str:
         rows.append((*row, f"{eager['peak']:.0f}", *memory))
     heads = ("torch.compile", "Liger", "**fused-mlp**", "recomputing", "peak, MiB", "**fused-mlp**", "recomputing")
     return documents.table(("M, D, H", "eager, ms", *heads), rows, left=1)
+
+
+STEPS = {  # of benchmarks/training_steps.py
+    "llama-1b": "Llama 1B's widths, 4 layers",
+    "llama-8b": "Llama 8B's widths, 2 layers",
+    "gpt2": "GPT-2",
+    "bert": "BERT-base",
+    "vit": "ViT-B",
+}
+STEP_WAYS = {
+    "eager": "eager",
+    "ours": HEADS["ours"],
+    "liger-swiglu": "Liger's MLP",
+    "liger": "Liger's MLP and norms",
+    "compile": "torch.compile",
+    "compile-ours": "fused, then compiled",
+}
+
+
+def training_steps_table() -> str:
+    """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and parts of eager's."""
+    rows = []
+    for result in run("h200-training-steps")["results"]:
+        eager = result["providers"]["eager"]
+        title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
+        for way, of in result["providers"].items():
+            times = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
+            gpu, wall = times
+            rows.append((title, STEP_WAYS[way], gpu, f"{of['kernels']:.0f}", wall, f"{of['peak']:.0f}"))
+            title = ""
+    heads = ("step", "way", "GPU busy, ms (of eager)", "kernels", "wall, ms (of eager)", "peak, MiB")
+    return documents.table(heads, rows, left=2)
 
 
 def training_machine() -> str:

@@ -32,6 +32,19 @@ struct PlainMlp {
   Norm first, last;
 };
 
+// A norm by itself, which norm.h has, of rows of x.
+struct PlainNorm {
+  DType dtype;
+  int32_t device;
+  Matrix x;
+  int64_t rows, cols;
+  Norm norm;
+};
+
+// Computes it into adjacent rows, on a GPU by torch's current stream. False where the op has to be called: on another
+// device than the current one.
+bool norm_directly(const PlainNorm& norm, void* out);
+
 // True if there may be a plan for so many rows, whatever the layers are.
 bool may_be_direct(DType dtype, int64_t rows);
 

@@ -24,4 +24,9 @@ bool configure_direct_calls(PyObject* exchange, PyObject* is_negated, PyObject* 
 // and autograd does not follow them.
 PyObject* call_directly(const DirectForm& form, PyObject* operands);
 
+// The result of a norm by itself, given x, weight, bias (None where there is none), eps, its code, and whether it is
+// rounded before the weight. Where autograd follows, or torch's dispatcher has more to do, the operands again; nullptr
+// without an error where these do not fit.
+PyObject* norm_or_operands(PyObject* operands, bool followed);
+
 }  // namespace fused_mlp

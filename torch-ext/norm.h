@@ -22,13 +22,15 @@ struct Features {
 };
 inline constexpr Features kNoFeatures{nullptr, 1, 0, false};
 
-// No weight stands for ones, no bias for zeros.
+// No weight stands for ones, no bias for zeros. `rounded`: what is normed is rounded before the weight, as where a
+// module's code casts it first.
 struct Norm {
   NormKind kind;
   Features weight, bias;
   float eps;
   Residual residual;
   float factor;
+  bool rounded = false;
 
   constexpr bool centred() const { return kind == NormKind::kLayer || kind == NormKind::kLayerOfOneMore; }
   constexpr bool normed() const { return kind != NormKind::kNone && kind != NormKind::kScale; }

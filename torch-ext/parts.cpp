@@ -26,10 +26,8 @@ Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
 
 // Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple. Where it `may_lack` a
 // weight, None stands for that.
-Answer read_parameters(PyObject* module, PyObject* state, bool recording, PyObject* weight_name, bool biased,
-                       PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place, bool may_lack = false) {
-  const Answer bare = is_bare(module, state, recording);
-  if (bare != kYes) return bare;
+Answer read_parameters(PyObject* state, PyObject* weight_name, bool biased, PyObject* operands, Py_ssize_t weight_place,
+                       Py_ssize_t bias_place, bool may_lack = false) {
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
   for (PyObject* name : {weight_name, names().bias}) {  // Python finds what the module itself holds before parameters
@@ -214,7 +212,8 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   if (other == nullptr && class_of(layer) != settings.linear) return PyErr_Occurred() ? kError : kNo;
   PyObject* state = state_of(layer);
   if (state == nullptr) return kError;
-  Answer read = read_parameters(layer, state, recording, names().weight, true, operands, weight_place, bias_place);
+  Answer read = is_bare(layer, state, recording);
+  if (read == kYes) read = read_parameters(state, names().weight, true, operands, weight_place, bias_place);
   if (other == nullptr || read != kYes) return read;
   read = hold(PyTuple_GetItem(other, 0), class_of(layer), state);
   if (read != kYes) return read;
@@ -326,12 +325,18 @@ PyObject* known_activation(PyObject* act, bool recording) {
 
 Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
                  Py_ssize_t place) {
+  PyObject* const state = item(settings.norms, class_of(norm)) == nullptr ? nullptr : state_of(norm);
+  if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Answer bare = is_bare(norm, state, recording, true);
+  return bare == kYes ? read_running_norm(norm, features, dtype, operands, place) : bare;
+}
+
+Answer read_running_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
   PyObject* known = item(settings.norms, class_of(norm));
   PyObject* state = known == nullptr ? nullptr : state_of(norm);
   if (state == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool of_torch = PyTuple_GetItem(known, 3) != Py_False, biased = PyTuple_GetItem(known, 4) != Py_False;
-  Answer said =
-      read_parameters(norm, state, recording, PyTuple_GetItem(known, 5), biased, operands, place, place + 1, of_torch);
+  Answer said = read_parameters(state, PyTuple_GetItem(known, 5), biased, operands, place, place + 1, of_torch);
   if (said == kYes) said = hold(PyTuple_GetItem(known, 0), class_of(norm), state);
   PyObject* weight = PyTuple_GetItem(operands, place);
   if (said == kYes && of_torch) {
@@ -344,7 +349,9 @@ Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool reco
   if (put(operands, place + 2, eps) != kYes || put(operands, place + 3, PyTuple_GetItem(known, 1)) != kYes) {
     return kError;
   }
-  return weight == Py_None ? kYes : has_attribute(weight, names().dtype, dtype);
+  const Answer alike = weight == Py_None ? kYes : has_attribute(weight, names().dtype, dtype);
+  const bool may_be_wide = alike == kNo && PyTuple_GetItem(known, 7) != Py_False;
+  return may_be_wide ? has_attribute(weight, names().dtype, settings.float32) : alike;
 }
 
 PyObject* norm_behind(Objects parts, bool recording) {

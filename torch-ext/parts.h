@@ -81,9 +81,13 @@ PyObject* known_activation(PyObject* act, bool recording);
 
 // Puts weight, bias, eps and code of a plain norm of so many features into a tuple, in this order. That the weight of
 // one that is not torch's has as many the op itself asks. Its class is known by a tuple: (guards, code,
-// name of eps or None, whether it is one of torch's, whether it has a bias, name of the weight).
+// name of eps or None, whether it is one of torch's, whether it has a bias, name of the weight, whether what is normed
+// is rounded before the weight, whether that may be of float32 where x is not).
 Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
                  Py_ssize_t place);
+
+// The same of one that is being called: hooks are not asked for.
+Answer read_running_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, PyObject* operands, Py_ssize_t place);
 
 // The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
 // where another part does not pass values on.

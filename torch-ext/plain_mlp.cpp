@@ -99,7 +99,14 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
-// Asks the same of an MLP. One whose pattern is to save memory is never too little.
+// Whether a block that autograd follows is the norm of x, the MLP and the sum with x, which Python records as such.
+Answer is_recorded_block(const Block& block, PyObject* x, PyObject* operands, Py_ssize_t place) {
+  if (block.first == Py_None || block.modulation != Py_None || block.residual != x) return kNo;
+  PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
+  return answer(last == names().no_norm && PyFloat_AsDouble(factor) == 1.0);
+}
+
+// Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little.
 Answer is_little(const Mlp& mlp, PyObject* operands) {
   if (PyObject_Size(settings.least_work) == 0) return kNo;
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
@@ -266,7 +273,11 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
   if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
-  if (followed == kError || (followed == kYes && block != nullptr)) return nullptr;
+  if (followed == kError) return nullptr;
+  if (followed == kYes && block != nullptr) {
+    const bool recorded = is_recorded_block(*block, mlp.x, operands, plain) == kYes && is_little(mlp, operands) == kNo;
+    return recorded ? PyTuple_Pack(2, mlp.pattern, operands) : nullptr;
+  }
   if (followed == kYes) {
     const Answer little = is_little(mlp, operands);
     if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);

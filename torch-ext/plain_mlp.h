@@ -57,8 +57,8 @@ int64_t size_of_last(PyObject* tensor);
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
-// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern,
-// whose gate and up are packed, and the operands.
+// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern and
+// the operands, where gate and up are packed or autograd follows.
 //
 // Where `adapted`, it is known only if a projection has an adapter.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);

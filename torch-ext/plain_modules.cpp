@@ -21,10 +21,13 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool reco
   const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
   PyObject* const half = forward ? item(halves, forward.get()) : nullptr;
   if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
-  PyObject* const written = PyTuple_GetItem(half, 0);
-  if (forward.get() != written && item(state, settings.mark) == nullptr) return nullptr;  // restored
+  PyObject *const written = PyTuple_GetItem(half, 0), *const mark = item(state, settings.mark);
+  const bool fused = forward.get() != written;
+  if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
+  // What the module itself held, and the fused method was made of, hides the class's.
+  const bool held = fused && item(mark, names().forward) == Py_True;
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
-                     has_attribute(kind, names().forward, written) == kYes &&
+                     (held || has_attribute(kind, names().forward, written) == kYes) &&
                      hold(PyTuple_GetItem(half, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
   return plain ? half : nullptr;
 }
@@ -385,6 +388,37 @@ PyObject* py_adapted(PyObject* given) {
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 
+// The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
+// where its own code has to run.
+PyObject* normed(PyObject* norm, PyObject* x) {
+  PyObject* const dtype = dtype_taken(x);
+  PyObject* const known = dtype == nullptr ? nullptr : item(settings.norms, class_of(norm));
+  if (known == nullptr || is_undisturbed() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  const int64_t width = recording == kError ? -1 : size_of_last(x);
+  const Owned given(width < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
+  PyObject* const operands = given.get();
+  if (operands == nullptr || put(operands, 0, x) != kYes || put(operands, 5, PyTuple_GetItem(known, 6)) != kYes) {
+    return nullptr;
+  }
+  if (read_running_norm(norm, width, dtype, operands, 1) != kYes) return nullptr;
+  const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
+  if (followed == kError) return nullptr;
+  if (PyTuple_GetItem(known, 3) == Py_True) {  // torch's, which is one operation, and which autocast casts for
+    const int64_t elements = number_of_elements(x);
+    const bool pays = elements >= PyLong_AsSsize_t(PyTuple_GetItem(settings.least_normed, followed));
+    if (PyErr_Occurred() || !pays || is_autocasting() != kNo) return nullptr;
+  }
+  return norm_or_operands(operands, followed == kYes);
+}
+
+PyObject* py_normed(PyObject* given) {
+  PyObject* of[2];  // norm, x
+  if (!unpack(given, "oo", of)) return nullptr;
+  const PastModes modes;
+  return modes.said() == kYes ? normed(of[0], of[1]) : nullptr;
+}
+
 // Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
 // factor, modulation, operands).
 template <typename Use>
@@ -394,10 +428,10 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   PyObject* const plan = of[0];
   Owner owner;
   Few behind;
-  const Answer recording = is_recording();
-  if (is_followed(of[2], recording) != kNo || is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) {
-    return nullptr;
-  }
+  const Answer recording = is_recording(), followed = is_followed(of[2], recording);
+  const bool ends_normed = field(plan, kFirst) == Py_None || field(plan, kLast) != Py_None;
+  if (followed == kError || (followed == kYes && ends_normed)) return nullptr;
+  if (is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) return nullptr;
   PyObject *const first = owner.part(field(plan, kFirst)), *const last = owner.part(field(plan, kLast));
   const bool known = first != nullptr && last != nullptr && owner.add_all(field(plan, kBehind), &behind);
   const bool wide = field(plan, kWide) == Py_True, modulation_wide = field(plan, kModulationWide) == Py_True;
@@ -466,6 +500,7 @@ PyMethodDef plain_module_methods[] = {
     {"directly", answered<py_directly>, METH_VARARGS, nullptr},
     {"fused", answered<py_fused>, METH_VARARGS, nullptr},
     {"adapted", answered<py_adapted>, METH_VARARGS, nullptr},
+    {"normed", answered<py_normed>, METH_VARARGS, nullptr},
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},

@@ -35,11 +35,14 @@ namespace fused_mlp {
 //     time than the op, the result of torch's functions. Where it follows else, or gate and up are packed and the op
 //     cannot be called directly, its operands but x: weights, then biases (None where there is none), and the
 //     activation's code. None where it cannot be known, or what was called raised RuntimeError.
+//   normed(norm, x) -> Tensor | tuple | None
+//     The result of a norm whose class is known, and that is being called: hooks are not asked for. The operands of its
+//     op where autograd follows, or torch's dispatcher has more to do. None where its own code has to run.
 //   block(plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
-//     The same for a whole MLP and what is around it, where autograd does not follow: the norm of x, modulated by
-//     (scale, shift) or by nothing; parts behind the MLP that pass values on, and among them a norm or a scale; a
-//     factor, the sum with a residual, and the norm of that. A norm that is None does nothing. Where gate and up are
-//     packed, and the op cannot be called directly, (pattern, the op's operands).
+//     The same for a whole MLP and what is around it: the norm of x, modulated by (scale, shift) or by nothing; parts
+//     behind the MLP that pass values on, and among them a norm or a scale; a factor, the sum with a residual, and the
+//     norm of that. A norm that is None does nothing. Where gate and up are packed, and the op cannot be called
+//     directly, (pattern, the op's operands). Likewise where autograd follows, and the block is x + mlp(norm(x)) alone.
 //   block_of(wholes, plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
 //     The same of a child that is an MLP and no more. The dictionary holds halves as `joined` has them, with the parts
 //     of the MLP (models/running/halves.py).

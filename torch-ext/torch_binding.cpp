@@ -37,6 +37,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? first_bias, float first_eps, int first_norm, Tensor? last_weight, Tensor? last_bias, float last_eps, "
       "int last_norm, bool norms_sum) -> Tensor");
   ops.def(
+      "norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, int norm, bool rounded) -> (Tensor, Tensor)");
+  ops.def(
+      "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, int norm, "
+      "int needs) -> Tensor[]");
+  ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
@@ -100,6 +105,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("mlp", TORCH_BOX(&fused_mlp::mlp));
   ops.impl("residual_mlp", TORCH_BOX(&fused_mlp::residual_mlp));
   ops.impl("residual_gated_mlp", TORCH_BOX(&fused_mlp::residual_gated_mlp));
+  ops.impl("norm_forward", TORCH_BOX(&fused_mlp::norm_forward));
+  ops.impl("norm_backward", TORCH_BOX(&fused_mlp::norm_backward));
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));

@@ -71,6 +71,19 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
                           int64_t first_norm, const OptionalTensor& last_weight, const OptionalTensor& last_bias,
                           double last_eps, int64_t last_norm, bool norms_sum);
 
+// A norm over the last dimension by itself, of a code that residual_mlp has (0 and 4 are none), with a weight and a
+// bias [features], which may be of float32. Where `rounded`, what is normed is rounded before it is multiplied by the
+// weight. Returns also what the backward needs of each row, in float32: [2, rows] of a LayerNorm, the factor and the
+// mean, and [1, rows] of an RMSNorm.
+std::tuple<Tensor, Tensor> norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                        double eps, int64_t norm, bool rounded);
+
+// The gradients that the bits of `needs` ask for: of x, to which that of a residual is added, in one kernel; of the
+// weight; of the bias. Sums over rows are added in an order that depends on the shape and the device alone.
+std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
+                                  const Tensor& statistics, const OptionalTensor& residual_grad, int64_t norm,
+                                  int64_t needs);
+
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.
 //

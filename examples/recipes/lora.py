@@ -2,7 +2,7 @@
 
 Run: `python examples/recipes/lora.py`
 
-`lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. Saved adapters are PEFT's.
+`lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. What is saved is PEFT's.
 """
 
 import copy

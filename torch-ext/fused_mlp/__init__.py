@@ -10,9 +10,11 @@ from .explanation import explain
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
 from .models.experts.mixtures import register_experts
 from .models.fuse import fuse_mlps, is_fused
+from .quantized import QuantizedWeight
 
 __all__ = [
     "Adapter",
+    "QuantizedWeight",
     "act_and_mul",
     "backend",
     "benchmark",

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch, nodes, training
+from . import calls, dispatch, nodes, quantized, training
 from .activations import BY_CODE, get_activation
 from .backends import native
 from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
+from .quantized import AnyWeight, QuantizedWeight
 
 
 class Adapter(NamedTuple):
@@ -35,18 +36,23 @@ class Adapter(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None."""
+    """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None.
 
-    weight: Tensor
+    ``dtype``: that of the product, where x and the result may have another one; None where they have not.
+    """
+
+    weight: AnyWeight
     bias: Optional[Tensor] = None
     adapter: Optional[Adapter] = None
+    dtype: Optional[torch.dtype] = None
 
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
 
         ``mask`` is that of a dropout which was drawn before, in bits (torch-ext/adapted.h).
         """
-        result = F.linear(x, self.weight, self.bias)
+        multiply = quantized.product if type(self.weight) is QuantizedWeight else F.linear
+        result = multiply(x, self.weight, self.bias)
         if self.adapter is None:
             return result
         a, b, scaling, bias, dropout = self.adapter
@@ -74,16 +80,35 @@ class Layers(NamedTuple):
 
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
-        """Weights, biases, a and b, each of the three layers. A bias is the sum of the layer's and its adapter's."""
+        """Weights, biases, a and b, each of the three layers. A bias is the sum of the layer's and its adapter's.
+
+        A quantised weight is none of them: ``packed`` are those.
+        """
         weights, biases, a, b = [None] * 3, [None] * 3, [None] * 3, [None] * 3
         for place, layer in enumerate(self):
             if layer is not None:
-                weights[place], biases[place], adapter = layer
+                weight, biases[place], adapter, _ = layer
+                weights[place] = None if type(weight) is QuantizedWeight else weight
                 if adapter is not None:
                     a[place], b[place], _, bias, _ = adapter
                     if bias is not None:
                         biases[place] = _sum_of_biases(layer)
         return (*weights, *biases, *a, *b)
+
+    @property
+    def packed(self) -> Packed:
+        """The quantised weights of the three layers; None where none is."""
+        weights = [None if layer is None else layer.weight for layer in self]
+        found = tuple([weight if type(weight) is QuantizedWeight else None for weight in weights])
+        return None if found == _NONE else found
+
+    @property
+    def are_packed(self) -> bool:
+        """True if all weights are quantised, and there is no adapter."""
+        for layer in self:
+            if layer is not None and (layer.adapter is not None or type(layer.weight) is not QuantizedWeight):
+                return False
+        return True
 
     @property
     def scalings(self) -> Tuple[float, ...]:
@@ -94,19 +119,25 @@ class Layers(NamedTuple):
         return tuple([0.0 if layer is None or layer.adapter is None else layer.adapter.dropout for layer in self])
 
 
+Packed = Optional[Tuple[Optional[QuantizedWeight], ...]]
+_NONE = (None, None, None)
+
+
 def _sum_of_biases(layer: Layer) -> Tensor:
     scaled = layer.adapter.bias * layer.adapter.scaling
-    return scaled.to(layer.weight.dtype) if layer.bias is None else (layer.bias + scaled).to(layer.bias.dtype)
+    if layer.bias is not None:
+        return (layer.bias + scaled).to(layer.bias.dtype)
+    return scaled.to(layer.dtype if type(layer.weight) is QuantizedWeight else layer.weight.dtype)
 
 
-def check_any(x: Tensor, **given: Tuple[Optional[Adapter], Tensor]) -> None:
+def check_any(x: Tensor, **given: Tuple[Optional[Adapter], AnyWeight]) -> None:
     """:func:`check` of those adapters that are there, by the names of the arguments, each with its weight."""
     for name, (adapter, weight) in given.items():
         if adapter is not None:
             check(name, adapter, weight, x)
 
 
-def check(name: str, adapter: Adapter, weight: Tensor, x: Tensor) -> None:
+def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
     """Raises OperandTypeError or OperandValueError, which name the argument, for an adapter that does not fit a weight
     ``[out, in]``."""
     if not isinstance(adapter, Adapter):
@@ -202,7 +233,7 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
         scalings, dropouts = (tuple([0.0 if at is None else each[at] for at in places]) for each in lists[4:])
         keep = _VALUES if pattern.memory == training.KEPT else _ROWS
         factors = _Factors(scalings, dropouts, False, pattern.up_before)
-        return _apply(factors, code, keep, x, *weights, *biases, *a, *b)
+        return _apply(factors, code, keep, None, x, *weights, *biases, *a, *b)
     except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 
@@ -229,10 +260,29 @@ def _op(
     memory: str,
     recorded: bool,
 ) -> Tensor:
+    packed = layers.packed
     if recorded:
-        return _apply(factors, activation, _VALUES if memory == training.KEPT else _ROWS, x, *tensors)
+        return _apply(factors, activation, _VALUES if memory == training.KEPT else _ROWS, packed, x, *tensors)
+    if layers.are_packed:
+        return quantized.run(x, layers, activation)
+    if packed is not None and not any(factors.dropouts) and dispatch.has_few_rows(x):
+        return composed(x, layers, activation)
+    tensors = _unpacked_weights(packed, tensors, x.dtype)
     arguments = (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
     return dispatch.op_or_parts(_plain_forward, arguments, lambda: (composed(x, layers, activation),))[0]
+
+
+def _unpacked_weights(
+    packed: Packed, tensors: Sequence[Optional[Tensor]], dtype: torch.dtype, read: Sequence[bool] = (True, True, True)
+) -> Sequence[Optional[Tensor]]:
+    """The tensors with quantised weights among them, decoded where they are ``read``."""
+    if packed is None:
+        return tensors
+    weights = list(tensors[:3])
+    for place, weight in enumerate(packed):
+        if weight is not None:
+            weights[place] = weight.dequantize(dtype) if read[place] else quantized.shape_alone(weight, dtype)
+    return (*weights, *tensors[3:])
 
 
 def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
@@ -268,7 +318,11 @@ def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     reason = dropout_refusal(x, dropouts, _draws_wide(layers, dropouts)) if any(dropouts) else None
     if reason is not None:
         return reason
-    if torch.compiler.is_compiling() or training.is_followed():
+    if torch.compiler.is_compiling():
+        is_seen = not layers.are_packed or calls.autograd_follows(x, *layers.tensors)
+    else:
+        is_seen = training.is_followed()
+    if is_seen:
         return "torch.compile, or a mode, follows the parts"
     reason = calls.pointwise_reason(x, *layers.tensors)
     if reason is not None:
@@ -325,13 +379,15 @@ class _Layout(NamedTuple):
 
     ``saved`` takes those that a gradient which may be asked for needs, ``others`` the rest but x: weights and adapters,
     for their shapes. ``all`` takes the operands from both, with None behind them. ``kept`` takes what is there of gate,
-    up, the rows of the adapters, and the masks of their dropouts, from these with None behind them.
+    up, the rows of the adapters, and the masks of their dropouts, from these with None behind them. ``read`` are the
+    weights whose values a gradient may need: quantised ones are not saved, and decoded again.
     """
 
     saved: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
     others: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
     all: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
     kept: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
+    read: Tuple[bool, ...]
 
 
 class _Adapted(torch.autograd.Function):
@@ -339,45 +395,49 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, factors: _Factors, activation: int, keep: int, x: Tensor, *tensors: Optional[Tensor]
+        ctx: Any, factors: _Factors, activation: int, keep: int, packed: Packed, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
-        given = (x, *tensors)
-        result, *kept = _plain_forward(x, *_arguments(tensors, factors), tensors[1] is not None, activation, keep)
-        there = tuple([tensor is not None for tensor in given])
+        given, whole = (x, *tensors), _unpacked_weights(packed, tensors, x.dtype)
+        result, *kept = _plain_forward(x, *_arguments(whole, factors), whole[1] is not None, activation, keep)
+        there = (True, *[tensor is not None for tensor in whole])
+        held = there if packed is None else tuple([tensor is not None for tensor in given])
         drops = tuple([dropout > 0.0 for dropout in factors.dropouts])
-        layout = _layout(ctx.needs_input_grad[3:], there, drops, keep == _ROWS, activation == _IDENTITY)
+        layout = _layout(ctx.needs_input_grad[4:], there, held, drops, keep == _ROWS, activation == _IDENTITY)
         others = layout.others(given)
         ctx.how = factors, activation, layout, others, [tensor._version for tensor in others]
+        ctx.packed, ctx.dtype = packed, x.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*layout.saved(given), *layout.kept((*kept, None)))
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        needs, (factors, activation, layout, others, versions) = ctx.needs_input_grad[3:], ctx.how
+        needs, (factors, activation, layout, others, versions) = ctx.needs_input_grad[4:], ctx.how
         if grad is None:
-            return (None,) * (3 + len(needs))
+            return (None,) * (4 + len(needs))
         needs = nodes.executed(ctx, needs)
         *saved, gate, up, first_rows, second_rows, of_first, of_up, of_second = ctx.saved_tensors
         masks = of_first, of_up, of_second
-        x, *tensors = layout.all((*saved, *others, None))
+        x, *held = layout.all((*saved, *others, None))
 
         def by_parts() -> Tuple[Tensor, ...]:
             if x is None or [tensor._version for tensor in others] != versions:
                 raise RuntimeError(
                     "the gradient of a call with adapters, to be differentiated, needs what was not saved"
                 )
+            tensors = _unpacked_weights(ctx.packed, held, ctx.dtype)
             return _composed_gradients(x, tensors, factors, masks, activation, grad, needs)
 
         if training.is_gradient_seen(grad):
             found = by_parts()
         else:
             bits = sum([need << place for place, need in enumerate(needs)])
+            tensors = _unpacked_weights(ctx.packed, held, ctx.dtype, layout.read)
             lists = _operands(tensors, factors.scalings, factors.dropouts, masks)
             arguments = grad, x, *lists, gate, up, first_rows, second_rows, tensors[1] is not None, activation, bits
             found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)
         gradients = iter(found)
-        return (None, None, None, *[next(gradients) if need else None for need in needs])
+        return (None, None, None, None, *[next(gradients) if need else None for need in needs])
 
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.
@@ -386,20 +446,30 @@ _apply = super(torch.autograd.Function, _Adapted).apply
 
 @functools.cache
 def _layout(
-    needs: Tuple[bool, ...], there: Tuple[bool, ...], drops: Tuple[bool, ...], recomputes: bool, is_identity: bool
+    needs: Tuple[bool, ...],
+    there: Tuple[bool, ...],
+    held: Tuple[bool, ...],
+    drops: Tuple[bool, ...],
+    recomputes: bool,
+    is_identity: bool,
 ) -> _Layout:
+    """``there`` are the operands of the op, ``held`` those of them that are tensors."""
     is_gated, is_mlp, of_first, of_second = there[2], there[3], there[7] or there[8], there[9]
     has_values = not recomputes and (is_gated or not is_identity)
     is_kept = has_values, has_values and is_gated, of_first, of_second, *drops
     # Hidden values behind no activation are not kept.
-    saved = _saved(needs, there, recomputes or (is_identity and is_mlp and not is_gated))
-    others = tuple(place for place in range(1, len(there)) if there[place] and place not in saved)
+    wanted = _wanted(needs, recomputes or (is_identity and is_mlp and not is_gated))
+    # What is differentiated again begins with x. It is told apart by weights that are not held.
+    wanted = (wanted[0] or held != there, *wanted[1:])
+    saved = tuple(place for place, (want, is_held) in enumerate(zip(wanted, held)) if want and is_held)
+    others = tuple(place for place in range(1, len(there)) if held[place] and place not in saved)
     places = {place: index for index, place in enumerate((*saved, *others))}
     return _Layout(
         _taking(saved),
         _taking(others),
         _taking(tuple(places.get(place, -1) for place in range(len(there)))),
         _taking(tuple(place if is_there else -1 for place, is_there in enumerate(is_kept))),
+        wanted[1:4],
     )
 
 
@@ -410,12 +480,12 @@ def _taking(places: Tuple[int, ...]) -> Callable[[Tuple[Any, ...]], Tuple[Any, .
     return lambda given: tuple([given[place] for place in places])
 
 
-def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -> Tuple[int, ...]:
-    """The places, x being the first, of the operands that the gradients need which ``needs`` says."""
+def _wanted(needs: Tuple[bool, ...], recomputes: bool) -> Tuple[bool, ...]:
+    """Whether the gradients that ``needs`` says need each of the operands, x being the first."""
     of_x, of_weights, of_biases, of_a, of_b = needs[0], needs[1:4], needs[4:7], needs[7:10], needs[10:]
     first = of_x or any(any(each[:2]) for each in (of_weights, of_biases, of_a, of_b))
     again = recomputes and (first or of_weights[2] or of_a[2])
-    wanted = (
+    return (
         recomputes or any(of_weights[:2]) or any(of_a[:2]),
         *(of_x or again,) * 2,
         first,
@@ -426,7 +496,6 @@ def _saved(needs: Tuple[bool, ...], there: Tuple[bool, ...], recomputes: bool) -
         *(of_x or again or needed for needed in of_a[:2]),
         first or of_a[2],
     )
-    return tuple(place for place, (want, is_there) in enumerate(zip(wanted, there)) if want and is_there)
 
 
 def _composed_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
@@ -54,7 +55,15 @@ LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: 1 << 24 if native.DEVICE_TYPE == "cuda" else 1 << 15 if dtype == torch.bfloat16 else 1 << 16
     for dtype in native._DTYPES
 }
+# Weights of four bits, beside adapters: up to so many rows the products read them packed, and each adapter's are added
+# behind; of more rows they are decoded first, for products that have the adapters in them.
+_FEW_ROWS = 64
+
 LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
+
+# A norm by itself is one op from so many elements on, in inference and in training. The norms that are taken are
+# several operations of torch each, on a GPU as many kernels.
+LEAST_NORMED: Tuple[int, int] = (0, 0) if native.DEVICE_TYPE == "cuda" else (1 << 12, 1 << 15)
 
 
 class _Block:
@@ -105,6 +114,44 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
         if implementation.refusal(op, x) is None and _reserve(op, implementation, x) is None:
             return implementation
     return reference
+
+
+def is_native(op: str, x: Tensor) -> bool:
+    """True if the compiled ops take ``op`` on ``x``, and no other implementation is forced."""
+    return _open_blocks[-1].name in ("auto", native.DEVICE_TYPE) and native.refusal(op, x) is None
+
+
+def may_take_quantized() -> bool:
+    """True if :func:`quantized_refusal` may refuse nothing: on GPUs of this build, or where it is forced."""
+    return native.DEVICE_TYPE == "cuda" or _is_forced()
+
+
+def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
+    """The reason, behind a noun, why a layer of bitsandbytes with a weight of four bits is left to its own product.
+
+    On a CPU that has code for AVX-512, and packs weights anew for few rows: 0.7 ms of 5632 x 2048 and a row, where a
+    decoded weight takes 5 ms. ``dtype`` is that of the product.
+    """
+    return _quantized_refusal(device, dtype, _is_forced())
+
+
+@functools.lru_cache(maxsize=64)
+def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool) -> Optional[str]:
+    if device.type != "cuda" and not is_forced:
+        return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
+    if device.type == "cuda" and dtype == torch.float32:
+        return "that multiplies in float32"
+    reason = native.refusal("quantized_mlp", torch.empty((), dtype=dtype, device=device))
+    return None if reason is None else f"with {reason}"
+
+
+def _is_forced() -> bool:
+    return _open_blocks[-1].name == native.DEVICE_TYPE
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """True if products of ``x`` with quantised weights take less time where the weights are read packed."""
+    return x.shape[:-1].numel() <= _FEW_ROWS
 
 
 def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import adapters, calls, dispatch, experts, functional, layers, operands, training
+from . import adapters, calls, dispatch, experts, functional, layers, operands, quantized, training
 from .activations import get_activation
 from .adapters import Layer, Layers
 from .backends import native, plans
@@ -19,6 +19,7 @@ from .models.experts.interface import NAME
 from .models.outcome import Outcome
 from .models.parts.recognition import activation_of
 from .models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
+from .models.running import normed
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,16 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
     if op == "experts_mlp":
         return _explain_experts(**call.arguments)
     apart = ("activation", "approximate", "memory", *_ADAPTERS)
-    given = [value for name, value in call.arguments.items() if name not in apart]
+    named = {name: value for name, value in call.arguments.items() if name not in apart}
+    given = list(named.values())
     memory = call.arguments.get("memory", training.KEPT)
     training.check_memory(memory)
     if "approximate" in call.arguments:
         functional.gelu_name(call.arguments["approximate"])
     activation = get_activation(call.arguments.get("activation"))
-    getattr(operands, f"check_{op}")(*given)
-    if any(call.arguments.get(name) is not None for name in _ADAPTERS):
-        return _explain_adapted(function.__name__, op, call.arguments)
+    getattr(operands, f"check_{op}")(*quantized.stand_ins(given[0], **named))
+    if quantized.is_any(*given) or any(call.arguments.get(name) is not None for name in _ADAPTERS):
+        return _explain_adapted(function.__name__, op, call.arguments, activation.code)
     if op != "act_and_mul" and calls.autograd_follows(*given):
         cast = calls.autocast(given)
         composed = calls.recording_reason(op, cast, activation.code, memory)
@@ -119,8 +121,8 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
 _ADAPTERS = ("adapter", "gate_adapter", "up_adapter", "down_adapter", "fc1_adapter", "fc2_adapter")
 
 
-def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanation:
-    """That of a call with adapters: one op, or one each way, or PyTorch's operations."""
+def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: int) -> Explanation:
+    """That of a call with adapters or quantised weights: one op, or one each way, or PyTorch's operations."""
     x, (_, *names) = given["x"], _GEMMS[op][1]
     layers = []
     for weight, bias in zip(names[:3], names[3:]):
@@ -130,12 +132,25 @@ def _explain_adapted(function: str, op: str, given: Dict[str, Any]) -> Explanati
         adapter = weight.replace("weight", "adapter")
         adapters.check_any(x, **{adapter: (given[adapter], given[weight])})
         layers.append(Layer(given[weight], given[bias], given[adapter]))
-    reason = adapters.refusal(x, Layers(*layers))
+    layers = Layers(*layers)
+    reason = adapters.refusal(x, layers)
     if reason is not None:
         return Explanation(function, "torch", reason)
-    trained = calls.autograd_follows(x, *Layers(*layers).tensors)
+    trained, packed = calls.autograd_follows(x, *layers.tensors), layers.packed
     ways = "one op forward and one backward" if trained else "one op"
-    return Explanation(function, native.DEVICE_TYPE, f"{ways}, adapters included")
+    formats = "" if packed is None else quantized.words_of(packed)
+    if any(layer is not None and layer.adapter is not None for layer in layers):
+        if packed is not None and not trained and dispatch.has_few_rows(x):
+            return Explanation(function, native.DEVICE_TYPE, f"an op a layer, weights of {formats} read packed")
+        ways = f"{ways}, adapters included"
+    if layers.are_packed and not trained:
+        weights, layouts, _, biases = quantized.lists_of(layers)
+        x, *biases = calls.autocast((x, *biases))
+        x, *biases = calls.autocast((x, *biases))
+        parts = native.plan_quantized(_GEMMS[op][0], x, weights, layouts, biases, activation, layers.up is not None)
+        return Explanation(function, native.DEVICE_TYPE, f"{ways}; {formats}: {plans.in_words(parts)}", parts)
+    ways += "" if packed is None else f"; weights of {formats} are decoded {'in each' if trained else 'before it'}"
+    return Explanation(function, native.DEVICE_TYPE, ways)
 
 
 def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
@@ -194,7 +209,9 @@ _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 
 def _explain_module(module: nn.Module) -> Explanation:
     """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
-    name, parts = type(module).__name__, tuple(_parts(module))
+    name, found = type(module).__name__, tuple(_parts(module))
+    norms = tuple(part for part in found if part.path and part.pattern in outcome.NORMS)
+    parts = tuple(part for part in found if part not in norms)
     fused = [part for part in parts if part.fused]
     if parts and parts[0].path == "" and (len(parts) == 1 or parts[0].extent != outcome.NONE):
         root = parts[0]
@@ -202,12 +219,13 @@ def _explain_module(module: nn.Module) -> Explanation:
         implementation = "fused" if root.fused else "original" if root.extent == outcome.NONE else "partly fused"
         return Explanation(name, implementation, reason, parts)
     if not parts:
-        return Explanation(name, "original", "no MLP found", parts)
+        implementation = "partly fused" if any(part.fused for part in norms) else "original"
+        return Explanation(name, implementation, report.summary((), norms), norms)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
     nothing = all(part.extent == outcome.NONE for part in parts)
     implementation = "fused" if len(fused) == len(parts) else "original" if nothing else "partly fused"
-    return Explanation(name, implementation, f"{report.summary(parts)}{''.join(counted)}", parts)
+    return Explanation(name, implementation, f"{report.summary(parts, norms)}{''.join(counted)}", parts)
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
@@ -232,6 +250,9 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
 def _outcome_of_layer(module: nn.Module, kernel: Callable[..., Tensor]) -> Outcome:
     if kernel is layers.MegaBlocksMoeMLP.forward:
         return outcome.of_experts(attribute_of(module, "experts"), NAME)
+    if kernel is layers.RMSNorm.forward:
+        takes = normed.takes(module)
+        return outcome.of_norm(module) if takes else Outcome(outcome.NONE, (outcome.Reason(outcome.UNKNOWN_FORM),))
     if kernel is layers.Output.forward:
         parts = {name: attribute_of(module, name) for name in ("dense", "dropout", "LayerNorm")}
         return outcome.of_sum(parts)

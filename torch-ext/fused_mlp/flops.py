@@ -88,6 +88,10 @@ def _of_groups(rows: Sequence[int], factor: Sequence[int], *_: Any, **__: Any) -
     return _of_layers(rows, (rows[1], factor[-1]))
 
 
+def _of_quantized(x: Sequence[int], weights: Any, layouts: Sequence[int], *_: Any, **__: Any) -> int:
+    return _of_layers(x, *(layouts[place : place + 2] for place in range(0, len(layouts), 4)))
+
+
 _FORMULAS = {
     "linear": _of_one,
     "gated_linear": _of_two,
@@ -102,6 +106,8 @@ _FORMULAS = {
     "experts_training_forward": _of_experts,
     "experts_training_backward": _of_experts_backward,
     "top_k_router": _of_one,
+    "quantized_linear": _of_quantized,
+    "quantized_mlp": _of_quantized,
     "grouped_mm": _of_groups,
     "grouped_outer": _of_groups,
     "triton_linear": _of_one,

@@ -11,10 +11,11 @@ from typing import Optional
 
 from torch import Tensor
 
-from . import adapters, calls, operands, training
+from . import adapters, calls, operands, quantized, training
 from .activations import get_activation
 from .adapters import Adapter, Layer, Layers
 from .experts import Form
+from .quantized import AnyWeight
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:
@@ -53,7 +54,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Optional[Tensor] = None,
     activation: Optional[str] = None,
     *,
@@ -63,7 +64,7 @@ def linear(
 
     Args:
         x: ``[..., in]``.
-        weight: ``[out, in]``, as in ``torch.nn.Linear``.
+        weight: ``[out, in]``, as in ``torch.nn.Linear``; or a :class:`QuantizedWeight`.
         bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
         adapter: what is added before the activation, a low-rank product of x: see :class:`Adapter`.
@@ -72,17 +73,17 @@ def linear(
         ``[..., out]``.
     """
     row = get_activation(activation)
-    if adapter is None:
+    if adapter is None and not quantized.is_any(weight):
         return calls.linear(x, weight, bias, row)
-    operands.check_linear(x, weight, bias)
+    operands.check_linear(x, *quantized.stand_ins(x, weight=weight), bias)
     adapters.check_any(x, adapter=(adapter, weight))
     return adapters.run(x, Layers(Layer(weight, bias, adapter)), row.code)
 
 
 def gated_linear(
     x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
+    gate_weight: AnyWeight,
+    up_weight: AnyWeight,
     gate_bias: Optional[Tensor] = None,
     up_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
@@ -96,7 +97,7 @@ def gated_linear(
     Args:
         x: ``[..., in]``.
         gate_weight, up_weight: ``[hidden, in]`` each, as in ``torch.nn.Linear``; two tensors, or two views of a packed
-            one.
+            one. Each may be a :class:`QuantizedWeight`.
         gate_bias, up_bias: ``[hidden]`` or None.
         activation: see :func:`act_and_mul`.
         memory: what is kept for the backward: ``"activations"``, the values of gate and up before the activation, or
@@ -109,9 +110,10 @@ def gated_linear(
     """
     row = get_activation(activation)
     training.check_memory(memory)
-    if gate_adapter is None and up_adapter is None:
+    if gate_adapter is None and up_adapter is None and not quantized.is_any(gate_weight, up_weight):
         return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, row, memory)
-    operands.check_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias)
+    weights = quantized.stand_ins(x, gate_weight=gate_weight, up_weight=up_weight)
+    operands.check_gated_linear(x, *weights, gate_bias, up_bias)
     adapters.check_any(x, gate_adapter=(gate_adapter, gate_weight), up_adapter=(up_adapter, up_weight))
     layers = Layers(Layer(gate_weight, gate_bias, gate_adapter), Layer(up_weight, up_bias, up_adapter))
     return adapters.run(x, layers, row.code, memory)
@@ -119,9 +121,9 @@ def gated_linear(
 
 def gated_mlp(
     x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
+    gate_weight: AnyWeight,
+    up_weight: AnyWeight,
+    down_weight: AnyWeight,
     gate_bias: Optional[Tensor] = None,
     up_bias: Optional[Tensor] = None,
     down_bias: Optional[Tensor] = None,
@@ -137,7 +139,7 @@ def gated_mlp(
     Args:
         x: ``[..., in]``.
         gate_weight, up_weight: ``[hidden, in]`` each.
-        down_weight: ``[out, hidden]``.
+        down_weight: ``[out, hidden]``. Each of the three may be a :class:`QuantizedWeight`.
         gate_bias, up_bias: ``[hidden]`` or None.
         down_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
@@ -149,8 +151,10 @@ def gated_mlp(
     """
     row = get_activation(activation)
     training.check_memory(memory)
-    if not (gate_adapter is None and up_adapter is None and down_adapter is None):
-        operands.check_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    is_quantized = quantized.is_any(gate_weight, up_weight, down_weight)
+    if is_quantized or not (gate_adapter is None and up_adapter is None and down_adapter is None):
+        weights = quantized.stand_ins(x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+        operands.check_gated_mlp(x, *weights, gate_bias, up_bias, down_bias)
         adapters.check_any(
             x,
             gate_adapter=(gate_adapter, gate_weight),
@@ -164,8 +168,8 @@ def gated_mlp(
 
 def mlp(
     x: Tensor,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
+    fc1_weight: AnyWeight,
+    fc2_weight: AnyWeight,
     fc1_bias: Optional[Tensor] = None,
     fc2_bias: Optional[Tensor] = None,
     activation: Optional[str] = "gelu_pytorch_tanh",
@@ -179,7 +183,7 @@ def mlp(
     Args:
         x: ``[..., in]``.
         fc1_weight: ``[hidden, in]``.
-        fc2_weight: ``[out, hidden]``.
+        fc2_weight: ``[out, hidden]``. Each of the two may be a :class:`QuantizedWeight`.
         fc1_bias: ``[hidden]`` or None.
         fc2_bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
@@ -191,9 +195,10 @@ def mlp(
     """
     row = get_activation(activation)
     training.check_memory(memory)
-    if fc1_adapter is None and fc2_adapter is None:
+    if fc1_adapter is None and fc2_adapter is None and not quantized.is_any(fc1_weight, fc2_weight):
         return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, row, memory)
-    operands.check_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+    weights = quantized.stand_ins(x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
+    operands.check_mlp(x, *weights, fc1_bias, fc2_bias)
     adapters.check_any(x, fc1_adapter=(fc1_adapter, fc1_weight), fc2_adapter=(fc2_adapter, fc2_weight))
     layers = Layers(Layer(fc1_weight, fc1_bias, fc1_adapter), None, Layer(fc2_weight, fc2_bias, fc2_adapter))
     return adapters.run(x, layers, row.code, memory)

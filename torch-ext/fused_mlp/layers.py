@@ -19,7 +19,7 @@ from .activations import get_activation
 from .models.checkpoints import PackedWeights
 from .models.experts import mixtures
 from .models.parts import obstacles
-from .models.running import forwards, plans, shortcut
+from .models.running import forwards, normed, plans, shortcut
 
 _GATED = plans.made(forwards.GATED, ("gate_proj", "up_proj", "down_proj"), "act_fn")
 _PACKED = plans.made(forwards.PACKED_GATED, ("gate_up_proj", "down_proj"), "activation_fn")
@@ -172,6 +172,28 @@ class MegaBlocksMoeMLP(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = router(x)
         return mixtures.routed(experts, x, index, weights).reshape(hidden_states.shape), weights
+
+
+class RMSNorm(nn.Module):
+    """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and their kin.
+
+    hidden_states ``[..., features]`` -> ``[..., features]``. The code of the adopted module's own class is read; where
+    it computes no such norm, it runs.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        kind = type(self)
+        if kind.forward is RMSNorm.forward:
+            error = AttributeError(f"{kind.__name__!r} object has no attribute 'weight'")
+            raise _alone(self, error)
+        is_known = not shortcut.is_traced() and normed.takes(self)
+        result = normed.called(self, hidden_states) if is_known else None
+        return kind.forward(self, hidden_states) if result is None else result
 
 
 class Linear(nn.Module):
@@ -401,6 +423,7 @@ __all__ = [
     "PackedGatedMLP",
     "PackedGatedMLPLayout",
     "QuickGELU",
+    "RMSNorm",
     "SiLU",
     "SiluAndMul",
     "SwiGLUMLP",

@@ -30,12 +30,17 @@ residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
+norm_forward = ops.norm_forward.default
+norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 adapted_forward = ops.adapted_forward.default
 adapted_backward = ops.adapted_backward.default
+quantized_decode = ops.quantized_decode.default
+quantized_linear = ops.quantized_linear.default
+quantized_mlp = ops.quantized_mlp.default
 
 # The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
@@ -184,6 +189,11 @@ def plan_experts(
     return plans.parsed(record, layers)
 
 
+def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
+    """The same for layers whose weights are quantised; the arguments are those of the op ``plan_quantized``."""
+    return plans.parsed(ops.plan_quantized.default(x, *rest), layers)
+
+
 def _like_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -294,6 +304,33 @@ def _(
     return _like_linear(x, down_weight)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("norm_forward"))
+def _(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, norm: int, rounded: bool
+) -> Tuple[Tensor, Tensor]:
+    kinds = 2 if norm in _CENTRED else 1
+    statistics = x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
+    return x.new_empty(x.shape), statistics
+
+
+_CENTRED = (1, 5)  # as in torch-ext/norm.h
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_backward"))
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    statistics: Tensor,
+    residual_grad: Optional[Tensor],
+    norm: int,
+    needs: int,
+) -> List[Tensor]:
+    like = x if weight is None else weight
+    made = (lambda: x.new_empty(x.shape), *(2 * (lambda: like.new_empty(x.shape[-1:]),)))
+    return [make() for index, make in enumerate(made) if needs >> index & 1]
+
+
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))
 def _(
     x: Tensor,
@@ -388,3 +425,34 @@ def _has_no_gaps(weight: Tensor) -> bool:
 
 torch.library.register_fake(add_op_namespace_prefix("training_backward"), _fake_gradients)
 torch.library.register_fake(add_op_namespace_prefix("training_backward_"), _fake_gradients)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_decode"))
+def _(weight: List[Optional[Tensor]], layout: List[int], offset: float, dtype: torch.dtype) -> Tensor:
+    return weight[0].new_empty(layout[:2], dtype=dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_linear"))
+def _(
+    x: Tensor,
+    weight: List[Optional[Tensor]],
+    layout: List[int],
+    offset: float,
+    bias: Optional[Tensor],
+    activation: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], layout[0]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_mlp"))
+def _(
+    x: Tensor,
+    weights: List[Optional[Tensor]],
+    layouts: List[int],
+    offsets: List[float],
+    biases: List[Optional[Tensor]],
+    activation: int,
+    gated: bool,
+) -> Tensor:
+    is_mlp = len(offsets) == (3 if gated else 2)
+    return x.new_empty((*x.shape[:-1], layouts[-4 if is_mlp else 0]))

@@ -41,11 +41,12 @@ class Part:
     """The way in which one layer of a call is computed.
 
     ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2", where one kernel does the GEMM and
-    all that follows it, or "torch", where torch's GEMM does the product. Then ``refusal`` is the reason, a key of
-    :data:`REFUSALS`, and ``pointwise`` says where activation and gate are applied: None (there are none), "epilogue"
-    (torch's own), "cuda", or the instruction set of the CPU's pointwise kernels. The other fields name a fused GPU
-    kernel as cuda/gemm/problem.h does, and on a CPU "matmul" for products by themselves; ``basis`` is "model" where it
-    was chosen by a model of the GPU's times, not by measured ones.
+    all that follows it, or "torch", where torch's GEMM does the product. Of a layer whose weight is quantised it is
+    "quantized", where a kernel reads that as it lies, or "decoded", where a tensor is made of it first. Of this and
+    torch's ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says where activation and gate are
+    applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction set of the CPU's pointwise
+    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does, and on a CPU "matmul" for products by
+    themselves; ``basis`` is "model" where it was chosen by a model of the GPU's times, not by measured ones.
     """
 
     layer: str
@@ -64,6 +65,12 @@ class Part:
         return self.implementation != "torch"
 
     def __str__(self) -> str:
+        if self.implementation == "decoded":
+            return "decoded first" + ("" if self.refusal is None else f": {REFUSALS[self.refusal]}")
+        if self.implementation == "quantized":
+            how = "stream" if self.kernel == "streamed" else "are decoded on their way"
+            split = f", k split in {self.split_k}" if self.split_k > 1 else ""
+            return f"read packed: the weights {how} past tiles of {self.block_m} rows{split}"
         if self.implementation == "torch":
             return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
         if self.implementation == "amx":

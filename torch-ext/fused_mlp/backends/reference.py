@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -95,3 +95,40 @@ def experts_mlp(
 ) -> Tensor:
     tensors = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
     return experts.composed(*tensors, experts.Form(*form), act_and_mul)
+
+
+def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
+    """A norm over the last dimension, of a code of the ops (torch-ext/norm.h), as modules spell it out.
+
+    All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if code in _CENTRED:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if rounded:
+        normed = normed.to(x.dtype)
+    if weight is not None:
+        normed = normed * (1.0 + weight.to(wide.dtype) if code in _OF_ONE_MORE else weight)
+    if bias is not None:
+        normed = normed + bias
+    return normed.to(x.dtype)
+
+
+_CENTRED, _OF_ONE_MORE = (1, 5), (3, 5)
+
+
+def quantized_decode(
+    weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
+) -> Tensor:
+    """A weight of four bits a value, ``[out, in]``, given the operands of the compiled op (torch-ext/quantized.h)."""
+    data, scales, code, nested_scales, nested_code = weight
+    out, width, block, nested_block = layout
+    if nested_scales is not None:
+        of_blocks = nested_scales.repeat_interleave(nested_block)[: scales.numel()]
+        scales = F.embedding(scales.view(-1).int(), nested_code.view(-1, 1)).view(-1) * of_blocks + offset
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
+    values = F.embedding(data.view(-1).int(), pairs).view(-1)
+    padded = F.pad(values[: out * width], (0, scales.numel() * block - out * width))
+    decoded = padded.view(-1, block) * scales.view(-1, 1)
+    return decoded.view(-1)[: out * width].view(out, width).to(dtype)

@@ -22,16 +22,17 @@ from . import outcome, verification
 from .experts import mixtures, routers
 from .outcome import Outcome, Reason
 from .parts import adapters
-from .reading.attributes import finder_of, method_in, modules_of, state_of, written
+from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import endings, rewriter, shape
-from .running import adapted, shortcut, switching
+from .running import adapted, normed, shortcut, switching
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
-    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too.
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, and an RMSNorm that its
+    class spells out in several operations.
 
     Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
     cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
@@ -77,7 +78,8 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 around.update(blocks_around(module))
                 inner.update(map(id, layers_in(module)))
                 if found is not None and id(module) not in heads:
-                    report.modules.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+                    reported = report.norms if found.pattern in outcome.NORMS else report.modules
+                    reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
             for _, module in modules:
                 if _is_idle(module):
                     switching.switch_back(module)
@@ -123,7 +125,7 @@ def blocks_around(module: nn.Module) -> Dict[int, str]:
 
 def in_block(found: Outcome, words: str) -> Outcome:
     """The outcome of an MLP that is fused with its block."""
-    is_whole = found.extent == outcome.FULL and adapters.WITH_ADAPTERS not in found.pattern
+    is_whole = found.extent == outcome.FULL and not adapters.is_said_in(found.pattern)
     return replace(found, pattern=found.pattern + words) if is_whole else found
 
 
@@ -150,7 +152,14 @@ def _outcome_of(module: nn.Module) -> Optional[Outcome]:
     if mixtures.is_registered(module):
         return outcome.of_experts(module)
     methods, found = _plan(module, None, training.KEPT)
-    return outcome.left(module, methods.values(), Reason(outcome.NOT_FUSED)) if methods else found
+    return outcome.left(module, methods.values(), _not_fused(module, *methods)) if methods else found
+
+
+def _not_fused(module: nn.Module, name: str, *_: str) -> Reason:
+    state = state_of(module)
+    if name not in state.get(FUSED, ()):
+        return Reason(outcome.NOT_FUSED)
+    return Reason(outcome.REPLACED, name, switching.origin_of(state.get(name, getattr(type(module), name, None))))
 
 
 def _fuse(
@@ -189,7 +198,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or adapted.fused_methods(module)
+    methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
@@ -206,9 +215,11 @@ def _plan_of(
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
         own = state_of(module).get(switching.place_of(module, name))
-        if own is not None and not _is_of_class(module, name, own):
-            return {}, outcome.left(module, methods.values(), Reason(outcome.OWN_METHOD, name, outcome.origin_of(own)))
-        if check is None or routers.is_fused(method) or adapted.is_fused(method):
+        if own is not None and not _is_read(module, name, own, method):
+            return {}, outcome.left(
+                module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
+            )
+        if check is None or any(made(method) for made in (routers.is_fused, adapted.is_fused, normed.is_fused)):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)
@@ -223,11 +234,11 @@ def _plan_of(
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-def _is_of_class(module: nn.Module, name: str, own: Any) -> bool:
-    """True if what a module holds in the place of a method is that of its class, or a fused one, also of the module
-    that it is a shallow copy of."""
+def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:
+    """True if what a module holds in the place of a method is what the fused one was made of, or a fused one, also of
+    the module that it is a shallow copy of."""
     is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
-    return is_fused or method_in(module, name) is getattr(type(module), name)
+    return is_fused or method_in(module, name) is written[method].function
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import dispatch, training
+from .. import dispatch, quantized, training
+from ..adapters import Layer
 from ..backends import reference
 from .experts import mixtures, routers
 from .parts import adapters, norms, obstacles, recognition
@@ -19,7 +19,7 @@ from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
 from .rewriting import endings, rewriter, shape
 from .rewriting.found import FoundMLP, around_of
-from .running import adapted, forwards
+from .running import adapted, forwards, normed
 
 # Extents: what of an MLP is one call of a kernel.
 FULL = "full"  # its GEMMs, with the activation in their epilogue
@@ -41,6 +41,7 @@ CALLED = "called"
 UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
 NOT_FUSED = "not fused"
+REPLACED = "replaced"
 OWN_METHOD = "own method"
 OWN_FINDER = "own finder"
 SCRIPTED = "scripted"
@@ -60,6 +61,7 @@ _REASON_WORDS = {
     UNKNOWN_ACTIVATION: "activation {part} is not known",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
+    REPLACED: "its fused {part} was replaced ({detail}); fuse again",
     OWN_METHOD: "has a {part} of its own ({detail})",
     OWN_FINDER: "its class has a {part} of its own, which runs where attributes are read",
     SCRIPTED: "compiled by TorchScript",
@@ -76,10 +78,11 @@ _REASON_WORDS = {
 }
 
 
-_ADVICE = {  # by what a detail has in it
-    "a peft.": "merge the adapters and fuse again",
-    "kernel for torch.float": "cast the model to torch.bfloat16",
-    "in autocast": "cast the model in place of autocast",
+_ADVICE = {  # by what a detail has in it, of which the first counts
+    " around a ": "",
+    "a peft.": "; merge the adapters and fuse again",
+    "kernel for torch.float": "; cast the model to torch.bfloat16",
+    "in autocast": "; cast the model in place of autocast",
 }
 
 
@@ -97,7 +100,7 @@ class Reason:
 
     def __str__(self) -> str:
         words = _REASON_WORDS[self.code].format(part=self.part, detail=self.detail)
-        return words + next((f"; {advice}" for found, advice in _ADVICE.items() if found in self.detail), "")
+        return words + next((advice for found, advice in _ADVICE.items() if found in self.detail), "")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
     if any(map(adapted.is_fused, methods)):
         return of_adapted(module)
+    if any(map(normed.is_fused, methods)):
+        return of_norm(module)
     for method in filter(endings.is_fused, methods):
         return of_sum(endings.parts_of(method, module))
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
@@ -158,6 +163,12 @@ def of_adapted(module: nn.Module) -> Outcome:
     return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
 
 
+def of_norm(module: nn.Module) -> Outcome:
+    """The outcome of a norm by itself."""
+    obstacle, pattern = normed.obstacle(module), normed.name_of(module)
+    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
+
+
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
 
 
@@ -166,12 +177,15 @@ def is_mlp(pattern: str) -> bool:
     return pattern.startswith(_MLPS) and not pattern.startswith("gated linear")
 
 
+NORMS = ("LayerNorm", "RMSNorm")
 _MLPS = ("plain", "gated", "packed gated", "experts")
 AROUND, NORMED = around_of(True, False), around_of(True, True)
 
 
 def words_of(extent: str, pattern: str) -> str:
     """Describe the part of a module with this pattern that one call computes at this extent."""
+    if pattern in NORMS:
+        return "norm"
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 
@@ -180,19 +194,26 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return Outcome(NONE, (reason,), _EXPERTS)
-    if any(made(method) for made in (routers.is_fused, endings.is_fused, adapted.is_fused) for method in methods):
+    if any(made(method) for made in _NO_MLPS for method in methods):
         return None
     return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
+
+
+_NO_MLPS = (routers.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
     """The outcome of methods that can never fuse anything; None if they may fuse something."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
-    never = [not mlp.pattern.gated and obstacles.has_own_product(first) for mlp, first in zip(mlps, firsts)]
+    never = [not mlp.pattern.gated and _has_own_product(first) for mlp, first in zip(mlps, firsts)]
     if not all(never) or not mlps:
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
+
+
+def _has_own_product(projection: Any) -> bool:
+    return obstacles.has_own_product(projection) and not adapters.is_known(projection)
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
@@ -218,13 +239,6 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
 
 
 _SUM = f"{forwards.LINEAR} with residual and norm"
-
-
-def origin_of(method: Any) -> str:
-    """Describe the origin of an object that shadows a method."""
-    while type(method) in (MethodType, functools.partial):
-        method = method.__func__ if type(method) is MethodType else method.func
-    return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
 
 
 def of_error(error: Exception) -> Reason:
@@ -307,6 +321,9 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
+    layer = None if first is None else adapters.layer_of(first)
+    if isinstance(layer, Layer) and layer.dtype is not None:  # of four bits: what stands for it is of its dtype
+        return quantized.shape_alone(layer.weight, layer.dtype)
     weight = None if first is None else attribute_of(first, "weight")
     return weight if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2 else None
 

@@ -53,11 +53,14 @@ class ModuleReport:
 class FusionReport:
     """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
 
+    ``norms`` are those that are one op by themselves, apart from MLPs and their like.
+
     ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes. A report does not keep
     the model alive.
     """
 
     modules: List[ModuleReport] = field(default_factory=list)
+    norms: List[ModuleReport] = field(default_factory=list)
     _restoring: List[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
@@ -80,20 +83,20 @@ class FusionReport:
         self._restoring.clear()
 
     def __str__(self) -> str:
-        if not self.modules:
+        if not (self.modules or self.norms):
             return "no MLP found"
-        return "\n".join([summary(self.modules), *lines([_COLUMNS, *self._rows()])])
+        return "\n".join([summary(self.modules, self.norms), *lines([_COLUMNS, *self._rows()])])
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
         rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        return f"<p>{html.escape(summary(self.modules))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
+        return f"<p>{html.escape(summary(self.modules, self.norms))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
     def _rows(self) -> List[Tuple[str, ...]]:
         """The cells of the table: modules that are alike share a row."""
         rows: Dict[Tuple[str, ...], List[str]] = {}
-        for module in self.modules:
+        for module in (*self.modules, *self.norms):
             extent = "yes" if module.fused else {outcome.NONE: "no"}.get(module.extent, module.extent)
             rows.setdefault((module.class_name, module.pattern, extent, module.reason), []).append(module.path)
         return [(*key, _paths(paths)) for key, paths in rows.items()]
@@ -104,10 +107,14 @@ def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleRep
     return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
 
 
-def summary(modules: Sequence[ModuleReport]) -> str:
+def summary(modules: Sequence[ModuleReport], norms: Sequence[ModuleReport] = ()) -> str:
     """One sentence that counts the modules which run in one call each."""
-    if not modules:
-        return "no MLP found"
+    sentence = _of_mlps(modules) if modules else "no MLP found"
+    beside = Counter(module.pattern for module in (*modules, *norms) if not module.is_mlp and module.fused)
+    return "; ".join([sentence, *(f"{count} x {pattern}" for pattern, count in beside.items())])
+
+
+def _of_mlps(modules: Sequence[ModuleReport]) -> str:
     mlps = [module for module in modules if module.is_mlp]
     fused = [module for module in mlps if module.fused]
     sentence = f"{len(fused)} of {_counted(len(mlps), 'MLP')} {'run' if len(mlps) != 1 else 'runs'} in one call"
@@ -115,8 +122,7 @@ def summary(modules: Sequence[ModuleReport]) -> str:
     if fused and all(outcome.AROUND in module.pattern for module in fused):
         normed = all(outcome.NORMED in module.pattern for module in fused)
         sentence += f", {'norm and residual' if normed else 'residual'} included"
-    beside = Counter(module.pattern for module in modules if not module.is_mlp and module.fused)
-    return "; ".join([sentence, *(f"{count} x {pattern}" for pattern, count in beside.items())])
+    return sentence
 
 
 def _counted(count: int, noun: str) -> str:

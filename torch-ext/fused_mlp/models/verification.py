@@ -15,7 +15,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .. import calls
+from .. import calls, quantized
+from ..adapters import Layer
 from ..backends import reference
 from ..experts import traceable
 from .experts import mixtures, proofs
@@ -49,7 +50,7 @@ class Verification:
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
         key = (mlp.pattern, type(mlp.act), mlp.activation, len(_casts(mlp)), *kinds)
         if key not in self._known:
-            self._known[key] = _difference_of_call(mlp, adapters.layer_of(parts[0]).weight)
+            self._known[key] = _difference_of_call(mlp, _values_of(adapters.layer_of(parts[0])))
         return self._known[key]
 
     def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
@@ -73,8 +74,15 @@ def _can_be_computed(mlp: FoundMLP) -> bool:
     layers = [adapters.layer_of(part) for part in mlp.projections.values()]
     if any(isinstance(layer, str) or (layer.adapter is not None and layer.adapter.dropout) for layer in layers):
         return False
-    weights = [layer.weight for layer in layers]
+    if any(layer.dtype is not None and layer.weight.is_cpu for layer in layers):
+        return False  # a layer of four bits may pack its weight anew when it is called there
+    weights = map(_values_of, layers)
     return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # else it is yet to be gathered
+
+
+def _values_of(layer: Layer) -> Tensor:
+    """The weight, or what has the shape and the dtype of a quantised one."""
+    return layer.weight if layer.dtype is None else quantized.shape_alone(layer.weight, layer.dtype)
 
 
 def _is_computable(weight: Tensor) -> bool:

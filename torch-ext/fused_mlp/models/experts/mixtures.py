@@ -147,11 +147,13 @@ def _fused(
     module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, asked: Optional[str] = None
 ) -> Optional[Tensor]:
     """The output of experts by one call; None where their forward is to run as it was written."""
-    way = _way(module)
-    if type(x) not in _PLAIN or _of_device(x, asked or way) is not None:  # asked first: it costs least
+    if type(x) not in _PLAIN:  # asked in the order of what it costs
         return None
     follows = calls.autograd_follows(x, weights, *module._parameters.values())
     if x.is_cpu and follows:
+        return None
+    way = _way(module)
+    if _of_device(x, asked or way) is not None:
         return None
     proof = None if _is_compiling() else proofs.proof_of(module)
     found = proofs.constantly_of(module) if proof is None else proof.found

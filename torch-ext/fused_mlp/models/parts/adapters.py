@@ -7,35 +7,45 @@ that was read. Any other version, class or variant of an adapter is called.
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-import re
-from types import CodeType
-from typing import Any, Dict, Iterable, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from ... import dispatch
 from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
+from ..reading import source
 from ..reading.attributes import are_unchanged, of_call
-from . import obstacles
+from . import obstacles, quantized
 
 is_traced = torch.compiler.is_dynamo_compiling
-_NAME = "peft.tuners.lora.layer.Linear"
+_NAME, _OF_4BIT = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"
 # The names that its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
 _METHODS = ("forward", "_cast_input_dtype", "_check_forward_args", "disable_adapters", "merged", "active_adapters")
 _METHODS += ("active_adapter",)
 # Hashes of the source of these methods, each with the first version that has it.
 _DIGESTS = {
-    "c7d74534b63f24c0": "0.11",
-    "c4b4273bce2c0516": "0.12",
-    "1ac9dabfcb94da02": "0.13",
-    "5b8fe8b448fcc805": "0.14",
-    "10d6e9e921684537": "0.15",
-    "d86a2c0bd2112c14": "0.16",
-    "5e9f75694d140a6e": "0.18",
-    "c6a93b365556c804": "0.20",
+    _NAME: {
+        "c7d74534b63f24c0": "0.11",
+        "c4b4273bce2c0516": "0.12",
+        "1ac9dabfcb94da02": "0.13",
+        "5b8fe8b448fcc805": "0.14",
+        "10d6e9e921684537": "0.15",
+        "d86a2c0bd2112c14": "0.16",
+        "5e9f75694d140a6e": "0.18",
+        "c6a93b365556c804": "0.20",
+    },
+    _OF_4BIT: {
+        "0d722a2feab7f4fb": "0.11",
+        "f2ede42194044f6c": "0.12",
+        "a0ac443e756a12ba": "0.13",
+        "1f21c590e7a1dd48": "0.14",
+        "9bbd02e5f3d899d1": "0.15",
+        "97f8929f3fced7c9": "0.16",
+        "64541131d22e7a73": "0.18",
+        "3acadf67b9d59bb9": "0.20",
+    },
 }
 
 
@@ -44,21 +54,25 @@ CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 
 
 def is_adapted(part: nn.Module) -> bool:
-    """True if a module is a layer of PEFT's LoRA, whatever its state is."""
-    return known(type(part)) is not None
+    """True if a module is a layer of PEFT's LoRA, whatever its state is, around a weight that may be read."""
+    kind = type(part)
+    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_take_quantized())
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
     """The operands of a linear layer, with its adapter if it has one; or, as a noun phrase, why it must be called.
 
-    torch.compile calls all layers with adapters: no op takes them there, and Dynamo cannot look for a source.
+    torch.compile calls all layers with adapters, or quantised weights: no op takes them there, and Dynamo cannot look
+    for a source.
     """
-    methods = None if is_traced() else known(type(part))
-    if methods is None:
+    if is_traced():
         found = obstacles.parameters_of(part)
         return found if isinstance(found, str) else Layer(*found)
+    methods = known(type(part))
+    if methods is None:
+        return _without_adapter(part)
     if not are_unchanged(methods):
-        return f"a patched {_NAME}"
+        return f"a patched {_name(part)}"
     effect = of_call(part)
     return _read(part) if effect is None else effect
 
@@ -79,18 +93,29 @@ def of_state(part: nn.Module) -> Optional[str]:
 
 
 def words_of(parts: Iterable[nn.Module]) -> str:
-    """The words for the adapters of layers, behind the pattern of their MLP; nothing where there are none."""
-    found = [layer_of(part) for part in parts]
-    ranks = {layer.adapter.a.shape[0] for layer in found if not isinstance(layer, str) and layer.adapter is not None}
-    return f"{WITH_ADAPTERS} of rank {', '.join(map(str, sorted(ranks)))}" if ranks else ""
+    """The words for the formats and adapters of layers, behind the pattern of their MLP; nothing for plain ones."""
+    found = [layer for layer in map(layer_of, parts) if not isinstance(layer, str)]
+    ranks = {layer.adapter.a.shape[0] for layer in found if layer.adapter is not None}
+    with_adapters = f"{_WITH_ADAPTERS} of rank {', '.join(map(str, sorted(ranks)))}" if ranks else ""
+    return f"{quantized.words_of(layer.weight for layer in found)}{with_adapters}"
 
 
-WITH_ADAPTERS = " with LoRA"
+def is_said_in(pattern: str) -> bool:
+    """True if a pattern has such words."""
+    return _WITH_ADAPTERS in pattern or quantized.OF_FORMAT in pattern
+
+
+_WITH_ADAPTERS = " with LoRA"
 
 
 def is_wrapped(part: nn.Module) -> bool:
-    """True for a layer that multiplies in a way of its own as long as it is there: none whose adapter is known."""
-    return obstacles.is_wrapped(part) and not is_adapted(part)
+    """True for a layer that multiplies in a way of its own as long as it is there: none whose class is known."""
+    return obstacles.is_wrapped(part) and not is_known(part)
+
+
+def is_known(part: nn.Module) -> bool:
+    """True for a layer with adapters, or quantised weights, of a class that is read."""
+    return is_adapted(part) or quantized.is_read(part)
 
 
 def is_plainly_left(part: nn.Module) -> bool:
@@ -112,54 +137,65 @@ _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling"}
 
 
 def _read(part: nn.Module) -> Union[str, Layer]:
-    state = part.__dict__
+    state, kind = part.__dict__, _name(part)
     modules = state["_modules"]
     if not state.keys() >= _STATE:
-        return f"a {_NAME} in a form that is not known"
-    base = _parameters_of(modules["base_layer"])
+        return f"a {kind} in a form that is not known"
+    base = _without_adapter(modules["base_layer"])
     if type(base) is str:
-        return f"a {_NAME} around {base}"
+        return f"a {kind} around {base}"
     if state["_disable_adapters"]:
-        return f"a {_NAME} that will take its adapters out" if state["merged_adapters"] else Layer(*base)
+        return f"a {kind} that will take its adapters out" if state["merged_adapters"] else base
     if state["merged_adapters"]:
-        return Layer(*base)
+        return base
     name, held = state["_active_adapter"], modules["lora_A"].__dict__["_modules"]
     if type(name) is not str:
         active = [each for each in name if each in held]
         if len(active) > 1:
-            return f"a {_NAME} with {len(active)} active adapters"
+            return f"a {kind} with {len(active)} active adapters"
         name = active[0] if active else ""
     if name not in held:
-        return Layer(*base)
+        return base
     if name in state.get("lora_variant", ()) or state.get("use_dora", {}).get(name, False):
-        return f"a {_NAME} of another kind"
-    adapter = _adapter(state, held[name], name)
+        return f"a {kind} of another kind"
+    adapter = _adapter(state, held[name], name, kind)
     if type(adapter) is str:
         return adapter
-    dtype, given = base[0].dtype, (adapter.a, adapter.b, adapter.bias)
+    dtype, given = base.dtype or base.weight.dtype, (adapter.a, adapter.b, adapter.bias)
     dtypes = {each.dtype for each in given if each is not None}
     if dtypes != {dtype} and dtypes != {torch.float32}:
-        return f"a {_NAME} in another dtype"
-    return Layer(base[0], base[1], adapter)
+        return f"a {kind} in another dtype"
+    return base._replace(adapter=adapter)
 
 
-def _adapter(state: Dict[str, Any], a: nn.Module, name: str) -> Union[str, Adapter]:
+def _without_adapter(part: nn.Module) -> Union[str, Layer]:
+    if quantized.known(type(part)) is not None:
+        return quantized.layer_of(part)
+    found = _parameters_of(part)
+    return found if type(found) is str else Layer(*found)
+
+
+def _name(part: nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def _adapter(state: Dict[str, Any], a: nn.Module, name: str, kind: str) -> Union[str, Adapter]:
     modules, scaling = state["_modules"], state["scaling"].get(name)
     of_b, of_dropout = modules["lora_B"], modules["lora_dropout"]
     containers = {type(modules["lora_A"]), type(of_b), type(of_dropout)}
     if containers != _CONTAINERS or type(scaling) not in (int, float):
-        return f"a {_NAME} in a form that is not known"
+        return f"a {kind} in a form that is not known"
     b, dropout = of_b.__dict__["_modules"].get(name), of_dropout.__dict__["_modules"].get(name)
-    kind = type(dropout)
-    if type(a) is not nn.Linear or type(b) is not nn.Linear or (kind is not nn.Identity and kind is not nn.Dropout):
-        return f"a {_NAME} of other parts"
+    drops = type(dropout)
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or (drops is not nn.Identity and drops is not nn.Dropout):
+        return f"a {kind} of other parts"
     first, second = _parameters_of(a), _parameters_of(b)
     effect = next((each for each in (first, second) if type(each) is str), None) or of_call(dropout)
     if effect is not None:
-        return f"a {_NAME} with {effect}"
+        return f"a {kind} with {effect}"
     if first[1] is not None or not state.get("cast_input_dtype_enabled", True):
-        return f"a {_NAME} of another kind"
-    is_dropped = kind is nn.Dropout and dropout.training
+        return f"a {kind} of another kind"
+    is_dropped = drops is nn.Dropout and dropout.training
     return Adapter(first[0], second[0], scaling, second[1], dropout.p if is_dropped else 0.0)
 
 
@@ -190,8 +226,9 @@ _PLAIN = {torch.float32, torch.bfloat16, torch.float16}
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
-    """The methods of PEFT's class, if this is it and its source is one that was read."""
-    if f"{kind.__module__}.{kind.__qualname__}" != _NAME or digest(kind) not in _DIGESTS:
+    """The methods of a class of PEFT's, if this is one and its source was read."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name not in _DIGESTS or digest(kind) not in _DIGESTS[name]:
         return None
     names = ("__call__", *_METHODS)
     CLASSES[kind] = tuple((kind, name, getattr(kind, name)) for name in names if hasattr(kind, name))
@@ -199,20 +236,5 @@ def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
 
 
 def digest(kind: type) -> Optional[str]:
-    """A hash of the source of the methods that a call of a class runs, without comments and white space; None where
-    there is none."""
-    try:
-        sources = [inspect.getsource(code) for code in _codes(kind)]
-    except (OSError, TypeError):
-        return None
-    bare = re.sub(r"\s+", "", re.sub(r"\s#.*", "", "\n".join(sources)))
-    return hashlib.sha256(bare.encode()).hexdigest()[:16]
-
-
-def _codes(kind: type) -> Iterator[CodeType]:
-    """The code of the methods themselves: of a wrapper, inspect would find the source of what it stands around."""
-    for name in _METHODS:
-        found = inspect.getattr_static(kind, name, None)
-        found = found.fget if isinstance(found, property) else found
-        if found is not None:
-            yield getattr(found, "__code__", None)
+    """A hash of the source of the methods that a call of a class runs; None where there is none."""
+    return source.digest(source.codes_of(kind, _METHODS))

@@ -6,14 +6,17 @@ that computes what the source says, and knows which row of the table that is, by
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...activations import Activation, get_activation
-from ..reading.attributes import of_call
+from ...backends import native
+from ..reading import activations
+from ..reading.attributes import are_unchanged, of_call
+from .guards import guards_of
 from .recognition import activation_of, name_of
 
 # As they were when this was imported: what is put in their place is called.
@@ -21,6 +24,7 @@ _METHODS = {"relu": Tensor.relu, "sigmoid": Tensor.sigmoid}
 _GELU_FUNCTION, _GLU_FUNCTION, _GLU_FORWARD = F.gelu, F.glu, nn.GLU.forward
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
+_are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # compiled, if there is compiled code
 _SELF_GATED = {1.0: "silu", 1.702: "quick_gelu"}
 
 
@@ -94,10 +98,28 @@ def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     return Form("glu", lambda h: function(h, *options, **named), row, halves=True)
 
 
+def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    """``act`` where ``function(h, up)`` is ``act(h) * up``"""
+    form, unchanged = _products.get(function, (None, ()))
+    if form is not None and _are_unchanged(unchanged):
+        return form
+    found = activations.read_product(function)
+    guards = None if found is None else guards_of(found.dependencies)
+    if guards is None:
+        return Form(name_of(function), function, None)
+    form = Form(name_of(function), found.row.function, found.row)
+    _products[function] = form, guards.unchanged
+    return form
+
+
+_products: Dict[Callable[..., Tensor], Tuple[Form, Tuple[Any, ...]]] = {}  # those met, and what they rest on
+
+
 FORMS: Dict[str, Callable[..., Form]] = {
     "call": call,
     "method": method,
     "self-gated": self_gated,
     "squared": squared,
     "glu": glu,
+    "factor": factor,
 }

@@ -214,7 +214,8 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
             return Site(pattern, (x,), (gate.node.func,), act, read=read)
         same_x = isinstance(x, ast.Name) and is_name(up.node.args[0], x.id)
         if gate.half is None and up.half is None and same_x and gate.node is not up.node:
-            pattern = Pattern(gated=True, up_left=other is value.node.left, up_before=_is_before(up.node, gate.node))
+            up_left = other is getattr(value.node, "left", None)
+            pattern = Pattern(gated=True, up_left=up_left, up_before=_is_before(up.node, gate.node))
             return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
 
@@ -243,6 +244,10 @@ def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
 
 def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.expr]]:
     """The activation in a product, the factor that it is, what it is applied to, and the other factor."""
+    if value.half is None and isinstance(value.node, ast.Call) and role(value.node.func) == Role.PRODUCT:
+        given = value.node.args
+        if len(given) == 2 and not value.node.keywords and not any(isinstance(each, ast.Starred) for each in given):
+            yield Act("factor", Role.ACTIVATION, value.node.func), value, value.part(given[0]), given[1]
     if value.half is None and isinstance(value.node, ast.BinOp) and isinstance(value.node.op, ast.Mult):
         left, right = value.node.left, value.node.right
         for first, second in ((left, right), (right, left)):

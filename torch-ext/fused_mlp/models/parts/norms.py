@@ -24,7 +24,11 @@ LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-e
 
 
 class Norm(NamedTuple):
-    """A class of norms: its code, and the attributes that are its eps, if it has one, and its weight."""
+    """A class of norms: its code, and the attributes that are its eps, if it has one, and its weight.
+
+    ``rounded``: what is normed is rounded before it is multiplied by the weight. ``wide``: the weight may be of float32
+    where x is not.
+    """
 
     guards: Guards
     code: int
@@ -32,6 +36,8 @@ class Norm(NamedTuple):
     of_torch: bool
     has_bias: bool
     weight: str = "weight"
+    rounded: bool = False
+    wide: bool = False
 
 
 def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
@@ -115,7 +121,17 @@ def _norm_of(value: Node, kind: type, forward: FunctionType, dependencies: Tuple
     code = _code(algebra.Form(_leaf)(value), weight, eps)
     names = dict.fromkeys((weight, *attributes, *(name for name, *value in guards.own if value), *guards.hidden))
     guards = Guards((*own, *guards.unchanged), guards.own, tuple(names))
-    return None if code is None else Norm(guards, code, eps, False, False, weight)
+    rounded = _is_rounded(value)
+    wide = not rounded and value.op == "to" and value.args[1] == Node("dtype", (_X,))
+    return None if code is None else Norm(guards, code, eps, False, False, weight, rounded, wide)
+
+
+def _is_rounded(value: Node) -> bool:
+    """True if a factor of the product with the weight has the dtype of x."""
+    product = _uncast(value)
+    factors = [part for part in product.args if isinstance(part, Node) and part != _X] if product.op == "mul" else []
+    others = [part for part in factors if all(leaf.op != "parameter" for leaf in _leaves(part))]
+    return any(algebra.dtype_of(part, _is_own) == algebra.OWN for part in others)
 
 
 def _leaves(value: Any) -> Iterator[Node]:

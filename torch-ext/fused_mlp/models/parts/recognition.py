@@ -35,7 +35,9 @@ _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 # Functions, and forwards of classes, that spell out a row of the table, with the dependencies of that proof.
 _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
-_classes: Dict[type, str] = {}  # those of _BY_CLASS that were met: a class is looked up faster than its name is made
+# Those of _BY_CLASS that were met: a class is looked up faster than its name is made. With the code of the forward.
+_classes: Dict[type, str] = {}
+_codes: Dict[type, Any] = {torch.nn.GELU: torch.nn.GELU.forward.__code__}
 
 _NOT_ELEMENTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
 _OTHER_FUNCTIONS = {
@@ -142,7 +144,7 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
         return _classes[kind]
     name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
     if name is not None and not torch.compiler.is_compiling():
-        _classes[kind] = name
+        _classes[kind], _codes[kind] = name, getattr(getattr(kind, "forward", None), "__code__", None)
     if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
         return name
     return _written_out(kind.forward)
@@ -152,6 +154,8 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
     kind = type(module)
     forward = kind.forward
     if kind.__call__ is not torch.nn.Linear.__call__ or hasattr(forward, "__wrapped__"):
+        return "a patched class"
+    if kind in _codes and getattr(forward, "__code__", None) is not _codes[kind]:  # as autoreload replaces it
         return "a patched class"
     if forward.__module__ != kind.__module__ and _written_out(forward) is None:
         return "a patched class"

@@ -15,7 +15,8 @@ class Role:
     - HEAD: a module that computes the hidden values of an MLP; TAIL: one that begins with the last projection of an
       MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
     - ACTIVATION: a row of the table; SIGMOID, RELU: rows that others are made of; BOUND: a row that is a method;
-      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; SQUARE: torch.square
+      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; SQUARE: torch.square;
+      PRODUCT: a function of two tensors that is ``act(gate) * up``
     - PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout
     - ASKING: isinstance; FLAG: a function that returns a global; OTHER: known to be none of these
     """
@@ -25,7 +26,7 @@ class Role:
     LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM, SCALE)
     SEQUENCE = "sequence"
     ACTIVATION, SIGMOID, RELU, BOUND = "activation", "sigmoid", "relu", "bound activation"
-    UNKNOWN, GLU, SQUARE = "unknown activation", "glu", "square"
+    UNKNOWN, GLU, SQUARE, PRODUCT = "unknown activation", "glu", "square", "product"
     ASKING, FLAG, OTHER = "asking", "flag", "other"
     ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, RELU, BOUND, UNKNOWN))
 

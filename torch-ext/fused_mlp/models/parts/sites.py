@@ -15,7 +15,8 @@ class Act:
     """The application of an activation to ``h`` in the source.
 
     ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
-    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h;
+    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h; ``factor`` is the
+    activation in ``callee(h, up)``;
     ``squared`` is the square of ``call`` or ``method``, as ``base`` says.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -12,9 +13,9 @@ from ...activations import ACTIVATIONS, Activation
 from . import algebra
 from .algebra import Form, Sum
 from .evaluation import Evaluation, inputs
-from .values import Dependency, Held, Node, NotProved, Proof, Proofs, Value, class_of, looked_up
+from .values import Dependency, Held, Method, Node, NotProved, Proof, Proofs, Value, class_of, looked_up
 
-(_X,) = inputs("x")
+_X, _Y = inputs("x", "y")
 
 
 class Read(NamedTuple):
@@ -35,12 +36,40 @@ def read(callee: Any) -> Optional[Read]:
     return _proofs.get(key, root, lambda: _proved(root, callee if root is None else Held((), root))).found
 
 
-_proofs = Proofs()
+def read_product(callee: Any) -> Optional[Read]:
+    """The activation ``act`` where a function of two tensors computes ``act(gate) * up``; None if it does not."""
+    return _products.get(callee, None, lambda: _proved_product(callee)).found
+
+
+_proofs, _products = Proofs(), Proofs()
 
 
 def _proved(root: Optional[nn.Module], callee: Value) -> Proof:
     evaluation = Evaluation(root, leaf=_part)
     return Proof(_read(evaluation, callee), evaluation.dependencies)
+
+
+def _proved_product(callee: Any) -> Proof:
+    evaluation = Evaluation()
+    is_of_autograd = type(callee) is MethodType and callee.__func__ is torch.autograd.Function.apply.__func__
+    given = Method("apply", Node("autograd", (callee.__self__,))) if is_of_autograd else callee
+    try:
+        value = evaluation.returned(given, (_X, _Y))
+        is_own = isinstance(value, Node) and algebra.dtype_of(value, (_X, _Y).__contains__) == algebra.OWN
+        names = {_X: algebra.atom("x"), _Y: algebra.atom("y")}
+        found = Form(lambda node, form: names.get(node))(value) if is_own else None
+    except NotProved:
+        found = None
+    row = None if found is None else _product_rows().get(algebra.compared(found))
+    return Proof(None if row is None else Read(row, True, evaluation.dependencies), evaluation.dependencies)
+
+
+@functools.cache
+def _product_rows() -> Dict[Sum, Activation]:
+    """The rows by the forms of their products with an atom named y."""
+    x, y = algebra.atom("x"), algebra.atom("y")
+    rows = (row for row in ACTIVATIONS if row.name != "linear")
+    return {algebra.compared(algebra.times(form_of(row, x), y)): row for row in rows}
 
 
 def _read(evaluation: Evaluation, callee: Value) -> Optional[Read]:

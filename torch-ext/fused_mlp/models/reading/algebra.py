@@ -225,7 +225,9 @@ def _clamp(x: Sum, low: Any, high: Any) -> Sum:
     return atom(("relu", x)) if (low, high) == (0.0, None) else atom(("clamp", x, low, high))
 
 
-def _softplus(x: Sum, beta: float, threshold: float) -> Sum:
+def _softplus(x: Sum, beta: Any, threshold: Any) -> Sum:
+    if not all(type(each) in (int, float) for each in (beta, threshold)):
+        raise NotProved("a softplus of what is no number")
     return atom(("softplus", x, float(beta), float(threshold)))
 
 

@@ -76,6 +76,13 @@ def method_in(module: nn.Module, place: str) -> Optional[FunctionType]:
     return own.__func__ if is_bound else None
 
 
+def forward_of(module: nn.Module) -> Any:
+    """The forward that a call of a module runs, as it was before it was fused: one that it holds itself, bound to it,
+    or that of its class."""
+    own = method_in(module, "forward")
+    return getattr(type(module), "forward", None) if own is None else written[own].function if own in written else own
+
+
 def finder_of(kind: type) -> Optional[str]:
     """The method of a class of modules that Python runs where an attribute is read, if nn.Module has another one."""
     names = ("__getattribute__", "__getattr__")
@@ -149,15 +156,22 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if hooks_of(module) is not None:
         return "hooks"
     function = own_method(module, "forward")
     if function is not None:
         known = function is type(module).forward or function is PLAIN_FORWARDS.get(type(module))
-        known = known or (type(function) is FunctionType and function in written)  # fused, it computes the same
+        # Fused, that of the class computes the same.
+        known = known or (function in written and written[function].function is type(module).forward)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "a forward of its own"
     return None
+
+
+def hooks_of(module: nn.Module) -> Optional[str]:
+    """The word for the hooks that a call of a module runs, if it runs any."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return "hooks" if hooks else None
 
 
 _NO_METHOD = object()

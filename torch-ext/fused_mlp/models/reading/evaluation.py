@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from . import operations
+from . import liger, operations
 from .attributes import of_call
 from .effects import bound
 from .source import tree_of
@@ -416,7 +416,7 @@ class Evaluation:
     def _called(self, callee: Value, args: Tuple[Value, ...], options: Dict[str, Value], node: Any = None) -> Value:
         if isinstance(callee, Method):
             if callee.name == "apply":
-                return Node("elementwise", (callee.owner.args[0], *args))
+                return self._applied_by_autograd(callee.owner.args[0], args)
             if callee.name not in operations.METHODS:
                 raise _unknown(node, f"{callee.name} of a tensor")
             self._method(callee.name, operations.METHODS[callee.name])
@@ -475,6 +475,14 @@ class Evaluation:
         if made.op == "to" and not (isinstance(made.args[1], (torch.dtype, Node))):
             raise _unknown(node, "a cast to what is no dtype")
         return made
+
+    def _applied_by_autograd(self, kind: type, args: Tuple[Value, ...]) -> Node:
+        found = liger.applied(kind, args)
+        if found is None:
+            return Node("elementwise", (kind, *args))
+        for owner, name, value in liger.rests_on(kind):
+            self._depends(owner, "", name, value)
+        return found
 
     def _operated(self, op: Any, left: Value, right: Value, node: ast.AST) -> Value:
         name = _OPERATORS.get(type(op))

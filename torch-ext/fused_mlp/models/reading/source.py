@@ -6,12 +6,17 @@ import __future__
 import ast
 import builtins
 import functools
+import hashlib
+import inspect
 import linecache
+import re
 import sys
 import warnings
-from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from collections import Counter
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
+import torch
 from torch import nn
 
 from .attributes import attribute_of, children_of, is_module
@@ -53,6 +58,25 @@ def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
     return _trees[key]
 
 
+def digest(codes: Iterable[Optional[CodeType]]) -> Optional[str]:
+    """A hash of the source of code, without comments and white space; None where there is none."""
+    try:
+        sources = [inspect.getsource(code) for code in codes]
+    except (OSError, TypeError):
+        return None
+    bare = re.sub(r"\s+", "", re.sub(r"\s#.*", "", "\n".join(sources)))
+    return hashlib.sha256(bare.encode()).hexdigest()[:16]
+
+
+def codes_of(kind: type, names: Iterable[str]) -> Iterator[Optional[CodeType]]:
+    """The code of methods that a class has: of a wrapper, inspect would find the source of what it stands around."""
+    for name in names:
+        found = inspect.getattr_static(kind, name, None)
+        found = found.fget if isinstance(found, property) else found
+        if found is not None:
+            yield getattr(getattr(found, "__func__", found), "__code__", None)
+
+
 class LookUp(NamedTuple):
     """A name that a function looks up around it, ``F.dropout`` say, what that stands for, and in which attributes."""
 
@@ -62,10 +86,11 @@ class LookUp(NamedTuple):
 
 
 def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
-    """The known values that a function looks up and a changed definition of it does not."""
-    still = {ast.unparse(node) for node in ast.walk(changed) if isinstance(node, (ast.Name, ast.Attribute))}
-    nodes = {ast.unparse(node): node for statement in tree_of(function).body for node in _paths(statement)}
-    found = (_look_up(node, function) for text, node in nodes.items() if text not in still)
+    """The known values that a function looks up and a changed definition of it does not, or not as often."""
+    still = Counter(ast.unparse(node) for statement in changed.body for node in _paths(statement))
+    paths = [node for statement in tree_of(function).body for node in _paths(statement)]
+    nodes, before = {ast.unparse(node): node for node in paths}, Counter(map(ast.unparse, paths))
+    found = (_look_up(node, function) for text, node in nodes.items() if still[text] < before[text])
     return [each for each in found if each is not None]
 
 
@@ -92,8 +117,10 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
     value = value_of(node, function, None)
     if isinstance(node, ast.Attribute):
         owner = _look_up(node.value, function)
-        known = owner is not None and value is not None
-        return LookUp(node, value, (*owner.attributes, (owner.value, node.attr, value))) if known else None
+        if owner is None or value is None:
+            return None
+        made_anew = type(value) is MethodType  # at each look-up
+        return LookUp(node, value, (*owner.attributes, *(() if made_anew else ((owner.value, node.attr, value),))))
     code = function.__code__
     if node.id in code.co_freevars and value is not None:
         return LookUp(node, value, ((function.__closure__[code.co_freevars.index(node.id)], "cell_contents", value),))
@@ -124,7 +151,10 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
         owner = value_of(node.value, function, first)
         if is_module(owner):
             return attribute_of(owner, node.attr)
-        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
+        if isinstance(owner, ModuleType):
+            return vars(owner).get(node.attr)
+        of_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and node.attr == "apply"
+        return owner.apply if of_autograd else None
     if not isinstance(node, ast.Name):
         return None
     code = function.__code__

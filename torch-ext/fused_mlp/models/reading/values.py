@@ -131,6 +131,7 @@ def looked_up(owner: Any, name: str) -> Any:
 
 
 def is_same(found: Any, value: Any) -> bool:
+    found = found.__func__ if type(found) is staticmethod else found  # as reading the attribute gives it
     if found is value:
         return True
     if type(found) is not type(value):

@@ -10,10 +10,11 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ..parts.guards import Guards
+from ..parts.guards import Guards, guards_of
 from ..parts.matches import returned
 from ..parts.roles import Role, RoleOf
 from ..parts.sites import AnySite, Site, Turns
+from ..reading import activations
 from ..reading.effects import is_harmless, uses
 from ..reading.names import assignment, body_of, is_name
 from ..reading.source import read_of, value_of
@@ -98,7 +99,7 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     if isinstance(site, Turns):
         return _whole_in_turn(tree, forward, site, role)
     call, behind = returned(tree, role)
-    is_mlp = isinstance(site, Site) and site.pattern.whole and site.act.is_callee
+    is_mlp = isinstance(site, Site) and site.pattern.whole and (site.act.is_callee or site.act.form == "factor")
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
     if ast.unparse(site.inputs[0]) != arguments[1].arg:
@@ -107,7 +108,8 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
     dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
     modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
-    act, unchanged = _function(site.act.callee, forward) or (None, ())
+    find = _function if site.act.is_callee else _factor
+    act, unchanged = find(site.act.callee, forward) or (None, ())
     parts = names_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
     if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
         return None
@@ -152,6 +154,13 @@ def names_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tupl
     first = function.__code__.co_varnames[0]
     plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
     return tuple(node.attr for node in nodes) if plain else None
+
+
+def _factor(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, ...], ...]]]:
+    """The activation in a product that a function computes, and what that rests on beside the name of the function."""
+    found = activations.read_product(value_of(node, function, None))
+    guards = None if found is None else guards_of(found.dependencies)
+    return None if guards is None else (found.row.function, guards.unchanged)
 
 
 def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, str, Any], ...]]]:

@@ -26,12 +26,14 @@ from ..parts.matches import ending_of, start_of
 from ..parts.recognition import looks_like_activation, name_of, recognise
 from ..parts.roles import Role, RoleOf
 from ..parts.sites import Act, AnySite, Block, Joint, Site, Turns, Whole
-from ..reading import effects
+from ..reading import activations, effects
 from ..reading.attributes import (
     as_written,
     children_of,
     finder_of,
+    forward_of,
     is_module,
+    method_in,
     own_method,
     parameters_of,
     state_of,
@@ -67,9 +69,12 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
     stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
+    # What the module itself holds runs in place of its class's. Where it has no MLP, the class's tells the reason.
+    own = {name: method_in(module, name) for name in methods}
+    own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
-    for name, function in methods.items() if wanted and (has_layers or stacked) else ():
-        if not has_layers and _has_loop(function):
+    for name, function in (*own.items(), *methods.items()) if wanted and (has_layers or stacked) else ():
+        if name in made or (not has_layers and _has_loop(function)):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
             rewritten, left = _rewritten(
@@ -182,6 +187,8 @@ def role_of(part: Any) -> Optional[str]:
         activation = recognise(part)
         if activation is not None:
             return Role.BOUND if isinstance(part, MethodType) else _BY_ROW.get(activation.name, Role.ACTIVATION)
+        if activations.read_product(part) is not None:
+            return Role.PRODUCT
         role = Role.UNKNOWN if looks_like_activation(part) else Role.FLAG if _is_flag(part) else Role.OTHER
     return role
 
@@ -228,7 +235,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 def _role_of_layer(part: nn.Module) -> str:
     """The role of a layer, which may be one module of a two-module MLP: by its forward, if it has a projection."""
-    forward = getattr(type(part), "forward", None)  # none of what TorchScript has compiled
+    forward = forward_of(part)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
     children = children_of(part).values()

@@ -20,6 +20,7 @@ _ACTIVATIONS = {
     Role.BOUND,
     Role.RELU,
     Role.UNKNOWN,
+    Role.PRODUCT,
 }  # a sigmoid is more often a gate of something else
 
 

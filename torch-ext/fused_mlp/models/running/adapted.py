@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ...activations import get_activation
-from ...adapters import Layers, in_one_op
 from ..parts import adapters, obstacles
 from ..reading.attributes import FUSED, as_written, written
 from . import forwards, shortcut, switching
@@ -78,7 +77,4 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
         return found
     if obstacles.of_input(x) is not None:
         return None
-    try:
-        return in_one_op(x, Layers(layer), _IDENTITY.code)
-    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
-        return None
+    return forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)

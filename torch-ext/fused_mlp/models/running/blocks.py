@@ -27,7 +27,7 @@ def block(
         return None
     found = _plain.block_of(halves.wholes, plan, owner, x, residual, factor, modulation, operands)
     if type(found) is tuple:
-        found = shortcut.packed_block(*found)
+        found = shortcut.of_operands(*found)
     if found is not None:
         return found
     module = owner._modules.get(plan.module) if type(plan.module) is str else operands[plan.module]
@@ -41,7 +41,7 @@ def block(
     of_parts = plans.of_operands(forwards.PLAIN, *counts, around, plan.wide, plan.modulation_wide)
     norms = (norm for norm in (first, last) if norm is not None)
     given = (*projections, act, *between, *behind, *norms)
-    return _plain.block(of_parts, None, x, residual, factor, modulation, given)
+    return shortcut.block(of_parts, None, x, residual, factor, modulation, given)
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import calls
+from ... import calls, quantized
 from ...activations import Activation
 from ...adapters import Layer, Layers, in_one_op
-from ...operands import halves
+from ...backends import native
+from ...operands import autocasts, halves
 from ..parts import adapters, obstacles
 from ..parts.pattern import Pattern
 from ..reading.attributes import attribute_of, of_call
@@ -41,7 +42,7 @@ def fused(
 
     None where a part has to be called, or torch computes the parts.
     """
-    if activation is None or obstacles.of_input(x) is not None:
+    if activation is None or _obstacle_of(x) is not None:
         return None
     if pattern.whole and not passes(between, x, projections[-1]):
         return None
@@ -51,8 +52,8 @@ def fused(
         if type(layer) is str or layer.weight.dim() != 2:
             return None
         layers.append(layer)
-    if any(layer.adapter is not None for layer in layers):
-        return _adapted(pattern, x, layers, activation)
+    if any(layer.adapter is not None or layer.dtype is not None for layer in layers):
+        return of_layers(pattern, x, layers, activation)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     if not pattern.packed:
         return calls.in_one_op(pattern.op, (x, *weights, *biases), activation, pattern.memory)
@@ -61,15 +62,55 @@ def fused(
     return calls.in_one_op("gated_mlp", given, activation, pattern.memory, pattern.up_first)
 
 
-def _adapted(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
-    """The same of layers some of which have adapters."""
+def _obstacle_of(x: Tensor) -> Optional[str]:
+    """:func:`obstacles.of_input`, in less time where compiled code says that there is nothing to ask for."""
+    is_asked = _plain is not None and not _is_compiling() and torch._C._len_torch_function_stack() == 0
+    if is_asked and type(x) is Tensor and x.layout is torch.strided and not x.is_nested and _plain.is_undisturbed():
+        return None
+    return obstacles.of_input(x)
+
+
+_plain, _is_compiling = native.plain_modules, torch.compiler.is_compiling
+
+
+def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
+    """The same of layers some of which have adapters, or quantised weights."""
+    dtypes = {layer.dtype for layer in layers if layer.dtype is not None}
+    if not dtypes:
+        return _in_one_op(pattern, x, layers, activation)
+    dtype, *others = dtypes
+    if others or not _is_taken_in(dtype, x, layers):
+        return None
+    if x.dtype is dtype and not autocasts(x):
+        return _in_one_op(pattern, x, layers, activation)
+    result = _in_one_op(pattern, x.to(dtype), layers, activation)
+    return None if result is None else result.to(x.dtype)
+
+
+def _is_taken_in(dtype: torch.dtype, x: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if layers, some of which cast what they are given to this dtype and their result back, may stay in it.
+
+    Those without adapters do not know autocast, the others and plain ones compute in its dtype or in that of x. In it a
+    dropout draws random numbers in the dtype of x or of its adapter, by the class of the layer.
+    """
+    if autocasts(x):
+        adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+        if any(adapter.dropout > 0.0 and adapter.a.dtype is not x.dtype for adapter in adapters):
+            return False
+        return torch.get_autocast_dtype(x.device.type) is dtype and x.dtype in (dtype, torch.float32)
+    is_cast = all(layer.dtype is not None and layer.adapter is None for layer in layers)
+    return x.dtype is dtype or (is_cast and x.is_floating_point())
+
+
+def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
     first, *others = layers
     up = None
     if pattern.packed:
-        is_dropped = first.adapter is not None and first.adapter.dropout > 0.0  # by one mask for gate and up
-        if first.weight.shape[0] % 2 != 0 or is_dropped:
+        if first.adapter is not None and first.adapter.dropout > 0.0:  # by one mask for gate and up
             return None
         first, up = _halved(first, pattern.up_first)
+        if up is None:
+            return None
     elif pattern.gated:
         up, *others = others
     try:
@@ -78,15 +119,20 @@ def _adapted(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: A
         return None
 
 
-def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Layer]:
-    """Gate and up of a layer that holds both, with its adapter."""
-    adapter = both.adapter
-    weights, biases = halves(both.weight, up_first), halves(both.bias, up_first)
-    if adapter is None:
-        return Layer(weights[0], biases[0]), Layer(weights[1], biases[1])
-    bs, lora_biases = halves(adapter.b, up_first), halves(adapter.bias, up_first)
-    gate, up = (adapter._replace(b=b, bias=bias) for b, bias in zip(bs, lora_biases))
-    return Layer(weights[0], biases[0], gate), Layer(weights[1], biases[1], up)
+def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
+    """Gate and up of a layer that holds both, with its adapter; the layer and None where it has no halves."""
+    adapter, dtype = both.adapter, both.dtype
+    if both.weight.shape[0] % 2 != 0:
+        return both, None
+    weights = (halves if dtype is None else quantized.halves)(both.weight, up_first)
+    if weights is None:
+        return both, None
+    biases, adapters = halves(both.bias, up_first), (None, None)
+    if adapter is not None:
+        parts = zip(halves(adapter.b, up_first), halves(adapter.bias, up_first))
+        adapters = [adapter._replace(b=b, bias=bias) for b, bias in parts]
+    gate, up = (Layer(*each, dtype) for each in zip(weights, biases, adapters))
+    return gate, up
 
 
 def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()) -> Tensor:

@@ -20,7 +20,7 @@ from ... import calls, training
 from ..parts import adapters, forms
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
-from ..reading.attributes import FUSED, are_unchanged, of_call, own_method, state_of, written
+from ..reading.attributes import FUSED, are_unchanged, hooks_of, of_call, own_method, state_of, written
 from . import forwards, shortcut
 
 _plain = shortcut.plain
@@ -161,13 +161,14 @@ def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, st
     kind = type(part)
     forward = getattr(kind, "forward", None)
     own = own_method(part, "forward") if isinstance(part, nn.Module) else None
-    is_fused = type(own) is FunctionType and own in written and FUSED in state_of(part)
-    half = halves.get(own if is_fused else forward) if type(forward) is FunctionType else None
+    mark = state_of(part).get(FUSED) if own in written else None
+    half = halves.get(forward if mark is None else own) if type(forward) is FunctionType else None
     if half is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
-    if forward is not half.forward or not are_unchanged(half.guards.unchanged):
+    held = mark is not None and mark.get("forward")  # made of one that the module itself held
+    if not (held or forward is half.forward) or not are_unchanged(half.guards.unchanged):
         return f"a patched {kind.__name__}"
-    return of_call(part) or half
+    return (hooks_of(part) if held else of_call(part)) or half
 
 
 def _are_watched() -> bool:

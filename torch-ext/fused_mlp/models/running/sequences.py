@@ -167,7 +167,7 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
 
 def _is_layer(part: nn.Module) -> bool:
     """True for a linear layer by its class, and for one with an adapter."""
-    return not obstacles.is_foreign(part) or adapters.is_adapted(part)
+    return not obstacles.is_foreign(part) or adapters.is_known(part)
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:

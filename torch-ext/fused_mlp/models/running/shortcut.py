@@ -20,11 +20,12 @@ from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
 from ... import dispatch, training
+from ... import norms as norms_alone
 from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
-from ..parts import adapters, forms, norms, obstacles, recognition
+from ..parts import adapters, forms, norms, obstacles, quantized, recognition
 from ..parts.guards import Guards
 from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, own_method
@@ -40,7 +41,8 @@ _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 # Activations, by function or class, with the codes of their rows. Those of torch.nn.GELU by its ``approximate``.
 _known: Dict[Any, Tuple[Guards, int]] = {}
-# Classes of activations, and forwards of kernels that kernelize has put into their modules.
+# Classes of activations, and forwards of kernels that kernelize has put into their modules. Likewise classes of norms,
+# and their fused forwards.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 # Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
 _linears: Dict[type, Tuple[Guards, bool]] = {}
@@ -127,6 +129,7 @@ _settings = {
     "parts": {training.KEPT: _parts},
     "least_recorded": dispatch.LEAST_RECORDED,
     "least_work": dispatch.LEAST_WORK,
+    "least_normed": dispatch.LEAST_NORMED,
     "blocks": dispatch._open_blocks,
     "is_inference": torch.is_inference_mode_enabled,
     "autocast": (
@@ -184,11 +187,17 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
             found = recorded_or_packed(plan.pattern, *found)
         if found is False:  # a dropout in front of an adapter is active, which no op takes
             return None
-        if found is not None or not (_has_adapters(plan, module, operands) or _is_asked_again(plan.names)):
+        if found is not None:
             return found
+        has_known = _has_known(plan, module, operands)
+        if not (has_known or _is_asked_again(module, plan.names)):
+            return None
+    else:
+        has_known = False
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
-    learn(act)
-    learn_layers(projections)
+    if not has_known:  # else their classes were met when the model was fused
+        learn(act)
+        learn_layers(projections)
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
@@ -200,8 +209,8 @@ def fused_parts(
     return fused(plan, None, x, (*projections, act, *between))
 
 
-def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
-    """True if a projection is a layer with an adapter in a form that compiled code does not take, and Python may."""
+def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
+    """True if a projection has an adapter, or a quantised weight, that compiled code does not take, and Python may."""
     found = False
     for part in plan.projections:
         held = operands[part] if type(part) is int else getattr(module, part)
@@ -209,13 +218,15 @@ def _has_adapters(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, 
             if adapters.is_plainly_left(held):
                 return False
             found = True
+        elif not found:
+            found = quantized.is_read(held)
     return found
 
 
-_missed: Dict[Tuple[str, ...], int] = {}  # how often, by names of parts
+_missed: Dict[Tuple[Any, ...], int] = {}  # how often, by ids of classes, which are not to be kept, and names of parts
 
 
-def _is_asked_again(names: Tuple[str, ...]) -> bool:
+def _is_asked_again(module: Optional[nn.Module], names: Tuple[str, ...]) -> bool:
     """True if Python has to look at parts that compiled code does not take: it knows of autocast and forced backends.
 
     It also learns of classes, when a miss has occurred once, twice, four times, ...
@@ -224,7 +235,8 @@ def _is_asked_again(names: Tuple[str, ...]) -> bool:
         return False
     if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
         return True
-    count = _missed[names] = _missed.get(names, 0) + 1
+    key = (id(type(module)), *names)
+    count = _missed[key] = _missed.get(key, 0) + 1
     return count & (count - 1) == 0
 
 
@@ -245,7 +257,8 @@ def block(
     The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
     for all rows, or for rows that follow each other.
     """
-    return None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
+    found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
+    return of_operands(*found) if type(found) is tuple else found
 
 
 def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Optional[Tensor]:
@@ -253,7 +266,39 @@ def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Option
     return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
-def packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+def of_operands(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """The block whose operands compiled code gives back; None if no op computes it."""
+    is_recorded = training.is_recording() and _needs_gradient(*(each for each in operands if isinstance(each, Tensor)))
+    return (_recorded_block if is_recorded else _packed_block)(pattern, operands)
+
+
+_BLOCK_OPERANDS = 11
+
+
+def _recorded_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """``x + mlp(norm(x))`` where autograd follows.
+
+    The norm's node has two results, the norm and x for the sum: so the gradient of the residual is added in the kernel
+    that computes the norm's, and no other reads and writes both. The MLP has a node of its own, which keeps the norm's
+    result, an operand of its gradients, as eager does: ``M D`` values that a node of the whole block could make again
+    in a kernel of ``4 M D`` bytes.
+    """
+    mlp, (_, _, weight, bias, eps, code, *_) = operands[:-_BLOCK_OPERANDS], operands[-_BLOCK_OPERANDS:]
+    x, *parameters, activation = mlp
+    name = "gated_mlp" if pattern.gated else pattern.op
+    is_left = pattern.memory == training.KEPT and training.is_left_to_parts(name, mlp[:-1], activation, training.KEPT)
+    if is_left or any(tensor is not None and tensor.dim() != 1 for tensor in (weight, bias)):
+        return None
+    try:
+        given = norms_alone.Given(x, weight, bias, eps, code, False)
+        normed, residual = norms_alone.forked(given) if x.requires_grad else (norms_alone.run(given), x)
+        result = recorded_or_packed(pattern, normed, *parameters, activation)
+        return None if result is None else residual + result
+    except RuntimeError:  # eager says what is wrong with the operands
+        return None
+
+
+def _packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     """The block of a gated MLP whose gate and up are halves of one projection; None if no op computes it."""
     x, gate_up, down, gate_up_bias, down_bias, *others = operands
     if not _are_halves(gate_up, gate_up_bias):
@@ -323,6 +368,8 @@ def learn(act: Act) -> None:
     if isinstance(act, nn.Module):
         forward = getattr(kind, "forward", None)
         key, of_class = kind, ((kind, "__call__", _CALL), (kind, "forward", forward))
+        if isinstance(forward, FunctionType):
+            of_class += ((forward, "__code__", forward.__code__),)
         if kind is nn.GELU:
             key = act.approximate
         own = own_method(act, "forward")
@@ -342,6 +389,11 @@ def learn(act: Act) -> None:
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading what is there
         _known[key] = guards, row.code
+
+
+def know_kernel(kind: type, forward: FunctionType) -> None:
+    """Takes a forward that modules of a class may hold for one that computes what the class's does."""
+    _kernels[kind, forward] = True
 
 
 for _row in ACTIVATIONS:

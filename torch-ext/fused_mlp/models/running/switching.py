@@ -7,10 +7,13 @@ original, for whoever wraps one may keep it; and its replicas for ``nn.DataParal
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import threading
+import weakref
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 from torch import nn
 
@@ -26,9 +29,34 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
     """Puts fused methods into a module: inside of what wraps earlier ones, if anything does."""
     state = state_of(module)
     places = {name: place_of(module, name) for name in methods}
-    held = {name: method_in(module, name) is getattr(type(module), name) for name in methods}
-    state.update({places[name]: MethodType(method, module) for name, method in methods.items()})
+    held = {name: method_in(module, name) is written[method].function for name, method in methods.items()}
+    for name, method in methods.items():
+        state[places[name]] = bound = MethodType(method, module)
+        weakref.finalize(bound, _gone, weakref.ref(module), name).atexit = False
     state[FUSED], state[_REPLICATE] = held, MethodType(_replicate, module)
+    _told.clear()
+
+
+_log = logging.getLogger("fused_mlp")
+_told: Set[Tuple[str, str]] = set()  # one line for all modules of a class
+
+
+def _gone(reference: weakref.ReferenceType[nn.Module], name: str) -> None:
+    """Says who has put another method in the place of a fused one, which nothing runs any more."""
+    module = reference()
+    if module is None or FUSED not in state_of(module) or name in methods_in(module):
+        return
+    told = f"{type(module).__name__}.{name}", origin_of(state_of(module).get(name, getattr(type(module), name, None)))
+    if told not in _told:
+        _told.add(told)
+        _log.warning("%s is not fused any more: it was replaced (%s): fuse again", *told)
+
+
+def origin_of(method: Any) -> str:
+    """Describe the origin of an object that shadows a method."""
+    while type(method) in (MethodType, functools.partial):
+        method = method.__func__ if type(method) is MethodType else method.func
+    return f"from {method.__module__}" if isinstance(method, FunctionType) else f"a {type(method).__name__}"
 
 
 def switch_back(module: nn.Module) -> None:
@@ -52,7 +80,7 @@ def saved(module: nn.Module) -> Dict[str, Any]:
 def put_back(module: nn.Module, before: Dict[str, Any]) -> None:
     """Undoes what was switched in a module since."""
     state = state_of(module)
-    names = {FUSED, _REPLICATE, *before.get(FUSED, ()), *state.get(FUSED, ())}
+    names = {FUSED, _REPLICATE, *before.get(FUSED, ()), *state.pop(FUSED, ())}
     for name in {*names, *(place_of(module, name) for name in names)}:
         state.pop(name, None)
         state.update({name: before[name]} if name in before else {})

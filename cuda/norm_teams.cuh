@@ -1,0 +1,170 @@
+// How CTAs that stay share the rows of norms: what the forward and the backward of a norm by itself have in common.
+#pragma once
+
+#include "norm.cuh"
+
+namespace fused_mlp {
+
+constexpr int kTeamThreads = 512;
+constexpr int kTeamWarps = kTeamThreads / 32;
+
+// Copies 16 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
+template <int Bytes>
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real) {
+  const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const int bytes = real ? Bytes : 0;
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+  }
+}
+
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last so many groups of this thread's copies are there.
+template <int Groups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// A team of threads has a row at a time: part of a warp, or whole warps. This adds up sums over it. Turns take two
+// places in shared memory, so that one barrier for each suffices.
+struct Team {
+  float2 (*places)[2][kTeamWarps];
+
+  template <int Count>
+  __device__ __forceinline__ void add(float (&sums)[Count], unsigned turn) const {
+    static_assert(Count == 1 || Count == 2);
+    const unsigned lanes = min(blockDim.x, 32u);
+#pragma unroll
+    for (unsigned mask = 16; mask > 0; mask /= 2) {
+      if (mask < lanes) {
+#pragma unroll
+        for (float& sum : sums) sum += __shfl_xor_sync(0xffffffff, sum, mask);
+      }
+    }
+    if (blockDim.x <= 32) return;
+    const unsigned warps = blockDim.x / 32, first = threadIdx.y * warps;
+    float2* const place = (*places)[turn % 2] + first;
+    if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = {sums[0], sums[Count - 1]};
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+    float2 total{};
+#pragma unroll
+    for (unsigned warp = 0; warp < kTeamWarps; ++warp) {
+      if (warp >= warps) continue;
+      total.x += place[warp].x;
+      if (Count == 2) total.y += place[warp].y;
+    }
+    sums[0] = total.x;
+    if (Count == 2) sums[Count - 1] = total.y;
+  }
+};
+
+// The weights, or the biases, from a column on; without them `otherwise`.
+template <typename T, int Width>
+__device__ __forceinline__ Floats<Width> read_features(const Features& features, int64_t col, float otherwise) {
+  Floats<Width> found;
+  if (features.data == nullptr) {
+#pragma unroll
+    for (float& each : found.lane) each = otherwise;
+  } else if (features.wide && sizeof(T) != sizeof(float)) {
+    found = read_floats<Width>(static_cast<const float*>(features.data) + col);
+  } else {
+    const auto pack = read_pack<T, Width>(features.data, col);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) found.lane[i] = pack.lane(i);
+  }
+  return found;
+}
+
+template <typename T, int Width>
+__device__ __forceinline__ Floats<Width> read_weights(const Norm& norm, int64_t col) {
+  auto weights = read_features<T, Width>(norm.weight, col, 1.0f);
+  if (norm.weight.data != nullptr) {
+#pragma unroll
+    for (float& weight : weights.lane) weight += norm.weight_offset();
+  }
+  return weights;
+}
+
+// norm(x) of many rows, all of which share weight and bias: each thread of a team has a pack of all rows that come to
+// the team, and copies of the next ones under way.
+template <typename T, int Width, bool Centred>
+__global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid_constant__ NormRows p) {
+  constexpr int kStages = 3;
+  using Pack = Packed<T, Width>;
+  __shared__ Pack packs[kStages][kTeamThreads];
+  __shared__ float2 places[2][kTeamWarps];
+  const Team team{&places};
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, col = threadIdx.x * Width;
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  const bool there = col < p.cols;
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, ahead = row;
+  unsigned put = 0, get = 0, turn = 0;
+  const auto copy = [&] {
+    const bool real = there && ahead < p.rows;
+    const int64_t from = real ? ahead * p.x.row_stride + col : 0;
+    copy_ahead<sizeof(Pack)>(&packs[put][thread], static_cast<const T*>(p.x.data) + from, real);
+    end_copies();
+    ahead += step;
+    put = put + 1 == kStages ? 0 : put + 1;
+  };
+  wait_for_previous_kernel();
+  allow_next_kernel();
+#pragma unroll
+  for (int stage = 1; stage < kStages; ++stage) copy();
+  Floats<Width> weights{}, biases{};
+  if (there) {
+    weights = read_weights<T, Width>(p.norm, col);
+    if (Centred) biases = read_features<T, Width>(p.norm.bias, col, 0.0f);
+  }
+  const float share = 1.0f / static_cast<float>(p.cols);
+  // Teams of one warp go on together, until none has a row.
+  for (int64_t first = 0; first < p.rows; first += step, row += step) {
+    copy();
+    wait_for_copies<kStages - 1>();
+    const Pack x = packs[get][thread];
+    get = get + 1 == kStages ? 0 : get + 1;
+    float mean = 0.0f, variance;
+    if constexpr (Centred) {
+      float sum[1] = {}, moments[2] = {};
+#pragma unroll
+      for (int i = 0; i < Width; ++i) sum[0] = fmaf(x.lane(i), share, sum[0]);
+      team.add(sum, turn++);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        const float value = there ? x.lane(i) - sum[0] : 0.0f;
+        moments[0] += value;
+        moments[1] = fmaf(value, value, moments[1]);
+      }
+      team.add(moments, turn++);
+      const float left = moments[0] * share;
+      variance = variance_of(moments[1] * share, left);
+      mean = sum[0] + left;
+    } else {
+      float squares[1] = {};
+#pragma unroll
+      for (int i = 0; i < Width; ++i) squares[0] = fmaf(x.lane(i), x.lane(i), squares[0]);
+      team.add(squares, turn++);
+      variance = squares[0] * share;
+    }
+    if (row >= p.rows) continue;
+    const float scale = __frsqrt_rn(variance + p.norm.eps);
+    if (p.statistics != nullptr && threadIdx.x == 0) {
+      p.statistics[row] = scale;
+      if (Centred) p.statistics[p.rows + row] = mean;
+    }
+    float values[Width];
+#pragma unroll
+    for (int i = 0; i < Width; ++i) {
+      values[i] = (x.lane(i) - mean) * scale;
+      if (p.norm.rounded) values[i] = to_float(from_float<T>(values[i]));
+      values[i] *= weights.lane[i];
+      if (Centred) values[i] += biases.lane[i];
+    }
+    if (there) store(static_cast<T*>(p.out.data) + row * p.out.row_stride + col, values);
+  }
+}
+
+}  // namespace fused_mlp

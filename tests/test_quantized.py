@@ -1,0 +1,315 @@
+"""Functions with weights of four bits, against float64 over the decoded weights, and bitsandbytes' own results."""
+
+import copy
+import random
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from test_adapters import ACTIVATIONS, DTYPES, OPERATIONS, Case, assert_as_good, results
+
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
+
+FORMATS = ("nf4", "fp4")
+formats = pytest.mark.parametrize("format", FORMATS)
+nestings = pytest.mark.parametrize("nested", [False, True], ids=["scales", "nested scales"])
+
+
+def params(weight, format="nf4", nested=False, block=64):
+    options = {"quant_type": format, "compress_statistics": nested, "blocksize": block}
+    return bnb.nn.Params4bit(weight.cpu(), requires_grad=False, **options).to(weight.device)
+
+
+class Quantized(Case):
+    """Operands of which some weights are quantised; the others, and what takes part in gradients, are drawn by chance.
+
+    In `layers` are the decoded weights, for the reference.
+    """
+
+    def __init__(self, kernel, device, seed, *rest, every=False, adapters=None, **named):
+        super().__init__(device, seed, *rest, **named)
+        chance = random.Random(seed + 1)
+        if not (chance.random() < 0.5 if adapters is None else adapters):
+            for layer in self.layers:
+                layer[2] = None
+        self.packed = [None] * len(self.layers)
+        certain = chance.randrange(len(self.layers))
+        for place, layer in enumerate(self.layers):
+            if every or place == certain or chance.random() < 0.7:
+                form = chance.choice(FORMATS), chance.random() < 0.5, chance.choice((32, 64, 128))
+                self.packed[place] = kernel.QuantizedWeight.from_bitsandbytes(params(layer[0], *form))
+                layer[0] = self.packed[place].dequantize(self.dtype)
+        frozen = {id(layer[0]) for layer, packed in zip(self.layers, self.packed, strict=True) if packed}
+        self.needs = [id(leaf) not in frozen and chance.random() < 0.6 for leaf in self.leaves()]
+
+    def fused(self, kernel, x, layers):
+        given = [[packed or layer[0], *layer[1:]] for layer, packed in zip(layers, self.packed, strict=True)]
+        return super().fused(kernel, x, given)
+
+
+# The format.
+
+
+@nestings
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 64), (33, 7), (5, 13), (1, 1), (1000, 640), (64, 96)], ids=str)
+def test_decoded_as_bitsandbytes_does(fused_mlp, device, shape, dtype, format, nested):
+    """Bit for bit, an odd number of values and a last block that is cut included."""
+    weight = torch.randn(shape, device=device, dtype=dtype)
+    packed = params(weight, format, nested)
+    found = fused_mlp.QuantizedWeight.from_bitsandbytes(packed)
+    assert (found.shape, found.format, type(found.data)) == (shape, format, torch.Tensor)
+    assert found.data.data_ptr() == packed.data_ptr()
+    decoded = found.dequantize(dtype)
+    if device.type != "cpu" or shape[1] % 64 != 32:  # its AVX-512 code gives each such row blocks of its own
+        assert torch.equal(decoded, bnb.functional.dequantize_4bit(packed.data, packed.quant_state))
+    assert (decoded - weight).norm() <= 0.2 * weight.norm()
+    assert found.dequantize(torch.float64).dtype == torch.float64
+
+
+@formats
+def test_every_code(fused_mlp, device, format):
+    """Each of the 16 values in each half of a byte, under a scale of its own."""
+    high, low = (part.flatten() for part in torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
+    data = (high * 16 + low).to(device, torch.uint8)
+    scales = torch.rand(16, device=device) + 0.5
+    found = fused_mlp.QuantizedWeight(data, scales, (16, 32), format, 32).dequantize()
+    codes = torch.stack((high, low), dim=-1).view(16, 32).to(device)
+    values = bnb.functional.get_4bit_type(format, device=device)[codes]
+    assert torch.equal(found, values * scales[:, None])
+
+
+def test_other_storage(fused_mlp, device):
+    weight = bnb.nn.Params4bit(torch.randn(32, 64), quant_storage=torch.bfloat16, quant_type="nf4").to(device)
+    found = fused_mlp.QuantizedWeight.from_bitsandbytes(weight)
+    assert found.data.dtype == torch.uint8
+    assert torch.equal(found.dequantize(), bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
+
+
+# Values and gradients.
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_values_and_gradients(fused_mlp, device, seed):
+    assert_as_good(Quantized(fused_mlp, device, seed), fused_mlp)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_many_rows(fused_mlp, device, op, adapters):
+    for seed in range(2):
+        dtype = DTYPES[device.type][seed % 2]
+        case = Quantized(fused_mlp, device, seed, op, dtype, rows=700, every=True, adapters=adapters)
+        assert_as_good(case, fused_mlp)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_without_autograd(fused_mlp, device, op, adapters):
+    for seed, rows in enumerate((1, 3, 17, 64, 65)):
+        dtype = DTYPES[device.type][seed % 2]
+        case = Quantized(fused_mlp, device, seed, op, dtype, rows=rows, every=True, adapters=adapters)
+        case.needs = [False] * len(case.needs)
+        assert_as_good(case, fused_mlp)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_gradient_alone(fused_mlp, device, op):
+    case = Quantized(fused_mlp, device, 3, op, torch.float32, rows=7, every=True, adapters=True)
+    frozen = {id(layer[0]) for layer in case.layers}
+    for place, leaf in enumerate(case.leaves()):
+        case.needs = [each == place and id(leaf) not in frozen for each in range(len(case.needs))]
+        assert_as_good(case, fused_mlp)
+
+
+@formats
+@nestings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_the_layer_of_bitsandbytes(fused_mlp, device, dtype, nested, format):
+    """In training, where no CPU packs its weights anew: values, the gradients of x and of the bias."""
+    options = {"compute_dtype": dtype, "compress_statistics": nested, "quant_type": format}
+    layer = bnb.nn.Linear4bit(128, 160, **options).to(dtype).to(device).train()
+    weight, bias = fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight), layer.bias
+    xs = [torch.randn(5, 128, device=device, dtype=dtype).requires_grad_()]
+    xs.append(xs[0].detach().clone().requires_grad_())
+    grad, grads = torch.randn(5, 160, device=device, dtype=dtype), []
+    for x, result in ((xs[0], fused_mlp.linear(xs[0], weight, bias)), (xs[1], layer(xs[1]))):
+        grads.append([result, *torch.autograd.grad(result, [x, bias], grad)])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+
+
+def gated(fused_mlp, device, dtype=torch.float32, rows=9, sizes=(64, 96), **options):
+    width, hidden = sizes
+    x = torch.randn(rows, width, device=device, dtype=dtype)
+    shapes = (hidden, width), (hidden, width), (width, hidden)
+    weights = [params((torch.randn(*shape, device=device) * shape[1] ** -0.5).to(dtype), **options) for shape in shapes]
+    return x, [fused_mlp.QuantizedWeight.from_bitsandbytes(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_no_decoded_weight_is_kept(fused_mlp, device, adapted, memory):
+    """Whatever autograd saves has fewer elements than a weight, or is one of the operands."""
+    x, weights = gated(fused_mlp, device, sizes=(64, 256))
+    adapter = fused_mlp.Adapter(torch.randn(4, 64, device=device), torch.randn(256, 4, device=device))
+    out = fused_mlp.gated_mlp(x.requires_grad_(), *weights, memory=memory, gate_adapter=adapter if adapted else None)
+    seen, nodes, held = set(), [out.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [next_node for next_node, _ in node.next_functions]
+            held += [each for each in getattr(node, "saved_tensors", ()) if each is not None]
+    assert held
+    assert all(each.numel() < 64 * 256 for each in held)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.isfinite().all()
+
+
+def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
+    """No call below is composed of PyTorch's operations, and what no gradient needs is not decoded."""
+    module = sys.modules[f"{fused_mlp.__name__}.quantized"]
+    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)
+    decoded, native = [], copy.copy(vars(module.native)["quantized_decode"])
+    spy = lambda *given: (decoded.append(given[1][:2]), native(*given))[1]  # noqa: E731
+    monkeypatch.setattr(module.native, "quantized_decode", spy)
+    x, weights = gated(fused_mlp, device)
+    out = fused_mlp.gated_mlp(x.requires_grad_(), *weights)
+    assert len(decoded) == 3
+    out.sum().backward()
+    assert len(decoded) == 6
+    bias = torch.zeros(96, device=device, requires_grad=True)
+    out = fused_mlp.gated_mlp(x.detach(), *weights, bias)
+    out.sum().backward()
+    assert decoded[9:] == [[64, 96]]  # the last weight alone leads to the first bias
+
+
+def test_double_backward(fused_mlp, device):
+    x, weights = gated(fused_mlp, device, rows=2, sizes=(8, 16), block=32)
+    x = x.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: fused_mlp.gated_mlp(x, *weights), x)
+    assert torch.autograd.gradgradcheck(lambda x: fused_mlp.gated_mlp(x, *weights), x)
+    wide = [weight.dequantize() for weight in weights]
+    xs = [x.detach().float().requires_grad_() for _ in range(2)]
+    found = []
+    for x, given in zip(xs, (weights, wide), strict=True):
+        (first,) = torch.autograd.grad(fused_mlp.gated_mlp(x, *given).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), x))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+# Surroundings.
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_compiled(fused_mlp, device, adapted, grad):
+    torch.compiler.reset()
+    x, weights = gated(fused_mlp, device)
+    adapter = fused_mlp.Adapter(torch.randn(4, 64, device=device), torch.randn(96, 4, device=device))
+    call = lambda x: fused_mlp.gated_mlp(x, *weights, up_adapter=adapter if adapted else None)  # noqa: E731
+    compiled, found = torch.compile(call, fullgraph=True, backend="aot_eager"), []
+    for run in (compiled, call):
+        given = x.detach().clone().requires_grad_(grad)
+        out = run(given)
+        found.append([out, *(torch.autograd.grad(out.square().sum(), given) if grad else ())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast(fused_mlp, device, grad):
+    x, weights = gated(fused_mlp, device)
+    given = x.clone().requires_grad_(grad)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = fused_mlp.gated_mlp(given, *weights, activation="silu")
+        wide = [weight.dequantize() for weight in weights]
+        wanted = F.linear(F.silu(F.linear(x, wide[0])) * F.linear(x, wide[1]), wide[2])
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found.detach(), wanted, rtol=3e-2, atol=3e-2)
+    if grad:
+        (gradient,) = torch.autograd.grad(found.float().sum(), given)
+        assert gradient.dtype == torch.float32
+
+
+def test_transforms(fused_mlp, device):
+    x, weights = gated(fused_mlp, device)
+    call = lambda x: fused_mlp.gated_mlp(x, *weights).square().sum()  # noqa: E731
+    by_row = torch.func.vmap(torch.func.grad(call))(x)
+    (wanted,) = torch.autograd.grad(call(x.requires_grad_()), x)
+    torch.testing.assert_close(by_row, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch", "auto"])
+def test_backends(fused_mlp, device, name):
+    x, weights = gated(fused_mlp, device)
+    wanted = fused_mlp.gated_mlp(x, *[weight.dequantize() for weight in weights])
+    with fused_mlp.backend(name):
+        torch.testing.assert_close(fused_mlp.gated_mlp(x, *weights), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_operations_are_counted(fused_mlp, device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weights = gated(fused_mlp, device)
+    for given in (x, x.clone().requires_grad_()):
+        with FlopCounterMode(display=False) as counter:
+            fused_mlp.gated_mlp(given, *weights)
+        assert counter.get_total_flops() == 3 * 2 * 9 * 64 * 96
+
+
+def test_explained(fused_mlp, device):
+    x, weights = gated(fused_mlp, device, dtype=torch.bfloat16)
+    said = fused_mlp.explain(fused_mlp.gated_mlp, x, *weights)
+    assert said.implementation == device.type
+    assert "nf4 in blocks of 64" in said.reason
+    trained = fused_mlp.explain(fused_mlp.gated_mlp, x.requires_grad_(), *weights)
+    assert "one op forward and one backward" in trained.reason
+    assert "decoded" in trained.reason
+    with fused_mlp.backend("torch"):
+        assert fused_mlp.explain(fused_mlp.gated_mlp, x, *weights).implementation == "torch"
+
+
+WRONG = {
+    "format": ({"format": "int4"}, "weight.format must be one of nf4, fp4, got 'int4'"),
+    "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
+    "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
+    "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),
+    "scales": ({"scales": torch.zeros(96, dtype=torch.bfloat16)}, "weight.scales must be a tensor of torch.float32"),
+    "data": ({"data": None}, "weight.data must be a tensor of torch.uint8, got NoneType"),
+    "nested": ({"nested_scales": torch.zeros(1)}, "weight must have nested_scales and nested_code both, or neither"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights(fused_mlp, device, case):
+    changes, words = WRONG[case]
+    changes = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in changes.items()}
+    x, (weight, *_) = gated(fused_mlp, device)
+    with pytest.raises((TypeError, ValueError), match=words):
+        fused_mlp.linear(x, weight._replace(**changes))
+
+
+def test_what_is_no_weight_of_bitsandbytes(fused_mlp, device):
+    with pytest.raises(TypeError, match=r"must be a bitsandbytes\.nn\.Params4bit, got Tensor"):
+        fused_mlp.QuantizedWeight.from_bitsandbytes(torch.randn(3, 4))
+    with pytest.raises(ValueError, match="not quantised yet"):
+        fused_mlp.QuantizedWeight.from_bitsandbytes(bnb.nn.Params4bit(torch.randn(3, 4)))
+
+
+def test_all_activations(fused_mlp, device):
+    x, weights = gated(fused_mlp, device)
+    wide = [weight.dequantize() for weight in weights]
+    for name, function in ACTIVATIONS.items():
+        wanted = F.linear(function(F.linear(x, wide[0])), wide[2])
+        found = fused_mlp.mlp(x, weights[0], weights[2], activation=name)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_bits(fused_mlp, device):
+    case = Quantized(fused_mlp, device, 1, "gated_mlp", torch.bfloat16, rows=33, every=True)
+    first, second = (results(lambda x, layers: case.fused(fused_mlp, x, layers), case) for _ in range(2))
+    assert all(map(torch.equal, first, second))

@@ -1,0 +1,479 @@
+"""Models with layers of bitsandbytes of four bits, and PEFT's adapters on these, fused and not.
+
+On a CPU such layers are left to bitsandbytes, unless the compiled ops are forced, as they are here. Its own
+code decodes weights there as ours does in training alone: for inference it packs them anew, with scales of bfloat16.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.metadata
+import pickle
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import machine
+from modules import Gated, Plain
+from safety import alike, assert_close
+from tiny_models import LLM
+
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
+
+WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
+# Model, configuration, its options, the pattern, and the names of the projections.
+MODELS = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True}, "gated", ["gate_proj", "up_proj", "down_proj"]),
+    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {}, "packed gated", ["gate_up_proj", "down_proj"]),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, "plain", ["dense_h_to_4h", "dense_4h_to_h"]),
+    "BERT": (
+        *("BertModel", "BertConfig", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+        *("plain in two modules", r".*layer\.\d+\.(intermediate|output)\.dense"),
+    ),
+}
+MLPS = 2
+kinds = pytest.mark.parametrize("kind", MODELS)
+nestings = pytest.mark.parametrize("nested", [False, True], ids=["scales", "nested scales"])
+
+
+@pytest.fixture(autouse=True)
+def forced(fused_mlp):
+    with fused_mlp.backend(machine.device_type()) if machine.device_type() == "cpu" else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def ops(fused_mlp, monkeypatch):
+    """The calls of ops on quantised weights: "packed" of those read as they are, "decoded" each way."""
+    adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized"))
+    called = []
+    for owner, name, word in (
+        (quantized, "run", "packed"),
+        (adapters, "_plain_forward", "forward"),
+        (adapters, "_plain_backward", "backward"),
+    ):
+        op = getattr(owner, name)
+        spy = lambda *given, word=word, op=op: (called.append(word), op(*given))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, spy)
+    return called
+
+
+def layer_4bit(source, dtype, nested=False, format="nf4"):
+    options = {"compute_dtype": dtype, "compress_statistics": nested, "quant_type": format}
+    made = bnb.nn.Linear4bit(source.in_features, source.out_features, source.bias is not None, **options)
+    made.load_state_dict(source.state_dict())
+    if source.bias is not None:
+        made.bias.data = made.bias.data.to(dtype)
+    return made.to(source.weight.device)
+
+
+def quantise(model, *rest, only=lambda name: "attention" not in name and "attn" not in name, **options):
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and "head" not in name and only(name):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer_4bit(layer, *rest, **options))
+    model.is_loaded_in_4bit = True  # by which PEFT chooses its layers
+    return model
+
+
+def decoded(fused_mlp, model):
+    """The model with plain layers of the decoded weights."""
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, bnb.nn.Linear4bit):
+            weight = fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight).dequantize(layer.compute_dtype)
+            made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, weight.device, weight.dtype)
+            made.weight.data = weight
+            if layer.bias is not None:
+                made.bias.data = layer.bias.data
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, made)
+    return model
+
+
+def build(kind, device, dtype=None, nested=False, adapted=False, everything=False, **options):
+    """A model in training, without dropout, and what it is given."""
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    name, config, own, _, projections = MODELS[kind]
+    model = getattr(transformers, name)(getattr(transformers, config)(**WIDE | own))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    only = {"only": lambda name: True} if everything else {}
+    model = quantise(model.to(device, dtype), dtype, nested, **only).requires_grad_(False)
+    if adapted:
+        options = {"r": 4, "target_modules": projections, "init_lora_weights": False, **options}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+        model.enable_input_require_grads()
+    return model.train(), {"input_ids": torch.randint(3, 64, (2, 9), device=device)}
+
+
+def pair(fused_mlp, *rest, **options):
+    model, inputs = build(*rest, **options)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused, verify=False)
+    return model, fused, inputs
+
+
+def run(model, inputs, autocast=None):
+    model.zero_grad()
+    torch.manual_seed(2)
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        output = model(**inputs)[0]
+    if not output.requires_grad:
+        return [output], {}
+    weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view(output.shape)
+    (output.float().square() * weights).mean().backward()
+    return output.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def tolerance(device):
+    return 1e-4 if device.type == "cpu" else 6e-2
+
+
+def assert_same(model, fused, inputs, **options):
+    device = next(model.parameters()).device
+    assert_close(run(fused, inputs, **options), run(model, inputs, **options), tolerance(device))
+
+
+def layers_in(model):
+    return [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+
+
+# Values and gradients.
+
+
+@nestings
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@kinds
+def test_values(fused_mlp, device, ops, kind, training, nested):
+    model, fused, inputs = pair(fused_mlp, kind, device, nested=nested)
+    assert fused_mlp.explain(fused).implementation == "fused"
+    plain = decoded(fused_mlp, model)
+    alike(lambda model: model.train(training), plain, fused)
+    with torch.no_grad():
+        assert_close(run(fused, inputs), run(plain, inputs), tolerance(device))
+    assert ops == ["packed"] * MLPS
+
+
+@kinds
+def test_as_bitsandbytes(fused_mlp, device, ops, kind):
+    model, fused, inputs = pair(fused_mlp, kind, device)
+    with torch.no_grad():
+        assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
+    assert ops == ["packed"] * MLPS
+
+
+@pytest.mark.parametrize("memory", ["activations", "recompute"])
+@nestings
+@kinds
+def test_adapters(fused_mlp, device, ops, kind, nested, memory):
+    """QLoRA: the gradients of the adapters, and of what comes before."""
+    model, fused, inputs = pair(fused_mlp, kind, device, nested=nested, adapted=True)
+    report = fused_mlp.fuse_mlps(fused, memory=memory, verify=False)
+    assert not report.left
+    assert f"{MODELS[kind][3]} in nf4 with LoRA of rank 4" in {module.pattern for module in report.fused}
+    assert_same(model, fused, inputs)
+    assert ops == ["forward"] * MLPS + ["backward"] * MLPS
+
+
+def test_frozen(fused_mlp, device, ops):
+    """Without adapters a gradient goes through the weights to what comes before them."""
+    model, fused, inputs = pair(fused_mlp, "Llama", device)
+    for each in (model, fused):
+        each.get_input_embeddings().requires_grad_(True)
+    assert_same(model, fused, inputs)
+    assert ops == ["forward"] * MLPS + ["backward"] * MLPS
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_autocast(fused_mlp, device, ops, adapted):
+    """Layers cast what they are given: to bfloat16, as autocast does for the adapters. The result is of float32."""
+    model, inputs = build("Llama", device, torch.float32, adapted=adapted)
+    for layer in layers_in(model):
+        layer.compute_dtype = torch.bfloat16
+        layer.bias = None
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused, verify=False)
+    found = run(fused, inputs, autocast=torch.bfloat16)
+    assert_close(found, run(model, inputs, autocast=torch.bfloat16), 6e-2)
+    assert ops[:MLPS] == ["forward" if adapted else "packed"] * MLPS
+    other = run(fused, inputs, autocast=torch.float16)
+    assert len(ops) == (2 * MLPS if adapted else MLPS)  # of another dtype than autocast's: called
+    assert all(output.isfinite().all() for output in (other[0] if isinstance(other[0], list) else other[:1]))
+
+
+def test_another_dtype(fused_mlp, device, ops):
+    """Without adapters the input is cast to the dtype of the products, and the result back."""
+    model, inputs = build("Llama", device, torch.float32)
+    for layer in layers_in(model):
+        layer.compute_dtype = torch.bfloat16
+        layer.bias = None
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused, verify=False)
+    assert_close(run(fused, inputs), run(model, inputs), 6e-2)
+    assert ops == ["packed"] * MLPS
+
+
+def test_a_mixture(fused_mlp, device, ops):
+    """One projection is not quantised, and trained."""
+    model, inputs = build("Llama", device, adapted=False)
+    plain = decoded(fused_mlp, model)
+    for path in (f"model.layers.{layer}.mlp" for layer in range(MLPS)):
+        model.get_submodule(path).up_proj = plain.get_submodule(path).up_proj.requires_grad_(True)
+    fused = copy.deepcopy(model)
+    assert not fused_mlp.fuse_mlps(fused, verify=False).left
+    assert_same(model, fused, inputs)
+    assert ops == ["forward"] * MLPS + ["backward"] * MLPS
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_layers_alone(fused_mlp, device, ops, training, monkeypatch):
+    """An attention's projections, whose adapters are part of their op."""
+    running = importlib.import_module(f"{fused_mlp.__name__}.models.running.adapted")
+    monkeypatch.setattr(running, "_LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(running, "_LEAST_WEIGHTS", 0)
+    options = {"adapted": True, "everything": True, "target_modules": ["q_proj", "o_proj"]}
+    model, fused, inputs = pair(fused_mlp, "Llama", device, **options)
+    assert fused_mlp.explain(fused.base_model.model.model.layers[0].self_attn.q_proj).implementation == "fused"
+    with torch.set_grad_enabled(training):
+        assert_same(model, fused, inputs)
+    assert ops.count("backward") == (2 * 2 + MLPS if training else 0)
+
+
+# Guards.
+
+
+def other_state(layer):
+    """Other values in the same parameter."""
+    other = layer_4bit(nn.Linear(64, 256, device=layer.weight.device), layer.compute_dtype)
+    layer.weight.data, layer.weight.quant_state = other.weight.data, other.weight.quant_state
+
+
+def other_weight(layer):
+    layer.weight = layer_4bit(nn.Linear(64, 256, device=layer.weight.device), layer.compute_dtype, format="fp4").weight
+
+
+def other_offset(layer):
+    layer.weight.quant_state.offset.add_(0.5)
+
+
+def other_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * 2
+
+
+def other_bias(layer):
+    layer.bias.data = layer.bias.data.to(torch.float16)
+
+
+def lost_state(layer):
+    """As FSDP leaves a parameter: the layer gives it its state again when it is called."""
+    layer.quant_state, layer.weight.quant_state = layer.weight.quant_state, None
+
+
+def without_dtype(layer):
+    layer.compute_dtype, layer.compute_type_is_set = None, False
+
+
+# What is done to the first projection, and whether the MLP is fused at the next call and at that after it.
+CHANGES = {
+    "state": (other_state, True, True),
+    "weight": (other_weight, True, True),
+    "offset": (other_offset, True, True),
+    "hook": (lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2), False, False),
+    "forward": (other_forward, False, False),
+    "bias": (other_bias, False, True),  # which the layer casts
+    "lost": (lost_state, False, True),
+    "dtype": (without_dtype, False, True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(fused_mlp, device, ops, change):
+    model, fused, inputs = pair(fused_mlp, "Llama", device, nested=True)
+    with torch.no_grad():
+        before = run(fused, inputs)[0][0]
+        function, *are_fused = CHANGES[change]
+        alike(lambda model: function(model.model.layers[0].mlp.gate_proj), model, fused)
+        for is_fused in are_fused:
+            ops.clear()
+            got = run(fused, inputs)
+            assert ops.count("packed") == MLPS - 1 + is_fused
+            assert_close(got, run(model, inputs), tolerance(device))
+    assert change in ("bias", "lost", "dtype") or not torch.allclose(got[0][0], before, atol=1e-3)
+
+
+def test_decoded_layers(fused_mlp, device):
+    """As `model.dequantize()` leaves them: plain layers, in the place of the others."""
+    model, fused, inputs = pair(fused_mlp, "Llama", device)
+    model, fused = decoded(fused_mlp, model), decoded(fused_mlp, fused)
+    assert "in nf4" not in {part.pattern for part in fused_mlp.explain(fused).parts}
+    assert fused_mlp.explain(fused).implementation == "fused"
+    assert_same(model, fused, inputs)
+
+
+def test_merged_and_disabled(fused_mlp, device, ops):
+    model, fused, inputs = pair(fused_mlp, "Llama", device, adapted=True)
+    for each in (model, fused):
+        each.requires_grad_(False)
+    with torch.no_grad():
+        for step in ("merge_adapter", "unmerge_adapter"):
+            with pytest.warns(UserWarning, match="rge lora module to 4-bit"):
+                alike(lambda model, step=step: getattr(model, step)(), model, fused)
+            ops.clear()
+            assert_same(model, fused, inputs)
+            assert step != "merge_adapter" or ops == ["packed"] * MLPS
+        with model.disable_adapter(), fused.disable_adapter():
+            ops.clear()
+            assert_same(model, fused, inputs)
+            assert ops == ["packed"] * MLPS
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [({"use_dora": True}, "of another kind"), ({"lora_dropout": 0.5}, None)],
+    ids=["DoRA", "dropout"],
+)
+def test_other_adapters_are_left(fused_mlp, device, ops, options, words):
+    model, fused, inputs = pair(fused_mlp, "Llama", device, adapted=True, **options)
+    if words is not None:
+        assert words in fused_mlp.explain(fused).reason
+    assert_same(model, fused, inputs)
+    assert ops == [] or (words is None and device.type == "cuda")  # where the op draws what PyTorch does
+
+
+@pytest.mark.parametrize("owner, method", [("layer", "forward"), ("package", "matmul_4bit"), ("peft", "forward")])
+def test_patched_methods_are_left(fused_mlp, device, ops, monkeypatch, owner, method):
+    owner = {"layer": bnb.nn.Linear4bit, "package": bnb, "peft": peft.tuners.lora.bnb.Linear4bit}[owner]
+    model, fused, inputs = pair(fused_mlp, "Llama", device, adapted=owner is peft.tuners.lora.bnb.Linear4bit)
+    original, called = getattr(owner, method), []
+    around = functools.wraps(original)(lambda *given, **named: (called.append(1), original(*given, **named))[1])
+    monkeypatch.setattr(owner, method, around)
+    with torch.no_grad():
+        got = run(fused, inputs)
+        calls = len(called)
+        assert_close(got, run(model, inputs), tolerance(device))
+    assert len(called) == 2 * calls > 0
+    assert ops == []
+
+
+@pytest.mark.parametrize("dependency", ["bitsandbytes", "peft"])
+def test_the_installed_version_is_known(fused_mlp, dependency):
+    """Each form is known by the first version that has it, and the installed one is the last of those before it."""
+    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
+    forms, found = parts._DIGESTS, parts.digest_of(bnb.nn.Linear4bit)
+    if dependency == "peft":
+        parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
+        forms = parts._DIGESTS["peft.tuners.lora.bnb.Linear4bit"]
+        found = parts.digest(peft.tuners.lora.bnb.Linear4bit)
+    versions = list(map(number, forms.values()))
+    assert versions == sorted(set(versions))
+    installed = number(importlib.metadata.version(dependency))
+    assert number(forms[found]) == max(version for version in versions if version <= installed)
+
+
+# What a model is beside its values.
+
+
+def test_state_and_copies(fused_mlp, device, ops):
+    model, fused, inputs = pair(fused_mlp, "Llama", device, nested=True)
+    with torch.no_grad():
+        expected = run(model, inputs)
+        states = [each.state_dict() for each in (model, fused)]
+        assert list(states[0]) == list(states[1])
+        assert all(torch.equal(*values) for values in zip(states[0].values(), states[1].values(), strict=True))
+        copied = copy.deepcopy(fused)
+        assert_close(run(copied, inputs), expected, tolerance(device))
+        assert ops == ["packed"] * MLPS
+        alike(lambda each: other_weight(each.model.layers[0].mlp.gate_proj), copied)
+        assert_close(run(fused, inputs), expected, tolerance(device))  # nothing is shared
+
+
+def test_restored(fused_mlp, device, ops):
+    model, inputs = build("Llama", device)
+    fused = copy.deepcopy(model)
+    before = {path: set(vars(module)) for path, module in fused.named_modules()}
+    report = fused_mlp.fuse_mlps(fused, verify=False)
+    report.restore()
+    assert {path: set(vars(module)) for path, module in fused.named_modules()} == before
+    with torch.no_grad():
+        assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
+    assert ops == []
+
+
+@pytest.mark.parametrize("kind", [Gated, Plain])
+def test_quantised_after(fused_mlp, device, ops, kind):
+    """The projections of a fused module, replaced."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    module = kind(bias=True, sizes=(64, 128, 64)).to(device, dtype).train()
+    plain = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(module)
+    for each in (module, plain):
+        quantise(each, dtype)
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    with torch.no_grad():
+        assert_close(module(x), plain(x), tolerance(device))
+    assert ops == ["packed"]
+
+
+@torch.no_grad()
+def test_pickled(fused_mlp, device, ops):
+    """What comes back is not fused."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    module = quantise(Gated(bias=True, sizes=(64, 128, 64)).to(device, dtype), dtype).train()
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    expected = module(x)
+    fused_mlp.fuse_mlps(module, verify=False)
+    loaded = pickle.loads(pickle.dumps(module))
+    assert_close(loaded(x), expected, tolerance(device))
+    assert ops == []
+    for each in (module, loaded):
+        fused_mlp.fuse_mlps(each, verify=False)
+        assert_close(each(x), expected, tolerance(device))
+    assert ops == ["packed"] * 2
+
+
+def test_verification_leaves_weights_alone(fused_mlp, device):
+    """On a CPU a layer of four bits packs its weight anew when it is called outside of training."""
+    model, _ = build("Llama", device)
+    model.eval()
+    weights = [(layer.weight.data.clone(), layer.weight.quant_state) for layer in layers_in(model)]
+    assert not fused_mlp.fuse_mlps(model).left
+    for layer, (data, state) in zip(layers_in(model), weights, strict=True):
+        assert torch.equal(layer.weight.data, data)
+        assert layer.weight.quant_state is state
+
+
+def test_compiled(fused_mlp, device):
+    """Under torch.compile the code of bitsandbytes is traced."""
+    torch.compiler.reset()
+    model, fused, inputs = pair(fused_mlp, "Llama", device)
+    compiled = torch.compile(fused, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(run(compiled, inputs), run(model, inputs), tolerance(device))
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU they are fused")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_left_on_a_cpu(fused_mlp, device, ops, adapted, monkeypatch):
+    """Nothing is asked of such layers there at a call, and the report says why they are left."""
+    with fused_mlp.backend("auto"):
+        model, inputs = build("Llama", device, adapted=adapted)
+        fused = copy.deepcopy(model)
+        report = fused_mlp.fuse_mlps(fused)
+        assert {module.reason.partition("(a ")[2].rpartition("bitsandbytes")[2] for module in report.left} == {
+            ".nn.modules.Linear4bit on a CPU, where its own product runs)"
+        }
+        assert len(report.left) == MLPS
+        parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
+        monkeypatch.setattr(parts, "layer_of", None)
+        assert_same(model, fused, inputs)
+    assert ops == []

@@ -1,0 +1,145 @@
+"""Linear layers of bitsandbytes with weights of four bits, as their modules hold them at a call.
+
+Their class is known by name, and what it computes by its source, as PEFT's are (``adapters``). Weights are quantised
+when a module moves to a device, and may be decoded, replaced and moved again: each call reads what is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from types import FunctionType
+from typing import Any, Dict, Iterable, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ... import dispatch, quantized
+from ...adapters import Layer
+from ...backends import native
+from ..reading.attributes import are_unchanged, of_call
+from ..reading.source import codes_of, digest
+
+_MODULE = "bitsandbytes.nn.modules"
+_NAMES = {"Linear4bit", "LinearNF4", "LinearFP4"}
+_METHODS = ("forward", "set_compute_type")
+# Hashes of the source of these methods and of the functions that they call, each with the first version that has it.
+_DIGESTS = {
+    "ab7e0659037f6e16": "0.45",
+    "79d4c72e4f00eba6": "0.47",
+    "075e230958674e24": "0.48",
+    "1af9dd492eedd1b0": "0.49",
+    "16194b72eb85875b": "0.50",
+}
+
+Guarded = Tuple[Tuple[Any, str, Any], ...]
+
+
+def is_read(part: nn.Module) -> bool:
+    """True for a layer of four bits whose weight functions of this package may take, on the devices of this build."""
+    return known(type(part)) is not None and dispatch.may_take_quantized()
+
+
+@functools.lru_cache(maxsize=64)
+def known(kind: type) -> Optional[Guarded]:
+    """The attributes that the reading of a class rests on, if it is one of bitsandbytes' and its source was read."""
+    if kind.__module__ != _MODULE or kind.__qualname__ not in _NAMES or digest_of(kind) not in _DIGESTS:
+        return None
+    return (*((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS)), *_functions(kind))
+
+
+def digest_of(kind: type) -> Optional[str]:
+    """A hash of the source that a call of such a class runs; None where there is none."""
+    functions = [function for _, _, function in _functions(kind)]
+    product = functions[-1].__globals__.get("MatMul4Bit") if functions else None
+    if not isinstance(product, type):
+        return None
+    codes = *codes_of(kind, _METHODS), *(each.__code__ for each in functions), *codes_of(product, _PRODUCT)
+    return digest(codes)
+
+
+_PRODUCT = ("forward", "backward")
+
+
+def _functions(kind: type) -> Guarded:
+    """What the forward of a class calls: owners, names and functions; nothing where one is not there."""
+    forward = getattr(kind, "forward", None)
+    around = forward.__globals__ if isinstance(forward, FunctionType) else {}
+    fix, package = around.get("fix_4bit_weight_quant_state_from_module"), around.get("bnb")
+    multiply = getattr(package, "matmul_4bit", None)
+    if not isinstance(fix, FunctionType) or not isinstance(multiply, FunctionType):
+        return ()
+    return (sys.modules[_MODULE], fix.__name__, fix), (package, multiply.__name__, multiply)
+
+
+_are_unchanged = are_unchanged if native.plain_modules is None else native.plain_modules.are_unchanged
+
+
+def layer_of(part: nn.Module) -> Union[str, Layer]:
+    """The operands of a layer of a known class; or, as a noun phrase, why it must be called."""
+    if not _are_unchanged(known(type(part))):
+        return f"a patched {_MODULE}.{type(part).__qualname__}"
+    found = of_call(part)
+    if found is not None:
+        return found
+    found = _read(part)
+    return f"a {_MODULE}.{type(part).__qualname__} {found}" if type(found) is str else found
+
+
+def _read(part: nn.Module) -> Union[str, Layer]:
+    state = part.__dict__
+    held = state["_parameters"]
+    weight, bias = held.get("weight"), held.get("bias")
+    # A plain parameter with the state of the other is what pickling makes of it.
+    if type(weight).__name__ not in _PARAMETERS or not held.keys().isdisjoint(state):
+        return f"with a weight of type {type(weight).__name__}"
+    packed = weight.__dict__.get("quant_state")
+    if packed is None:
+        return "whose weight is not quantised yet"
+    dtype = state.get("compute_dtype")
+    if dtype is None or not state.get("compute_type_is_set"):
+        return "that has not chosen its compute_dtype yet"
+    fields = vars(packed)
+    if fields.get("packing_format_for_cpu") or fields.get("ipex"):
+        return "whose weight was packed anew"
+    if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.FORMATS:
+        return "in a form that is not known"
+    if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not dtype):
+        return f"with a bias that is no parameter of {dtype}"
+    refusal = dispatch.quantized_refusal(packed.absmax.device, dtype)
+    if refusal is not None:
+        return refusal
+    offset = _number(packed.offset) if packed.nested else 0.0
+    if offset is None:
+        return "first called while a CUDA graph is recorded"
+    return Layer(quantized.of_state(weight, packed, offset), bias, None, dtype)
+
+
+_PARAMETERS = {"Params4bit", "Parameter"}
+_FIELDS = {"absmax", "shape", "blocksize", "quant_type", "nested", "offset"}
+
+# Offsets of nested scales, by id: a weak reference, the version, and the number, which the host waits for once.
+_numbers: Dict[int, Tuple[Any, int, float]] = {}
+
+
+def _number(offset: Tensor) -> Optional[float]:
+    """The number in a tensor; None where it is not known and may not be waited for."""
+    key, version = id(offset), 0 if offset.is_inference() else offset._version
+    known = _numbers.get(key)
+    if known is not None and known[0]() is offset and known[1] == version:
+        return known[2]
+    if offset.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    found = offset.item()
+    _numbers[key] = weakref.ref(offset, lambda _: _numbers.pop(key, None)), version, found
+    return found
+
+
+def words_of(weights: Iterable[Any]) -> str:
+    """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
+    found = dict.fromkeys(each.format for each in weights if type(each) is quantized.QuantizedWeight)
+    return f"{OF_FORMAT}{' and '.join(found)}" if found else ""
+
+
+OF_FORMAT = " in "

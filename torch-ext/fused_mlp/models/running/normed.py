@@ -1,0 +1,89 @@
+"""A norm by itself, in front of an attention, of queries and keys, or at the end: one op for several of torch's.
+
+Those are taken that a class spells out in operations of torch. torch's own norms are one operation already.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any, Dict, Optional, Set
+
+from torch import Tensor, nn
+
+from ... import norms as ops
+from ...backends import native
+from ..parts import norms, obstacles
+from ..reading.attributes import FUSED, as_written, written
+from . import shortcut, switching
+
+_made: Set[FunctionType] = set()
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The forward of a norm made anew, by name; nothing for any other module."""
+    if not takes(module):
+        return {}
+    kind = type(module)
+    method = _fused_method(kind.forward)
+    shortcut.know_kernel(kind, method)
+    return {"forward": method}
+
+
+def takes(module: nn.Module) -> bool:
+    """True for a norm that is several operations of torch, by its class, and may be one op."""
+    kind = type(module)
+    if shortcut.plain is None or (kind not in norms.known and norms.code_of(module) is None):
+        return False
+    return not norms.known[kind].of_torch and norms.known[kind].code != norms.SCALE
+
+
+def is_fused(function: Any) -> bool:
+    """True for a method that this module has made."""
+    return function in _made
+
+
+@functools.cache
+def _fused_method(method: FunctionType) -> FunctionType:
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
+    code = method.__code__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
+            another = instead(self)
+            if another is not None:
+                return another(self, *args, **kwargs)
+        result = None
+        if len(args) == 1 and not kwargs and not shortcut.is_traced():
+            result = called(self, args[0])
+        return method(self, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    written[forward] = original
+    _made.add(forward)
+    return forward
+
+
+def called(norm: nn.Module, x: Any) -> Optional[Tensor]:
+    """The result of a norm of a known class that is being called, by an op; None where its own code has to run."""
+    found = shortcut.plain.normed(norm, x)
+    if type(found) is not tuple:
+        return found
+    try:
+        return ops.run(ops.Given(*found))
+    except RuntimeError:  # the module's own code says what is wrong with them
+        return None
+
+
+def name_of(module: nn.Module) -> str:
+    """The pattern of a norm in reports."""
+    return "LayerNorm" if norms.known[type(module)].code == norms.LAYER else "RMSNorm"
+
+
+def obstacle(module: nn.Module) -> Optional[str]:
+    """The reason why a fused norm runs its original forward in its present state; None if it is one op."""
+    weight = module._parameters.get(norms.known[type(module)].weight)
+    if type(weight) is not nn.Parameter or weight.is_meta:
+        return None if type(weight) is nn.Parameter else f"a weight of type {type(weight).__name__}"
+    return obstacles.of_surroundings() or native.refusal("norm_forward", weight)

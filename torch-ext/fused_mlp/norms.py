@@ -1,0 +1,136 @@
+"""A norm by itself as autograd follows it: one op forward and one backward.
+
+The forward saves its input and two numbers of a row at most. The backward adds the gradient of the residual, where the
+input of the norm is that too, in the same kernel. A gradient that is differentiated in its turn is composed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import dispatch, training
+from ._ops import add_op_namespace_prefix
+from .backends import native, reference
+
+_plain_forward, _plain_backward = (getattr(op, "_op", None) for op in (native.norm_forward, native.norm_backward))
+
+# Bound once: to look these up is a measurable part of a small call.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
+
+
+class Given(NamedTuple):
+    """The operands of a norm: x ``[..., features]``, weight and bias ``[features]``, and what the op is told besides.
+
+    ``code`` is one of torch-ext/norm.h. ``rounded``: what is normed is rounded before it is multiplied by the weight.
+    """
+
+    x: Tensor
+    weight: Optional[Tensor]
+    bias: Optional[Tensor]
+    eps: float
+    code: int
+    rounded: bool
+
+
+def run(given: Given) -> Tensor:
+    """The norm by the compiled op, whether autograd follows it or not."""
+    if training.is_recording() and any(tensor is not None and tensor.requires_grad for tensor in given[:3]):
+        return _norm(*given)
+    return native.norm_forward(*given)[0]
+
+
+def forked(given: Given) -> Tuple[Tensor, Tensor]:
+    """The norm, and x itself for the sum behind what follows: its gradient is added where the norm's is computed."""
+    return _forked(*given)
+
+
+def _setup(ctx: Any, given: Tuple[Any, ...], statistics: Tensor) -> None:
+    x, weight, bias, *ctx.how = given
+    ctx.save_for_backward(x, weight, bias, statistics)
+
+
+def _gradients(ctx: Any, grad: Optional[Tensor], residual_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    needs = ctx.needs_input_grad[:3]
+    if grad is None:
+        return residual_grad, None, None, None, None, None
+    (x, weight, bias, statistics), (eps, code, rounded) = ctx.saved_tensors, ctx.how
+
+    def composed() -> Tuple[Tensor, ...]:
+        return _composed(Given(x, weight, bias, eps, code, rounded), grad, residual_grad, needs)
+
+    if training.is_gradient_seen(grad) or (residual_grad is not None and training.is_gradient_seen(residual_grad)):
+        found = composed()
+    else:
+        backward = native.norm_backward if _is_compiling() or _dispatch_modes() else _plain_backward
+        bits = needs[0] | needs[1] << 1 | needs[2] << 2
+        arguments = (grad, x, weight, statistics, residual_grad if needs[0] else None, code, bits)
+        found = dispatch.op_or_parts(backward, arguments, composed)
+    found = iter(found)
+    return (*[next(found) if need else None for need in needs], None, None, None)
+
+
+def _composed(
+    given: Given, grad: Tensor, residual_grad: Optional[Tensor], needs: Tuple[bool, ...]
+) -> Tuple[Tensor, ...]:
+    """The gradients by PyTorch's operations, which can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in given[:3]]
+        result = reference.norm(*tensors, *given[3:])
+    wanted = [tensor for tensor, need in zip(tensors, needs) if need]
+    found = list(torch.autograd.grad(result, wanted, grad, create_graph=create_graph))
+    if needs[0] and residual_grad is not None:
+        found[0] = found[0] + residual_grad
+    return tuple(found)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        with _below_autograd():
+            y, statistics = _plain_forward(*given)
+        _setup(ctx, given, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return _gradients(ctx, grad, None)
+
+
+class _Forked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tuple[Tensor, Tensor]:
+        with _below_autograd():
+            y, statistics = _plain_forward(*given)
+        _setup(ctx, given, statistics)
+        ctx.materialize_grads = False
+        return y, given[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor], residual_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        return _gradients(ctx, grad, residual_grad)
+
+
+# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+_norm, _forked = super(torch.autograd.Function, _Norm).apply, super(torch.autograd.Function, _Forked).apply
+
+
+def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    _setup(ctx, inputs, output[1])
+
+
+def _registered_gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
+    return _gradients(ctx, grad, None)
+
+
+if native.DEVICE_TYPE is not None:
+    torch.library.register_autograd(
+        add_op_namespace_prefix("norm_forward"), _registered_gradients, setup_context=_setup_context
+    )

@@ -1,0 +1,260 @@
+"""Frozen weights of four bits a value, NF4 and FP4, as bitsandbytes holds them.
+
+Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from . import calls, dispatch, training
+from .activations import get_activation
+from .backends import native, reference
+from .operands import OperandTypeError, OperandValueError, shape_of
+
+# The values of a format, by their codes. Those of NF4 are quantiles of a normal distribution; those of FP4 have a sign,
+# two bits of exponent and one of mantissa.
+_POSITIVE_FP4 = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
+FORMATS: Dict[str, Tuple[float, ...]] = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
+}
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight ``[out, in]`` of four bits a value, which functions take in the place of a tensor. It has no gradient.
+
+    ``data`` is uint8, contiguous, of any shape: two values in an element, row by row, the first in its upper bits. Each
+    is the code of one of the 16 values of ``format``, ``"nf4"`` or ``"fp4"``, times the scale of its block; ``block``
+    values that follow each other, across rows, share one.
+
+    ``scales`` is float32 ``[blocks]``. Where they are ``nested`` it is uint8, and the scale of block ``i`` is
+    ``nested_code[scales[i]] * nested_scales[i // nested_block] + offset``; ``nested_code`` is float32 ``[256]``, and
+    ``nested_scales`` float32 ``[ceil(blocks / nested_block)]``.
+    """
+
+    data: Tensor
+    scales: Tensor
+    shape: Tuple[int, int]
+    format: str = "nf4"
+    block: int = 64
+    nested_scales: Optional[Tensor] = None
+    nested_code: Optional[Tensor] = None
+    nested_block: int = 256
+    offset: float = 0.0
+
+    @classmethod
+    def from_bitsandbytes(cls, weight: Tensor) -> QuantizedWeight:
+        """That of a ``Params4bit``, which shares its memory.
+
+        Raises TypeError for what is none, ValueError for one that is not quantised yet, or packed for a CPU.
+        """
+        state = getattr(weight, "quant_state", None)
+        if type(weight).__name__ != "Params4bit":
+            raise OperandTypeError(f"weight must be a bitsandbytes.nn.Params4bit, got {type(weight).__name__}")
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            said = "one that is not quantised yet" if state is None else "one that was packed anew for a CPU"
+            raise OperandValueError(f"weight must be as bitsandbytes quantises it, got {said}")
+        return of_state(weight, state, float(state.offset) if state.nested else 0.0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.data.is_cpu
+
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def dim(self) -> int:
+        return 2
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight as a tensor ``[out, in]``: code times scale in float32, rounded to ``dtype`` once."""
+        given = operands_of(self)
+        like = self.data.new_empty((), dtype=dtype)
+        by_op = calls.pointwise_reason(self.data) is None and dispatch.is_native("quantized_decode", like)
+        return (native if by_op else reference).quantized_decode(*given, dtype)
+
+
+AnyWeight = Union[Tensor, QuantizedWeight]
+
+
+def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
+    """That of a ``Params4bit`` with this ``QuantState``, whose offset is known."""
+    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, not one of the weight's class
+        data = weight.detach()
+        data = data if data.dtype is torch.uint8 else data.view(torch.uint8)
+    nested = (state.state2.absmax, state.state2.code, state.state2.blocksize) if state.nested else (None, None, 256)
+    return QuantizedWeight(data, state.absmax, tuple(state.shape), state.quant_type, state.blocksize, *nested, offset)
+
+
+def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
+    """The operands of the ops: tensors, layout and offset."""
+    layout = [*weight.shape, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
+    code = code_of(weight.format, weight.device)
+    return [weight.data, weight.scales, code, weight.nested_scales, weight.nested_code], layout, weight.offset
+
+
+def code_of(format: str, device: torch.device) -> Tensor:
+    """The values of a format, float32 ``[16]``."""
+    is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return (_made_code if is_seen else _cached_code)(format, device)
+
+
+def _made_code(format: str, device: torch.device) -> Tensor:
+    return torch.tensor(FORMATS[format], dtype=torch.float32, device=device)
+
+
+_cached_code = functools.lru_cache(maxsize=64)(_made_code)
+
+
+def is_any(*weights: AnyWeight) -> bool:
+    """True if one of these is quantised."""
+    for weight in weights:  # noqa: SIM110 (a generator costs more than what it runs)
+        if type(weight) is QuantizedWeight:
+            return True
+    return False
+
+
+def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
+    """The formats of weights, for reports."""
+    return " and ".join(
+        dict.fromkeys(f"{each.format} in blocks of {each.block}" for each in weights if each is not None)
+    )
+
+
+def stand_ins(x: Tensor, /, **weights: AnyWeight) -> List[Tensor]:
+    """Weights by the names of the arguments, for the checks of functions: of a quantised one a tensor of its shape.
+
+    Raises OperandTypeError or OperandValueError for a quantised weight that is none.
+    """
+    return [_stand_in(x, name, weight) if is_any(weight) else weight for name, weight in weights.items()]
+
+
+def _stand_in(x: Tensor, name: str, weight: QuantizedWeight) -> AnyWeight:
+    if not isinstance(x, Tensor):  # of which the check of the function speaks
+        return weight
+    _check(x, name, weight)
+    return shape_alone(weight, x.dtype)
+
+
+def shape_alone(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape of a weight, without values of its own, for what reads no value."""
+    return torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
+
+
+def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
+    if weight.format not in FORMATS:
+        raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
+    shape, block = weight.shape, weight.block
+    if len(shape) != 2 or min(shape) < 0 or block < 1 or weight.nested_block < 1:
+        raise OperandValueError(
+            f"{name}.shape must be [out, in], and blocks of one value at least, got {list(shape)}, "
+            f"block = {block} and nested_block = {weight.nested_block}"
+        )
+    is_nested, blocks = weight.nested_scales is not None, -(-weight.numel() // block)
+    if is_nested != (weight.nested_code is not None):
+        raise OperandValueError(f"{name} must have nested_scales and nested_code both, or neither")
+    wanted = {
+        "data": (torch.uint8, (weight.numel() + 1) // 2),
+        "scales": (torch.uint8 if is_nested else torch.float32, blocks),
+        "nested_scales": (torch.float32, -(-blocks // weight.nested_block)),
+        "nested_code": (torch.float32, 256),
+    }
+    for part, (dtype, count) in list(wanted.items())[: 4 if is_nested else 2]:
+        tensor = getattr(weight, part)
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise OperandTypeError(f"{name}.{part} must be a tensor of {dtype}, got {got}")
+        if tensor.device != x.device:
+            raise OperandValueError(f"{name}.{part} must be on the device of x, {x.device}, got {tensor.device}")
+        if tensor.numel() != count or not tensor.is_contiguous():
+            raise OperandValueError(
+                f"{name}.{part} must be contiguous, of {count} elements to fit [out, in] = {list(shape)} in blocks of "
+                f"{block}, got {shape_of(tensor)}"
+            )
+
+
+def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
+    """The gate's and the up's half of a weight that holds both; None where a block reaches across the middle."""
+    features, width = both.shape[0] // 2, both.shape[1]
+    count = features * width
+    blocks = count // both.block
+    nested, is_nested = blocks // both.nested_block, both.nested_scales is not None
+    if count % (2 * both.block) != 0 or both.shape[0] % 2 != 0 or (is_nested and blocks % both.nested_block != 0):
+        return None
+    data, scales = both.data.view(-1), both.scales.view(-1)
+    found = []
+    for place in (slice(0, 1), slice(1, 2)):
+        own = both._replace(
+            data=data[place.start * count // 2 : place.stop * count // 2],
+            scales=scales[place.start * blocks : place.stop * blocks],
+            shape=(features, width),
+        )
+        if is_nested:
+            own = own._replace(nested_scales=both.nested_scales[place.start * nested : place.stop * nested])
+        found.append(own)
+    first, second = found
+    return (second, first) if up_first else (first, second)
+
+
+def run(x: Tensor, layers: Any, activation: int) -> Tensor:
+    """The result of layers (``adapters.Layers``) that are all quantised, without adapters and autograd, by one op."""
+    weights, layouts, offsets, biases = lists_of(layers)
+    gated = layers.up is not None
+    linear, mlp = (native.quantized_linear, native.quantized_mlp) if torch.compiler.is_compiling() else _plain_ops
+    if len(offsets) == 1:
+        return linear(x, weights, layouts, *offsets, *biases, activation)
+    return mlp(x, weights, layouts, offsets, biases, activation, gated)
+
+
+def lists_of(layers: Sequence[Optional[Any]]) -> Tuple[List[Any], ...]:
+    """The lists that the op of an MLP is given: the operands of the weights, the layouts, the offsets, the biases."""
+    lists: Tuple[List[Any], ...] = [], [], [], []
+    for layer in layers:
+        if layer is not None:
+            tensors, layout, offset = operands_of(layer.weight)
+            for each, values in zip(lists, (tensors, layout, [offset], [layer.bias])):
+                each.extend(values)
+    return lists
+
+
+# Without what OpOverload does before them in Python, for calls that nothing traces.
+_plain_ops = tuple(getattr(op, "_op", op) for op in (native.quantized_linear, native.quantized_mlp))
+
+
+def product(x: Tensor, weight: QuantizedWeight, bias: Optional[Tensor]) -> Tensor:
+    """``x weight^T + bias`` by PyTorch's product. Autograd keeps no decoded weight: the backward decodes it again."""
+    if calls.autograd_follows(x, bias) and not (training.is_transformed() and not torch.compiler.is_compiling()):
+        return checkpoint(_product, x, weight, bias, use_reentrant=False, preserve_rng_state=False)
+    return _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: QuantizedWeight, bias: Optional[Tensor]) -> Tensor:
+    x, bias = calls.autocast((x, bias))
+    if calls.autograd_follows(x, bias) or not _is_one_op(x, bias):
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+    return native.quantized_linear(x, *operands_of(weight), bias, _IDENTITY)
+
+
+def _is_one_op(x: Tensor, bias: Optional[Tensor]) -> bool:
+    is_seen = not torch.compiler.is_compiling() and training.is_followed()
+    if is_seen or calls.pointwise_reason(x, bias) is not None or (bias is not None and bias.dtype != x.dtype):
+        return False
+    return dispatch.is_native("quantized_linear", x)
+
+
+_IDENTITY = get_activation(None).code
