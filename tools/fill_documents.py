@@ -312,7 +312,8 @@ def training_steps_table() -> str:
     """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and parts of eager's."""
     rows = []
     for result in run("h200-training-steps")["results"]:
-        eager, title = result["providers"]["eager"], f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
+        eager, sizes = result["providers"]["eager"], " x ".join(map(str, result["shape"]))
+        title = f"{STEPS[result['model']]}, {sizes}"
         for way, of in result["providers"].items():
             times = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
             gpu, wall = times
