@@ -65,6 +65,7 @@ def parts() -> dict[str, str]:
         "training": training_table(),
         "training-steps": training_steps_table(),
         "adapters": adapters_table(),
+        "quantised": quantised_table(),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -80,6 +81,7 @@ def parts() -> dict[str, str]:
         "generate-spread": generate_spread(),
         "training-machine": training_machine(),
         "adapters-machine": adapters_machine(),
+        "quantised-machine": quantised_machine(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -312,8 +314,8 @@ def training_steps_table() -> str:
     """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and parts of eager's."""
     rows = []
     for result in run("h200-training-steps")["results"]:
-        eager, sizes = result["providers"]["eager"], " x ".join(map(str, result["shape"]))
-        title = f"{STEPS[result['model']]}, {sizes}"
+        eager = result["providers"]["eager"]
+        title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
         for way, of in result["providers"].items():
             times = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
             gpu, wall = times
@@ -385,6 +387,35 @@ def adapters_gain() -> str:
     speedups = [each["eager"]["wall_us"] / each["ours"]["wall_us"] for each in times]
     memory = max(each["ours"]["peak"] / each["eager"]["peak"] for each in times)
     return f"{gain(*speedups)}, {memory:.0%} of the memory"
+
+
+# Weights of 4 bits.
+
+QUANTISED = "h200-quantised"
+
+
+def quantised_table() -> str:
+    """The times of bitsandbytes' modules, ours, and ours with weights of 16 bits."""
+    rows = []
+    for result in run(QUANTISED)["results"]:
+        eager, ours, wide = (result["providers"][way]["graph_us"] for way in ("eager", "ours", "ours-bf16"))
+        sizes = ", ".join(map(str, result["shape"]))
+        rows.append(
+            (f"{sizes}: {result['format']}", f"{eager:.0f}", f"{ours:.0f} ({gain(eager / ours)})", f"{wide:.0f}")
+        )
+    heads = ("M, D, H: format", "bitsandbytes, us", f"{HEADS['ours']}, us", "its bfloat16 weights, us")
+    return documents.table(heads, rows, left=1)
+
+
+def quantised_machine() -> str:
+    found = run(QUANTISED)
+    facts = found["machine"]
+    spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
+    return (
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, SiLU, rows of bfloat16; "
+        f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "
+        f"±{max(spreads):.0%} at most."
+    )
 
 
 # Models that are not fused whole.

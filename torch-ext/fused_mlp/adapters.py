@@ -220,7 +220,7 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
         return None
     count = len(given) // 2
-    lists = given[:count], given[count:], *(adapters[place::6] for place in (0, 2, 4, 5))
+    lists = given[:count], given[count:], adapters[0::6], adapters[2::6], adapters[4::6], adapters[5::6]
     if any(lists[-1]) and dropout_refusal(x, lists[-1], False) is not None:
         return None
     try:

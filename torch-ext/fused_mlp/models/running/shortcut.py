@@ -217,8 +217,8 @@ def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...
             if adapters.is_plainly_left(held):
                 return False
             found = True
-        elif not found:
-            found = quantized.is_read(held)
+        elif quantized.known(type(held)) is not None:
+            found = found or dispatch.may_take_quantized()
     return found
 
 
