@@ -69,8 +69,10 @@ bool have_teams(const NormRows& p) {
   constexpr int64_t kLeastRows =
       1024;  // fewer do not fill the GPU, and start early behind a GEMM (measured on an H200)
   const Features &weight = p.norm.weight, &bias = p.norm.bias;
+  // A centred norm adds up twice: more than a warp for a row wait for each other (1.1 to 1.2 of the other kernel).
+  const int64_t most = p.norm.centred() ? 32 : kTeamThreads;
   const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
-  return p.rows >= kLeastRows && p.cols <= kTeamThreads * width_of(p.dtype) && p.norm.normed() &&
+  return p.rows >= kLeastRows && p.cols <= most * width_of(p.dtype) && p.norm.normed() &&
          p.norm.residual == Residual::kNone && weight.stride == 0 && bias.stride == 0 &&
          (p.norm.centred() || bias.data == nullptr) &&
          are_vectors(p.dtype, p.rows, p.cols, p.x, p.out, matrix(weight), matrix(bias));
@@ -90,7 +92,7 @@ cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_
 
 int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors) {
   const Shares shares = shares_of(rows);
-  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors);
+  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred());
   return std::max<int64_t>(std::min(ceil_div(rows.rows, shares.teams), beside * multiprocessors), 1);
 }
 

@@ -22,6 +22,7 @@ import experts
 import peers
 import plots
 import providers
+import quantised
 import training
 
 import measure
@@ -210,6 +211,14 @@ def test_a_run_of_adapters(monkeypatch, tmp_path, quick_facts):
         assert all(f"<!-- {words} -->" in drawn for words in plots.case_of(result).split(": "))
     saved = {way: figures["saved"] for way, figures in found[0]["providers"].items() if "saved" in figures}
     assert saved["ours-recompute"] < saved["ours"] < saved["eager"]
+
+
+def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
+    """Each format is measured by every provider, and the results do not differ."""
+    found = results(monkeypatch, quantised, tmp_path / "run", "--quick")
+    assert [result["format"] for result in found] == [form for form in quantised.FORMATS for _ in range(2)]
+    assert not any(result["left"] for result in found)
+    assert all(result["providers"].keys() == set(quantised.PROVIDERS) for result in found)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,11 @@ def test_random_shapes(ops, device, dtype, function, nested):
 
 
 def test_rows_as_they_lie(ops, device):
-    """Leading dimensions, none, rows that are apart or not aligned, a transpose."""
+    """Leading dimensions, none, rows that are apart, not aligned or the same one, a transpose."""
     weights = shared(Weight(72, 128, device), Weight(72, 128, device), Weight(40, 72, device))
     x = torch.randn(6, 5, 136, device=device).bfloat16()
-    for view in (x[..., :128], x[..., 3:131], x[0, 0, :128], x[:0, :, :128], x[..., :128].transpose(0, 1)):
+    rows = x[..., :128]
+    for view in (rows, x[..., 3:131], rows[0, 0], rows[:0], rows.transpose(0, 1), rows[:1, :1].expand(8, 5, 128)):
         found = run_mlp(ops, view, weights, [None] * 3, True)
         assert found.shape == (*view.shape[:-1], 40)
         if view.numel() > 0:

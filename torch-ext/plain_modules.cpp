@@ -403,13 +403,7 @@ PyObject* normed(PyObject* norm, PyObject* x) {
   }
   if (read_running_norm(norm, width, dtype, operands, 1) != kYes) return nullptr;
   const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
-  if (followed == kError) return nullptr;
-  if (PyTuple_GetItem(known, 3) == Py_True) {  // torch's, which is one operation, and which autocast casts for
-    const int64_t elements = number_of_elements(x);
-    const bool pays = elements >= PyLong_AsSsize_t(PyTuple_GetItem(settings.least_normed, followed));
-    if (PyErr_Occurred() || !pays || is_autocasting() != kNo) return nullptr;
-  }
-  return norm_or_operands(operands, followed == kYes);
+  return followed == kError ? nullptr : norm_or_operands(operands, followed == kYes);
 }
 
 PyObject* py_normed(PyObject* given) {

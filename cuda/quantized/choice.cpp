@@ -25,7 +25,7 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.n > kMost || p.k > kMost) return Refusal::kTooLarge;
   const auto fits = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
-  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || p.a.row_stride % 8 == 0);
+  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || (p.a.row_stride % 8 == 0 && p.a.row_stride >= p.k));
   return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
@@ -69,11 +69,11 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu) {
     int tokens, ctas;
     double of_block;
   };
-  constexpr Tile kTiles[] = {{64, 1, 0.485}, {64, 2, 0.885}, {128, 1, 0.58}, {256, 1, 0.86}};
+  constexpr Tile kTiles[] = {{64, 1, 0.485}, {64, 2, 0.885}, {128, 1, 0.57}, {256, 1, 0.87}};
   const int64_t columns = p.gated() ? 64 : 128, blocks = p.k / kCodedBlock;
   Best best;
   for (const Tile& tile : kTiles) {
-    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 2.0};
+    const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 3.0};
     const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
     for (int split = 1; split <= 4 && split <= blocks; ++split) {
       best.offer({MainLoop::kTiled, tile.tokens, split, {}}, rounds.time(tiles, blocks, split));
@@ -90,7 +90,7 @@ bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
 }  // namespace
 
 Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
-  if (gpu.major < 8) return Refusal::kGpu;
+  if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
   if (takes_tiles(p, gpu)) {
     *plan = choose_tiled(p, gpu);

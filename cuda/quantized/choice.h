@@ -20,12 +20,6 @@ struct CodedPlan {
 // up to the last. Weights are decoded before products of more rows (measured on an H200).
 constexpr int64_t kMostStreamedRows = 32, kMostTokens = 64, kMostTiledRows = 512;
 
-// The shared memory of each CTA of a launch, where these are spread evenly.
-constexpr int shared_of_each(int64_t ctas, const Gpu& gpu) {
-  constexpr int kSystemBytes = 1024;  // the system's, of each CTA's part
-  return gpu.shared_of_multiprocessor / static_cast<int>(ceil_div(ctas, gpu.multiprocessors)) - kSystemBytes;
-}
-
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);
 

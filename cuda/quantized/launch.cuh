@@ -19,23 +19,17 @@ cudaError_t launch_coded_gemm(const CodedProblem& p, int split, const Gpu& gpu, 
   args.tiles_m = static_cast<int>(ceil_div(p.m, kKernel.tokens));
   args.tiles = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns));
   args.split = split;
-  constexpr int kStatic = PairTable<typename Gemm::Element>::kStaticBytes;
-  const cudaError_t error = allow_shared_memory<coded_gemm_kernel<Gemm>>(gpu.shared_of_cta - kStatic);
+  const cudaError_t error = allow_shared_memory<coded_gemm_kernel<Gemm>>(kKernel.shared_bytes());
   if (error != cudaSuccess) return error;
   const int clusters = std::min(args.tiles, gpu.multiprocessors * kKernel.ctas / split);
-  const int ctas = clusters * split;
-  const bool early = p.starts_early && gpu.major >= 9;
-  // CTAs that start while the kernel before drains take all of their share of a multiprocessor's shared memory:
-  // otherwise the first multiprocessors to have room would get several, and others none.
-  const int share = shared_of_each(ctas, gpu) - kStatic;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(ctas);
+  config.gridDim = static_cast<unsigned>(clusters * split);
   config.blockDim = kKernel.threads();
-  config.dynamicSmemBytes = early ? std::max(kKernel.shared_bytes(), share) : kKernel.shared_bytes();
+  config.dynamicSmemBytes = kKernel.shared_bytes();
   config.stream = stream;
   config.attrs = attributes;
-  if (early) {
+  if (p.starts_early && gpu.major >= 9) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

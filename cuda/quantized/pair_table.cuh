@@ -13,7 +13,6 @@ struct PairTable {
   static constexpr int kEntryBytes = kCopies * 4;
   static constexpr int kBytes = kEntries * kEntryBytes;
   static constexpr int kFactors = 256;
-  static constexpr int kStaticBytes = kFactors / 32 * 8;  // of shared memory, beside the table
   static constexpr uint32_t kEntryMask = (kEntries - 1) * kEntryBytes;
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
@@ -37,7 +36,6 @@ struct PairTable {
     static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
     constexpr int kWarps = kFactors / 32;
     __shared__ uint64_t best_of_warps[kWarps];
-    static_assert(sizeof(best_of_warps) == kStaticBytes);
     const int thread = threadIdx.x;
     if (thread < kFactors) {
       uint64_t best = static_cast<uint64_t>(__float_as_uint(loss(code, factor(thread)))) << 32 | thread;

@@ -38,7 +38,7 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
   if (error != cudaSuccess) return error;
   const int ctas = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns) * split);
   // CTAs that could be two to a multiprocessor would be, and leave others idle.
-  const int shared = ctas <= gpu.multiprocessors ? shared_of_each(ctas, gpu) : Gemm::kSharedBytes;
+  const int shared = ctas <= gpu.multiprocessors ? gpu.shared_of_cta : Gemm::kSharedBytes;
   return sm90::launch_kernel(coded_tiled_kernel<Gemm>, args, ctas, Gemm::kThreads, shared, split, p.starts_early,
                              stream);
 }

@@ -61,10 +61,6 @@ _FEW_ROWS = 64
 
 LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
 
-# A norm by itself is one op from so many elements on, in inference and in training. The norms that are taken are
-# several operations of torch each, on a GPU as many kernels.
-LEAST_NORMED: Tuple[int, int] = (0, 0) if native.DEVICE_TYPE == "cuda" else (1 << 12, 1 << 15)
-
 
 class _Block:
     """A ``with backend(name)`` that is open in some thread."""

@@ -37,10 +37,12 @@ class Given(NamedTuple):
     rounded: bool
 
 
-def run(given: Given) -> Tensor:
-    """The norm by the compiled op, whether autograd follows it or not."""
-    if training.is_recording() and any(tensor is not None and tensor.requires_grad for tensor in given[:3]):
-        return _norm(*given)
+def run(given: Tuple[Any, ...]) -> Tensor:
+    """The norm of :class:`Given` by the compiled op, whether autograd follows it or not."""
+    if training.is_recording():
+        for tensor in given[:3]:
+            if tensor is not None and tensor.requires_grad:
+                return _norm(*given)
     return native.norm_forward(*given)[0]
 
 

@@ -129,7 +129,6 @@ _settings = {
     "parts": {training.KEPT: _parts},
     "least_recorded": dispatch.LEAST_RECORDED,
     "least_work": dispatch.LEAST_WORK,
-    "least_normed": dispatch.LEAST_NORMED,
     "blocks": dispatch._open_blocks,
     "is_inference": torch.is_inference_mode_enabled,
     "autocast": (
