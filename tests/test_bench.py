@@ -126,7 +126,7 @@ def test_the_plots_of_the_documents(monkeypatch, tmp_path):
     monkeypatch.setattr(plots, "IMAGES", tmp_path)
     plots.main()
     drawn = sorted(tmp_path.glob("*.svg"))
-    assert len(drawn) == 8
+    assert len(drawn) == 10
     for path in drawn:
         assert path.read_text() == (project.ROOT / "docs/images" / path.name).read_text(), "run benchmarks/plots.py"
 
