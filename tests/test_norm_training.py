@@ -265,7 +265,9 @@ def test_models_train_as_before(fused_mlp, device, name):
         assert_no_worse(step(model, ids), by_torch, exact)
         report.restore()
         again = step(model, ids)
-        assert all(torch.equal(again[each], by_torch[each]) for each in again)
+        assert_no_worse(again, by_torch, exact)
+        if device.type == "cpu":  # on a GPU torch's gradients of embeddings are not the same from run to run
+            assert all(torch.equal(again[each], by_torch[each]) for each in again)
 
 
 @pytest.fixture
@@ -283,11 +285,9 @@ def test_blocks_are_recorded_with_their_residual(fused_mlp, device, counted):
     ids = torch.randint(512, (8, 512), device=device)
     fused_mlp.fuse_mlps(model)
     step(model, ids)
-    if device.type == "cuda":  # of so small an MLP the parts take less time there
-        assert not any(each is not None for each in counted)
-        return
-    assert len([each for each in counted if each is not None]) == 2
-    node = counted[0].grad_fn
+    recorded = [each for each in counted if each is not None]
+    assert len(recorded) == 2 or (device.type == "cuda" and recorded)
+    node = recorded[0].grad_fn
     assert type(node).__name__ == "AddBackward0"
     names = {type(parent).__name__ for parent, _ in node.next_functions}
     assert names == {"_ForkedBackward", "_RecordedBackward"}
