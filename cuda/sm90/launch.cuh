@@ -79,7 +79,8 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
   if (p.out.data != nullptr)
     mapped = mapped && encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
   if constexpr (is_training(Gemm::kProduct)) mapped = mapped && encode_training_maps<Gemm>(p, box_rows_a, &args);
-  mapped = mapped && encode_low_rank(p, box_rows_a, Gemm::kBoxRowsB, &args.low_rank);
+  mapped = mapped && encode_low_rank(p, box_rows_a, Gemm::kBoxRowsB, &args.low_rank) &&
+           (p.low_rank.kept == nullptr || kMayBeMasked<Gemm>);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);

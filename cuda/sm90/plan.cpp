@@ -3,6 +3,7 @@
 #include <array>
 #include <limits>
 
+#include "low_rank.h"
 #include "training_times.h"
 #include "tuning.h"
 
@@ -39,6 +40,7 @@ GemmPlan choose(const GemmProblem& p, const Chip& chip) {
   const StreamedTime& streamed = streamed_time(p);
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for_each_candidate(p, chip.multiprocessors, [&](size_t index, const GemmKernel& kernel) {
+    if (p.low_rank.kept != nullptr && kernel.block_n > kWidestMasked) return;
     const auto consider = [&](const auto& time) {
       const GemmPlan plan{kernel, estimated_microseconds(p, kernel, time, chip), nullptr,
                           hidden_microseconds(p, kernel, chip)};
