@@ -63,8 +63,9 @@ def test_calls_take_few_frames(fused_mlp, device, monkeypatch, kind, altered):
     with torch.no_grad():
         for _ in range(6):  # it looks again after one miss, two, four
             assert_close(module(x), plain(x))
-        # Python looks again at what is not fused at its first, second, fourth, ... miss: not at two in a row.
-        fewest = min(frames(fused_mlp, lambda: module(x)) for _ in range(2))
+        # Python looks again at what is not fused at its first, second, fourth, ... miss: of the whole and of the first
+        # layer, which are counted apart, not in three calls in a row.
+        fewest = min(frames(fused_mlp, lambda: module(x)) for _ in range(3))
     assert fewest <= MOST.get((altered, kind), MOST[altered])
 
 

@@ -124,10 +124,6 @@ __device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, u
   }
 }
 
-// The other gradients have no registers left for a mask (choose() in plan.cpp).
-template <typename Gemm>
-constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked;
-
 // True if the low-rank term is masked by a dropout: its blocks come first then, so that nothing else is masked.
 template <typename Gemm>
 __device__ __forceinline__ bool is_masked(const typename Gemm::Args& args) {

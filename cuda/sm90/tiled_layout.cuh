@@ -151,6 +151,10 @@ constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kG
 template <typename Gemm>
 constexpr bool kMayStartEarly = Gemm::kProduct == Product::kPlain && !Gemm::kGrouped && !Gemm::kOuter;
 
+// The kernels that take a mask of dropout. The other gradients have no registers left for it.
+template <typename Gemm>
+constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked;
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A tile of the output, by its first row and column: the first row of a, and the first row of each weight.
