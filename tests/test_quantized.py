@@ -217,7 +217,7 @@ def test_compiled(fused_mlp, device, adapted, grad):
         given = x.detach().clone().requires_grad_(grad)
         out = run(given)
         found.append([out, *(torch.autograd.grad(out.square().sum(), given) if grad else ())])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)  # of gradients that cancel
 
 
 @pytest.mark.parametrize("grad", [False, True])
