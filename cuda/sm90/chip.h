@@ -64,6 +64,9 @@ inline bool starts_early(const GemmProblem& p, const GemmKernel& kernel, int mul
 // tensor cores, and tiles are spread evenly over the columns.
 constexpr int64_t kEvenRows = 176;
 
+// The columns of the widest tile of which a mask of dropout is taken.
+constexpr int kWidestMasked = 128;
+
 // The multiprocessors on which clusters of this many CTAs find room. A cluster lies within one GPC, and the GPCs have
 // 16 or 18 multiprocessors each (H100 SXM): about a tenth of the chip is left over by clusters of 4 or 8.
 constexpr int usable_multiprocessors(int multiprocessors, int cluster) {

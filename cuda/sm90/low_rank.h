@@ -9,9 +9,6 @@
 
 namespace fused_mlp::sm90 {
 
-// The columns of the widest tile of which a mask of dropout is taken.
-constexpr int kWidestMasked = 128;
-
 // Blocks of k behind those of the GEMM. What lies outside of its operands reads as zero, so that gate's and up's rows,
 // side by side, are multiplied by both weights: each by those of its own columns, and by zeros.
 struct LowRankArgs {

@@ -3,7 +3,6 @@
 #include <array>
 #include <limits>
 
-#include "low_rank.h"
 #include "training_times.h"
 #include "tuning.h"
 

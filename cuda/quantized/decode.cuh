@@ -1,0 +1,92 @@
+// The kernels that decode weights, and scales that are nested.
+#pragma once
+
+#include "../vector.cuh"
+#include "decode.h"
+
+namespace fused_mlp::decoding {
+constexpr int kThreads = 256;
+constexpr int kCodes = 8;    // of a thread's vector: four bytes of codes, 16 bytes of results in 16 bits
+constexpr int kVectors = 4;  // of a thread
+
+// Rounds as bitsandbytes does, nowhere by a fused multiply-add.
+template <bool kNested>
+__device__ __forceinline__ float scale_of(const CodedScales& scales, int64_t block) {
+  if constexpr (kNested) {
+    const float of_code = __ldg(scales.nested_code + __ldg(static_cast<const uint8_t*>(scales.scales) + block));
+    return __fadd_rn(__fmul_rn(of_code, __ldg(scales.nested_scales + block / scales.nested_block)), scales.offset);
+  } else {
+    return __ldg(static_cast<const float*>(scales.scales) + block);
+  }
+}
+
+// The code, once for each lane of a warp: no two lanes meet a bank.
+struct CodeTable {
+  float (&values)[16][32];
+  __device__ __forceinline__ void fill(const float* code) {
+    for (int i = threadIdx.x; i < 16 * 32; i += kThreads) values[i / 32][i % 32] = __ldg(code + i / 32);
+    __syncthreads();
+  }
+  __device__ __forceinline__ float operator()(uint32_t code) const { return values[code & 15][threadIdx.x % 32]; }
+};
+
+template <typename T, bool kNested>
+__device__ __forceinline__ void decode_one(const CodedElements& weight, const CodeTable& table, int64_t i, T* out) {
+  const uint32_t code = weight.data[i / 2] >> (i % 2 == 0 ? 4 : 0);
+  out[i] = from_float<T>(table(code) * scale_of<kNested>(weight.scales, i / weight.block));
+}
+
+// Codes are read, and results written, in vectors, each of which lies within a block of 1 << shift elements.
+template <typename T, bool kNested>
+__global__ void __launch_bounds__(kThreads) decode_vectors_kernel(CodedElements weight, int shift, T* out) {
+  __shared__ float values[16][32];
+  CodeTable table{values};
+  table.fill(weight.code);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kVectors + threadIdx.x;
+  const int64_t vectors = weight.elements / kCodes;
+  uint32_t codes[kVectors];
+  float scales[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector >= vectors) continue;
+    codes[i] = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + vector);
+    scales[i] = scale_of<kNested>(weight.scales, vector * kCodes >> shift);
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector >= vectors) continue;
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+#pragma unroll
+    for (int part = 0; part < kCodes; part += kWidth) {
+      float elements[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) elements[j] = table(codes[i] >> ((part + j) ^ 1) * 4) * scales[i];
+      store<T, kWidth>(out + vector * kCodes + part, elements);
+    }
+  }
+  const int64_t left = vectors * kCodes + threadIdx.x;
+  if (blockIdx.x == 0 && left < weight.elements) decode_one<T, kNested>(weight, table, left, out);
+}
+
+template <typename T, bool kNested>
+__global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, T* out) {
+  __shared__ float values[16][32];
+  CodeTable table{values};
+  table.fill(weight.code);
+  constexpr int kOfCta = kThreads * kVectors * kCodes;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.elements, begin + kOfCta);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) decode_one<T, kNested>(weight, table, i, out);
+}
+
+struct AllNested {
+  NestedScales of[kMostNested];
+};
+__global__ void __launch_bounds__(kThreads) unnest_kernel(const __grid_constant__ AllNested all) {
+  const NestedScales& nested = all.of[blockIdx.y];
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < nested.count) nested.out[i] = scale_of<true>(nested.scales, i);
+}
+
+}  // namespace fused_mlp::decoding
