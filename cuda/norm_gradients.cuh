@@ -11,7 +11,7 @@ constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1;
 
 // How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
 constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
-// CTAs of a multiprocessor: those of a centred norm need more registers (measured on an H200: 2 take 1.4 of the time).
+// CTAs of a multiprocessor: with two, those of a centred norm spill registers.
 constexpr int gradient_ctas(int vectors, bool centred) { return vectors == 1 && !centred ? 2 : 1; }
 constexpr int gradient_shared_bytes(int vectors) {
   return gradient_stages(vectors) * kTeamThreads * (3 * vectors * kVectorBytes + 2 * static_cast<int>(sizeof(float)));
