@@ -45,6 +45,8 @@ void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T
   }
 }
 
+}  // namespace
+
 Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const std::vector<int64_t> sizes{weight.n, weight.k};
   const Tensor out = new_dense(weight.data, sizes, dtype);
@@ -69,7 +71,7 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   return out;
 }
 
-Tensor run(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
+Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   dtype_of(x, "x");
   const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight, x.scalar_type()); };
   const Tensor first = of_dtype(layers.first());
@@ -80,26 +82,6 @@ Tensor run(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   const Tensor second = of_dtype(*layers.second());
   const OutputLayer output{second, layers.second()->bias};
   return run_layers(x, hidden, &output);
-}
-
-}  // namespace
-
-Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
-                        ScalarType dtype) {
-  STD_TORCH_CHECK(weight.size() == QuantizedWeight::kOperands && layout.size() == QuantizedWeight::kSizes,
-                  "weight must have 5 elements, and layout 4");
-  return decoded({weight, layout, offset, 0}, dtype);
-}
-
-Tensor quantized_linear(const Tensor& x, const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout,
-                        double offset, const OptionalTensor& bias, int64_t activation) {
-  return run(x, QuantizedLayers(x, weight, layout, {offset}, {bias}, activation, false), activation);
-}
-
-Tensor quantized_mlp(const Tensor& x, const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
-                     const std::vector<double>& offsets, const std::vector<OptionalTensor>& biases, int64_t activation,
-                     bool gated) {
-  return run(x, QuantizedLayers(x, weights, layouts, offsets, biases, activation, gated), activation);
 }
 
 std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,

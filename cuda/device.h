@@ -12,7 +12,6 @@
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "gemm/gpu.h"
-#include "norm.h"
 
 // torch's headers declare these functions only where USE_CUDA is defined.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -87,10 +86,6 @@ inline const Gpu& gpu(int32_t device) {
     return found;
   }();
   return gpus.at(device);
-}
-
-inline void run_norm(const NormRows& rows, const Gpu& gpu, cudaStream_t stream) {
-  check(have_teams(rows) ? launch_team_norm(rows, gpu.multiprocessors, stream) : launch_norm(rows, stream));
 }
 
 }  // namespace fused_mlp

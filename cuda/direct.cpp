@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "fused_gemm.h"
-#include "norm.h"
+#include "run_norm.h"
 #include "tensor_views.h"
 #include "torch_layer.h"
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "gemm/shared_memory.cuh"
 #include "norm_gradients.cuh"
 
 namespace fused_mlp {
@@ -42,24 +43,22 @@ Shares shares_of(const NormGradients& p) {
   return {lanes, kTeamThreads / lanes, vectors};
 }
 
-template <typename T, int Vectors>
+template <typename T, int Vectors, bool Centred>
 cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
-  constexpr int kWidth = kVectorBytes / sizeof(T), kBytes = gradient_shared_bytes(Vectors);
-  const auto kernel = p.norm.centred() ? norm_gradients_kernel<T, kWidth, Vectors, true>
-                                       : norm_gradients_kernel<T, kWidth, Vectors, false>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  constexpr int kBytes = gradient_shared_bytes(Vectors);
+  constexpr auto kKernel = norm_gradients_kernel<T, kVectorBytes / sizeof(T), Vectors, Centred>;
+  const cudaError_t error = allow_shared_memory<kKernel>(kBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<parts, dim3(shares.lanes, shares.teams), kBytes, stream>>>(p);
+  kKernel<<<parts, dim3(shares.lanes, shares.teams), kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <typename T>
+template <typename T, bool Centred>
 cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
   const Shares shares = shares_of(p);
-  if (shares.vectors == 2) return launch<T, 2>(p, shares, parts, stream);
-  if (shares.vectors == 1) return launch<T, 1>(p, shares, parts, stream);
-  const auto kernel = p.norm.centred() ? any_norm_gradients_kernel<T, true> : any_norm_gradients_kernel<T, false>;
-  kernel<<<parts, kTeamThreads, 0, stream>>>(p);
+  if (shares.vectors == 2) return launch<T, 2, Centred>(p, shares, parts, stream);
+  if (shares.vectors == 1) return launch<T, 1, Centred>(p, shares, parts, stream);
+  any_norm_gradients_kernel<T, Centred><<<parts, kTeamThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -99,7 +98,9 @@ int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors) 
 cudaError_t launch_norm_gradients(const NormGradients& rows, int64_t parts, cudaStream_t stream) {
   if (rows.rows == 0 || rows.cols == 0) return cudaSuccess;
   return visit_dtype(rows.dtype, [&](auto* element) {
-    return run<std::remove_pointer_t<decltype(element)>>(rows, static_cast<unsigned>(parts), stream);
+    using T = std::remove_pointer_t<decltype(element)>;
+    const auto ctas = static_cast<unsigned>(parts);
+    return rows.norm.centred() ? run<T, true>(rows, ctas, stream) : run<T, false>(rows, ctas, stream);
   });
 }
 

@@ -4,7 +4,7 @@
 #include "../torch-ext/norm_training.h"
 #include "column_sums.h"
 #include "device.h"
-#include "norm.h"
+#include "run_norm.h"
 
 namespace fused_mlp {
 namespace {
@@ -12,16 +12,7 @@ namespace {
 // The functions that norm_training.h asks of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Norm& norm, const Tensor& y, const Tensor& statistics) {
-    run_norm({matrix(x),
-              kNoMatrix,
-              {y.mutable_data_ptr(), x.cols},
-              x.rows,
-              x.cols,
-              dtype_of(x.tensor, "x"),
-              norm,
-              norms_overlap(gpu(x.tensor.get_device_index()).major),
-              static_cast<float*>(statistics.mutable_data_ptr())},
-             gpu(x.tensor.get_device_index()), current_stream(x.tensor));
+    run_norm(x, kNoMatrix, norm, y, static_cast<float*>(statistics.mutable_data_ptr()));
   }
 
   static void gradients(const TensorRows& x, const TensorRows& grad, const TensorRows* residual_grad, const Norm& norm,

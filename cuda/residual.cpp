@@ -7,7 +7,7 @@
 #include "../torch-ext/torch_binding.h"
 #include "device.h"
 #include "layer.h"
-#include "norm.h"
+#include "run_norm.h"
 
 namespace fused_mlp {
 namespace {
@@ -15,16 +15,7 @@ namespace {
 // The functions that residual.h asks of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
-    const Gpu& its = gpu(x.tensor.get_device_index());
-    run_norm({matrix(x),
-              residual,
-              {out.mutable_data_ptr(), x.cols},
-              x.rows,
-              x.cols,
-              dtype_of(x.tensor, "x"),
-              norm,
-              norms_overlap(its.major)},
-             its, current_stream(x.tensor));
+    run_norm(x, residual, norm, out);
   }
 };
 

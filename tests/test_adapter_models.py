@@ -15,6 +15,7 @@ from torch import nn
 
 from modules import Plain
 from safety import alike, assert_close
+from safety import run_with_gradients as run
 from tiny_models import build
 
 # The projections of the MLPs, of which each model has two.
@@ -66,20 +67,6 @@ def pair(fused_mlp, device, kind="Llama", dtype=torch.float32, **options):
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused, verify=False)
     return model, fused, inputs
-
-
-def run(model, inputs, autocast=None):
-    """The first output and the gradients of all parameters, the state of the random numbers before them the same."""
-    torch.manual_seed(2)
-    model.zero_grad()
-    device = next(model.parameters()).device.type
-    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        output = model(**inputs)[0]
-    if not output.requires_grad:
-        return [output], {}
-    weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view(output.shape)
-    (output.float().square() * weights).mean().backward()
-    return output.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 def assert_same(model, fused, inputs, tolerance=1e-4, **options):

@@ -21,6 +21,7 @@ from torch import nn
 import machine
 from modules import Gated, Plain
 from safety import alike, assert_close
+from safety import run_with_gradients as run
 from tiny_models import LLM
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
@@ -118,19 +119,6 @@ def pair(fused_mlp, *rest, **options):
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused, verify=False)
     return model, fused, inputs
-
-
-def run(model, inputs, autocast=None):
-    model.zero_grad()
-    torch.manual_seed(2)
-    device = next(model.parameters()).device.type
-    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        output = model(**inputs)[0]
-    if not output.requires_grad:
-        return [output], {}
-    weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view(output.shape)
-    (output.float().square() * weights).mean().backward()
-    return output.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 def tolerance(device):

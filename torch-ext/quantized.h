@@ -114,4 +114,8 @@ struct QuantizedLayers {
   const QuantizedLayer* second() const { return all.size() > (gated ? 2 : 1) ? &all.back() : nullptr; }
 };
 
+// By a backend: a weight as a tensor [n, k], and the layers of a call.
+Tensor decoded(const QuantizedWeight& weight, torch::headeronly::ScalarType dtype);
+Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation);
+
 }  // namespace fused_mlp

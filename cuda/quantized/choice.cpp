@@ -52,6 +52,7 @@ struct Best {
   }
 };
 
+// In units of a block; what a tile and a split take besides is estimated.
 CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, const Gpu& gpu) {
   const Rounds rounds{int64_t{gpu.multiprocessors} * kernel.ctas, 1.0, 2.0, 2.0};
   const int64_t tiles = ceil_div(p.n, kernel.columns(p.gated())) * ceil_div(p.m, kernel.tokens);

@@ -28,7 +28,10 @@ CodedScales scales_of(const QuantizedWeight& weight) {
 
 const float* code_of(const QuantizedWeight& weight) { return static_cast<const float*>(weight.code.const_data_ptr()); }
 
+}  // namespace
+
 Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
+  const DeviceGuard device_guard(weight.data.get_device_index());
   const std::vector<int64_t> sizes{weight.n, weight.k};
   const Tensor out = new_dense(weight.data, sizes, dtype);
   const CodedElements elements{static_cast<const uint8_t*>(weight.data.const_data_ptr()), code_of(weight),
@@ -36,6 +39,8 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   check(launch_decode(elements, out.mutable_data_ptr(), dtype_of(out, "dtype"), current_stream(out)));
   return out;
 }
+
+namespace {
 
 // The scales of layers as floats: nested ones by one kernel for all.
 class FloatScales {
@@ -170,12 +175,16 @@ class Run {
   bool behind_ours_ = false;  // the kernel before is one that reads codes, and wrote x
 };
 
-Tensor run(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
+}  // namespace
+
+Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
   Run part(layers);
   const Tensor hidden = part(x, first_of(layers, activation));
   return layers.second() == nullptr ? hidden : part(hidden, second_of(layers));
 }
+
+namespace {
 
 void record(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype, const Gpu& gpu,
             PlanRecord* plan) {
@@ -190,26 +199,6 @@ void record(const Part& part, const FloatScales& scales, const Matrix& a, int64_
 }
 
 }  // namespace
-
-Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
-                        ScalarType dtype) {
-  STD_TORCH_CHECK(weight.size() == QuantizedWeight::kOperands && layout.size() == QuantizedWeight::kSizes,
-                  "weight must have 5 elements, and layout 4");
-  const QuantizedWeight given(weight, layout, offset, 0);
-  const DeviceGuard device_guard(given.data.get_device_index());
-  return decoded(given, dtype);
-}
-
-Tensor quantized_linear(const Tensor& x, const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout,
-                        double offset, const OptionalTensor& bias, int64_t activation) {
-  return run(x, QuantizedLayers(x, weight, layout, {offset}, {bias}, activation, false), activation);
-}
-
-Tensor quantized_mlp(const Tensor& x, const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
-                     const std::vector<double>& offsets, const std::vector<OptionalTensor>& biases, int64_t activation,
-                     bool gated) {
-  return run(x, QuantizedLayers(x, weights, layouts, offsets, biases, activation, gated), activation);
-}
 
 std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
                            const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,

@@ -9,6 +9,7 @@
 
 #include "../gemm/epilogue.cuh"
 #include "../overlap.cuh"
+#include "../sm80/ptx.cuh"
 #include "../sm90/ptx.cuh"
 #include "../sm90/ring.cuh"
 #include "../sm90/wgmma.cuh"
@@ -74,15 +75,6 @@ struct CodedTiledShared {
   }
 };
 
-__device__ __forceinline__ uint4 load_shared_uint4(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // A thread's part of a block of k of the weights, as wgmma takes them: four steps of 16.
 using DecodedBlock = uint32_t[4][4];
 
@@ -122,7 +114,7 @@ class CodedDecoder {
     for (int half = 0; half < 2; ++half) {
       const int row = rows_[half];
       const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's swizzle of 32 bytes
-      const uint4 low = load_shared_uint4(first), high = load_shared_uint4(first ^ 16);
+      const uint4 low = sm80::load_shared_uint4(first), high = sm80::load_shared_uint4(first ^ 16);
       const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       const float scale = half == 0 ? scales.x : scales.y;
 #pragma unroll

@@ -55,11 +55,11 @@ LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: 1 << 24 if native.DEVICE_TYPE == "cuda" else 1 << 15 if dtype == torch.bfloat16 else 1 << 16
     for dtype in native._DTYPES
 }
-# Weights of four bits, beside adapters: up to so many rows the products read them packed, and each adapter's are added
-# behind; of more rows they are decoded first, for products that have the adapters in them.
-_FEW_ROWS = 64
-
 LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
+
+# Layers with weights of four bits and adapters: up to so many rows a product reads the weight packed, and the adapter's
+# products are added to its result. For more rows the weight is decoded first, and the adapter is part of the product.
+_FEW_ROWS = 64
 
 
 class _Block:
@@ -125,8 +125,8 @@ def may_take_quantized() -> bool:
 def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
     """The reason, behind a noun, why a layer of bitsandbytes with a weight of four bits is left to its own product.
 
-    On a CPU that has code for AVX-512, and packs weights anew for few rows: 0.7 ms of 5632 x 2048 and a row, where a
-    decoded weight takes 5 ms. ``dtype`` is that of the product.
+    On a CPU bitsandbytes packs weights anew for AVX-512: a row times 5632 x 2048 takes it 0.7 ms, and 5 ms where the
+    weight is decoded first. ``dtype`` is that of the product.
     """
     return _quantized_refusal(device, dtype, _is_forced())
 

@@ -146,7 +146,6 @@ def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: 
     if layers.are_packed and not trained:
         weights, layouts, _, biases = quantized.lists_of(layers)
         x, *biases = calls.autocast((x, *biases))
-        x, *biases = calls.autocast((x, *biases))
         parts = native.plan_quantized(_GEMMS[op][0], x, weights, layouts, biases, activation, layers.up is not None)
         return Explanation(function, native.DEVICE_TYPE, f"{ways}; {formats}: {plans.in_words(parts)}", parts)
     ways += "" if packed is None else f"; weights of {formats} are decoded {'in each' if trained else 'before it'}"

@@ -110,7 +110,7 @@ class _Forked(torch.autograd.Function):
         with _below_autograd():
             y, statistics = _plain_forward(*given)
         _setup(ctx, given, statistics)
-        ctx.materialize_grads = False
+        ctx.set_materialize_grads(False)
         return y, given[0]
 
     @staticmethod

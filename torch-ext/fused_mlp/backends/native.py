@@ -308,12 +308,9 @@ def _(
 def _(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, norm: int, rounded: bool
 ) -> Tuple[Tensor, Tensor]:
-    kinds = 2 if norm in _CENTRED else 1
+    kinds = 2 if norm in operands.CENTRED_NORMS else 1
     statistics = x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
     return x.new_empty(x.shape), statistics
-
-
-_CENTRED = (1, 5)  # as in torch-ext/norm.h
 
 
 @torch.library.register_fake(add_op_namespace_prefix("norm_backward"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import experts
 from ..activations import BY_CODE
+from ..operands import CENTRED_NORMS, NORMS_OF_ONE_MORE
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
@@ -103,19 +104,16 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
     All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if code in _CENTRED:
+    if code in CENTRED_NORMS:
         wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rounded:
         normed = normed.to(x.dtype)
     if weight is not None:
-        normed = normed * (1.0 + weight.to(wide.dtype) if code in _OF_ONE_MORE else weight)
+        normed = normed * (1.0 + weight.to(wide.dtype) if code in NORMS_OF_ONE_MORE else weight)
     if bias is not None:
         normed = normed + bias
     return normed.to(x.dtype)
-
-
-_CENTRED, _OF_ONE_MORE = (1, 5), (3, 5)
 
 
 def quantized_decode(

@@ -102,7 +102,7 @@ def words_of(parts: Iterable[nn.Module]) -> str:
 
 def is_said_in(pattern: str) -> bool:
     """True if a pattern has such words."""
-    return _WITH_ADAPTERS in pattern or quantized.OF_FORMAT in pattern
+    return _WITH_ADAPTERS in pattern or quantized.is_said_in(pattern)
 
 
 _WITH_ADAPTERS = " with LoRA"

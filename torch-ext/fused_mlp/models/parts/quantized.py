@@ -139,7 +139,9 @@ def _number(offset: Tensor) -> Optional[float]:
 def words_of(weights: Iterable[Any]) -> str:
     """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
     found = dict.fromkeys(each.format for each in weights if type(each) is quantized.QuantizedWeight)
-    return f"{OF_FORMAT}{' and '.join(found)}" if found else ""
+    return f" in {' and '.join(found)}" if found else ""
 
 
-OF_FORMAT = " in "
+def is_said_in(pattern: str) -> bool:
+    """True if a pattern has such words."""
+    return any(f" in {format}" in pattern for format in quantized.FORMATS)

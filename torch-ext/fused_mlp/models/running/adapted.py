@@ -6,12 +6,10 @@ import functools
 from types import FunctionType
 from typing import Any, Dict, Optional, Set
 
-import torch
 from torch import Tensor, nn
 
 from ...activations import get_activation
 from ..parts import adapters, obstacles
-from ..reading.attributes import FUSED, as_written, written
 from . import forwards, shortcut, switching
 
 _IDENTITY = get_activation(None)
@@ -38,21 +36,7 @@ def is_fused(function: Any) -> bool:
 
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    original = as_written("forward", method)
-    instead = switching.instead_of(original)
-    code = method.__code__
-
-    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
-            another = instead(self)
-            if another is not None:
-                return another(self, x, *args, **kwargs)
-        is_plain = not (args or kwargs or torch.compiler.is_compiling())
-        result = _product(self, x) if is_plain else None
-        return method(self, x, *args, **kwargs) if result is None else result
-
-    functools.update_wrapper(forward, method)
-    written[forward] = original
+    forward = switching.fused_forward(method, _product)
     _made.add(forward)
     return forward
 

@@ -78,8 +78,9 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
 def _is_taken_in(dtype: torch.dtype, x: Tensor, layers: Sequence[Layer]) -> bool:
     """True if layers, some of which cast what they are given to this dtype and their result back, may stay in it.
 
-    Those without adapters do not know autocast, the others and plain ones compute in its dtype or in that of x. In it a
-    dropout draws random numbers in the dtype of x or of its adapter, by the class of the layer.
+    A quantised layer without an adapter ignores autocast; one with an adapter, and a plain layer, compute in the dtype
+    of autocast, or else in that of x. Under autocast a dropout draws its random numbers in the dtype of x in one class
+    of PEFT's, and in that of the adapter in another: both must be the same.
     """
     if autocasts(x):
         adapters = [layer.adapter for layer in layers if layer.adapter is not None]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ... import norms as ops
 from ...backends import native
 from ..parts import norms, obstacles
-from ..reading.attributes import FUSED, as_written, written
 from . import shortcut, switching
 
 _made: Set[FunctionType] = set()
@@ -45,22 +44,7 @@ def is_fused(function: Any) -> bool:
 
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    original = as_written("forward", method)
-    instead = switching.instead_of(original)
-    code = method.__code__
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
-            another = instead(self)
-            if another is not None:
-                return another(self, *args, **kwargs)
-        result = None
-        if len(args) == 1 and not kwargs and not shortcut.is_traced():
-            result = called(self, args[0])
-        return method(self, *args, **kwargs) if result is None else result
-
-    functools.update_wrapper(forward, method)
-    written[forward] = original
+    forward = switching.fused_forward(method, called)
     _made.add(forward)
     return forward
 

@@ -15,9 +15,10 @@ import weakref
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, Optional, Set, Tuple
 
+import torch
 from torch import nn
 
-from ..reading.attributes import FUSED, Written, method_in, state_of, written
+from ..reading.attributes import FUSED, Written, as_written, method_in, state_of, written
 
 _REPLICATE = "_replicate_for_data_parallel"
 _MISSING = object()
@@ -115,6 +116,29 @@ def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
 def is_unchanged(module: nn.Module) -> bool:
     """True if the class of a fused module has the methods that the fused ones were made from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
+
+
+def fused_forward(method: FunctionType, compute: Callable[[nn.Module, Any], Any]) -> FunctionType:
+    """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
+
+    The original runs where that is None, and where a graph is traced.
+    """
+    original = as_written("forward", method)
+    instead = instead_of(original)
+    code = method.__code__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
+            another = instead(self)
+            if another is not None:
+                return another(self, *args, **kwargs)
+        is_plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        result = compute(self, args[0]) if is_plain else None
+        return method(self, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    written[forward] = original
+    return forward
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:
