@@ -330,6 +330,72 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
     return count
 
 
+def norms(ops) -> int:
+    """Norms by themselves, forward and backward, of shared and of wider weights; how many calls."""
+    shapes = ((7, 33), (3, 64), (300, 1000), (700, 128), (9, 12288), (2049, 16))
+    cases = list(itertools.product(shapes, DTYPES, (1, 2, 3, 5)))
+    for (rows, features), dtype, kind in cases:
+        print(f"norm: {rows}, {features}, {dtype}, {kind}", flush=True)
+        x, grad, residual = (torch.randn(rows, features, device="cuda").to(dtype) for _ in range(3))
+        weight, bias = torch.randn(2, features, device="cuda").to(dtype)
+        bias = bias if kind in (1, 5) else None
+        _, statistics = ops.norm_forward(x, weight, bias, 1e-5, kind, False)
+        for added in (None, residual):
+            ops.norm_backward(grad, x, weight, statistics, added, kind, 3 if bias is None else 7)
+        torch.cuda.synchronize()
+    return 3 * len(cases)
+
+
+def adapted(fused_mlp) -> int:
+    """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
+    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032))
+    cases = list(itertools.product(shapes, (8, 24), (torch.bfloat16, torch.float16), (0.0, 0.3)))
+    for (rows, width, hidden), rank, dtype, dropout in cases:
+        print(f"adapters: {rows}, {width}, {hidden}, rank {rank}, {dtype}, dropout {dropout}", flush=True)
+
+        def drawn(*sizes, dtype=dtype):
+            return (torch.randn(sizes, device="cuda") / 8).to(dtype).requires_grad_()
+
+        x, weights = drawn(rows, width), [drawn(hidden, width), drawn(hidden, width), drawn(width, hidden)]
+        adapters = [
+            fused_mlp.Adapter(drawn(rank, n_in), drawn(n_out, rank), 2.0, None, dropout)
+            for n_out, n_in in map(torch.Tensor.size, weights)
+        ]
+        named = dict(zip(("gate_adapter", "up_adapter", "down_adapter"), adapters, strict=True))
+        frozen = [weight.detach() for weight in weights]
+        with torch.no_grad():
+            fused_mlp.gated_mlp(x, *frozen, activation="silu", **named)
+        result = fused_mlp.gated_mlp(x, *frozen, activation="silu", **named)
+        leaves = [x, *(matrix for adapter in adapters for matrix in adapter[:2])]
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+        torch.cuda.synchronize()
+    return 3 * len(cases)
+
+
+def quantized(fused_mlp) -> int:
+    """Weights of 4-bit codes: few rows streamed, more in tiles, many decoded first; how many calls."""
+    rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
+    cases = list(itertools.product(rows, shapes, DTYPES, (False, True)))
+    for rows, (width, hidden), dtype, nested in cases:
+        print(f"4-bit weights: {rows}, {width}, {hidden}, {dtype}, nested {nested}", flush=True)
+
+        def made(n, k, nested=nested):
+            data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
+            blocks = n * k // 64
+            if not nested:
+                return fused_mlp.QuantizedWeight(data, torch.rand(blocks, device="cuda"), (n, k))
+            scales = torch.randint(256, (blocks,), dtype=torch.uint8, device="cuda")
+            of_scales = torch.rand(-(-blocks // 256), device="cuda"), torch.rand(256, device="cuda")
+            return fused_mlp.QuantizedWeight(data, scales, (n, k), "nf4", 64, *of_scales, 256, 0.5)
+
+        x, weights = torch.randn(rows, width, device="cuda").to(dtype), (made(hidden, width), made(hidden, width))
+        with torch.no_grad():
+            fused_mlp.gated_mlp(x, *weights, made(width, hidden), activation="silu")
+            fused_mlp.linear(x, weights[0], None, activation="gelu")
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
 def run(tool: str) -> None:
     """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
     from kernels import get_kernel
@@ -360,6 +426,7 @@ def run(tool: str) -> None:
                 torch.cuda.synchronize()
                 calls += 1
             calls += trained_experts(native)
+        calls += norms(native) + adapted(fused_mlp) + quantized(fused_mlp)
         calls += biases(native)
         calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
         if tool != "racecheck":

@@ -286,7 +286,13 @@ Answer is_trained(PyObject* state, int generations) {
 // Computes py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
-  const Answer recording = is_recording(), casting = recording == kError ? kError : is_autocasting();
+  PyObject* const state = state_of(module);
+  if (state == nullptr) return kError;
+  Answer recording = is_recording();
+  // In training mode a call that is not recorded runs as one that is (training.py).
+  const bool alike = recording == kNo && item(state, names().training) == Py_True && is_unrecorded() == kYes;
+  if (alike) recording = kYes;
+  const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
   if (casting == kError) return kError;
   if (recording != kYes && casting != kYes) return kNo;
   const PastModes modes;
@@ -294,15 +300,13 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
-  PyObject* const state = state_of(module);
-  if (state == nullptr) return kError;
-  Answer followed = PyErr_Occurred() ? kError : is_followed(x, recording);
+  Answer followed = PyErr_Occurred() ? kError : alike ? kYes : is_followed(x, recording);
   if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
   const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
   if (quiet != kYes) return quiet;
-  const Answer composite = state == nullptr ? kError : has_composite(state);
+  const Answer composite = has_composite(state);
   if (composite != kNo) return composite == kYes ? kNo : kError;
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
   const int64_t elements = number_of_elements(x);

@@ -57,6 +57,12 @@ Answer is_recording() {
   return inference == kError ? kError : answer(inference == kNo);
 }
 
+Answer is_unrecorded() {
+  if (aoti_torch_grad_mode_is_enabled()) return kNo;
+  const Answer inference = said_by(settings.is_inference);
+  return inference == kError ? kError : answer(inference == kNo);
+}
+
 Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
 
 PyObject* autocast_dtype() {

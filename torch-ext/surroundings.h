@@ -33,6 +33,9 @@ class PastModes {
 // True if autograd records what needs gradients.
 Answer is_recording();
 
+// Whether no_grad() keeps autograd from recording operands that need gradients, and inference mode does not.
+Answer is_unrecorded();
+
 // True if autocast is on for some device.
 Answer is_autocasting();
 

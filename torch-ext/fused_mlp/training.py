@@ -42,12 +42,31 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _is_inference = torch.is_inference_mode_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_tracing_state = torch._C._get_tracing_state
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_recording() -> bool:
     """True if autograd records operands that need gradients: never in inference mode, which Dynamo cannot query."""
     return _is_grad_enabled() and (_is_compiling() or not _is_inference())
+
+
+def is_as_recorded(module: Any) -> bool:
+    """True if a call of a module, which autograd does not record, is to have the bits of one that it does.
+
+    So it is under ``no_grad`` in training mode: who compares the two, as by ratios of probabilities, or repeats one as
+    the other, as a reentrant checkpoint does, takes them to be the same. In eval mode, and in inference mode, a call
+    takes the fastest kernels.
+    """
+    is_off = not _is_grad_enabled() and module.training and not (_is_compiling() or _is_inference())
+    return is_off and not (is_transformed() or is_followed() or _tracing_state() is not None)
+
+
+def as_recorded(compute: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """``compute(x)`` as autograd records it, which has no gradient."""
+    with torch.enable_grad():
+        found = compute(x.detach().requires_grad_() if x.is_floating_point() else x)
+    return found.detach() if isinstance(found, Tensor) else found
 
 
 def is_followed() -> bool:

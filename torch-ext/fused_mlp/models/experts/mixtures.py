@@ -15,13 +15,13 @@ from typing import Any, Dict, Optional, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from ... import calls, dispatch
+from ... import calls, dispatch, training
 from ...backends import reference
 from ..parts import obstacles
 from ..reading.attributes import as_written, of_call, written
 from ..reading.mixtures import SKIPS_ALL
 from ..reading.source import remembered
-from ..running import switching
+from ..running import shortcut, switching
 from . import interface, proofs, settled
 from .proofs import Experts, Unknown
 
@@ -73,6 +73,8 @@ def fused_method(method: FunctionType) -> FunctionType:
     instead = switching.instead_of(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if args and type(args[0]) is Tensor and shortcut.is_as_recorded(self):
+            return training.as_recorded(lambda x: forward(self, x, *args[1:], **kwargs), args[0])
         if not _is_compiling() and len(args) == 3 and not kwargs:
             result = settled.output(self, *args)
             if result is not None:

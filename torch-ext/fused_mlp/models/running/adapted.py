@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional, Set
 
 from torch import Tensor, nn
 
+from ... import training
 from ...activations import get_activation
 from ..parts import adapters, obstacles
 from . import forwards, shortcut, switching
@@ -53,6 +54,8 @@ def obstacle(module: nn.Module) -> Optional[str]:
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
+    if shortcut.is_as_recorded(module):
+        return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
     if found is False:  # a dropout in front of its adapter is active, which no op takes
         return None

@@ -25,6 +25,8 @@ def block(
     """``shortcut.block`` of a part that is an MLP."""
     if _plain is None:
         return None
+    if shortcut.is_as_recorded(owner, operands):
+        return shortcut.recorded_block(block, plan, owner, x, residual, factor, modulation, operands)
     found = _plain.block_of(halves.wholes, plan, owner, x, residual, factor, modulation, operands)
     if type(found) is tuple:
         found = shortcut.of_operands(*found)

@@ -55,7 +55,8 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
 def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     """The result of ``for module in modules: x = module(x)``; ``memory`` selects the values that training keeps."""
     if type(modules) is nn.ModuleList:
-        if shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced():
+        is_compiled = shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced()
+        if is_compiled and not shortcut.is_as_recorded(modules):
             found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
             if type(found) is tuple:
                 pattern, operands = found
