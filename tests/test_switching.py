@@ -303,7 +303,7 @@ def test_a_wrapper_around_a_fused_method(fused_mlp, device, tell_ops, wrap):
     """It stays; what it wraps is fused, and runs the original once it is restored."""
     ops = []
     tell_ops(lambda name, given: ops.append(name))
-    module, x = Gated().to(device), torch.randn(3, 32, device=device)
+    module, x = Gated().to(device).eval(), torch.randn(3, 32, device=device)
     expected = Gated.forward(module, x)
     report = fused_mlp.fuse_mlps(module)
     module(x)  # the activation is known from then on

@@ -73,7 +73,8 @@ def fused_method(method: FunctionType) -> FunctionType:
     instead = switching.instead_of(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        if args and type(args[0]) is Tensor and shortcut.is_as_recorded(self):
+        is_off = not shortcut.is_grad_enabled() and self.training
+        if is_off and args and type(args[0]) is Tensor and shortcut.is_as_recorded(self):
             return training.as_recorded(lambda x: forward(self, x, *args[1:], **kwargs), args[0])
         if not _is_compiling() and len(args) == 3 and not kwargs:
             result = settled.output(self, *args)

@@ -33,7 +33,7 @@ from . import forwards, plans
 from .plans import Plan, part_of
 
 # Bound once: a name of another module costs two look-ups more.
-is_traced, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+is_traced, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
 
 
@@ -181,7 +181,7 @@ _NO_ACTIVATION = get_activation("linear").function
 
 def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
     """The result of a plan by compiled code where there is one, else by ``forwards``; None where no op is taken."""
-    if is_as_recorded(module, operands):
+    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, operands):
         return training.as_recorded(lambda given: fused(plan, module, given, operands), x)
     if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(plan, module, x, operands)
@@ -204,9 +204,7 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
 
 
 def is_as_recorded(module: Optional[nn.Module], operands: Tuple[Any, ...] = ()) -> bool:
-    """What ``training`` asks of a module, or of the first one among operands."""
-    if _is_grad_enabled():
-        return False
+    """What ``training`` asks of a module, or of the first one among operands; asked where autograd is off."""
     if module is None:
         module = next((operand for operand in operands if isinstance(operand, nn.Module)), None)
     return module is not None and training.is_as_recorded(module)
@@ -268,7 +266,7 @@ def block(
     The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
     for all rows, or for rows that follow each other.
     """
-    if is_as_recorded(module, operands):
+    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, operands):
         return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
     found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
     return of_operands(*found) if type(found) is tuple else found
