@@ -18,6 +18,7 @@ import tempfile
 import traceback
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -346,6 +347,27 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     return [*outcomes, *dict.fromkeys(itertools.chain(*entries) if entries else ["nothing found"])]
 
 
+def check_bits(fused_mlp, source: Source, folder: Path) -> None:
+    """In training mode a call under no_grad has the bits of one that autograd records, if the original's has."""
+
+    def are_same(is_fused: bool) -> bool | None:
+        results = []
+        for name in ("grad", "no_grad"):
+            made = Made(replace(source, ambient=name), folder)
+            for parameter in itertools.filterfalse(nn.parameter.is_lazy, made.root.parameters()):
+                parameter.requires_grad_(True)  # frozen ones of an input without gradients run as in inference
+            if is_fused:
+                fused_mlp.fuse_mlps(made.root)
+            seen = made.run()
+            if "error" in seen:
+                return None
+            results.append([leaf for leaf in tree_flatten(seen["result"])[0] if isinstance(leaf, torch.Tensor)])
+        return all(torch.equal(one.nan_to_num(7), other.nan_to_num(7)) for one, other in zip(*results, strict=True))
+
+    if are_same(False):
+        assert are_same(True) is not False, "other bits where nothing is recorded"
+
+
 def assert_same_state(now: dict, before: dict) -> None:
     for name in before | now:
         assert now.get(name) == before.get(name), f"fusing changes {name}: {before.get(name)} to {now.get(name)}"
@@ -361,7 +383,10 @@ def outcome(fused_mlp, seed: int, folder: Path) -> list[str]:
     try:
         with warnings.catch_warnings(), torch.jit.optimized_execution(False):
             warnings.simplefilter("ignore")
-            return check(fused_mlp, source, folder)
+            found = check(fused_mlp, source, folder)
+            if source.training and source.ambient == "grad":
+                check_bits(fused_mlp, source, folder)
+            return found
     except Exception as error:
         raise AssertionError(f"{source}\n{type(error).__name__}: {error}") from error
     finally:
