@@ -4,6 +4,7 @@
 
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
+#include "grouped_plan.h"
 #include "plan.h"
 #include "time_model.h"
 
@@ -45,6 +46,7 @@ constinit const Architecture kArchitecture = {
     .choose_beside = choose_beside_sm90,
     .rank_rows_ctas = nullptr,
     .launch_rank_rows = nullptr,
+    .grouped = &kGroupedKernels,
 };
 
 }  // namespace fused_mlp::sm80
