@@ -1,18 +1,11 @@
 #include "grouped_plan.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "../gemm/usual.h"
 #include "time_model.h"
 
 namespace fused_mlp::sm80 {
-
-// Defined in grouped_bf16.cu and grouped_fp16.cu, by grouped_launch.cuh.
-template <typename Element>
-cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream);
 
 namespace {
 
@@ -46,16 +39,6 @@ GroupedKernel kernel_for(const Routes& routes, bool transposed) {
   return *best;
 }
 
-GroupedPlan plan_grouped(const GroupedProblem& p, const Gpu&) {
-  const GroupedKernel kernel = kernel_for(p.routes, p.transposed);
-  const bool sorts = kernel.loop == MainLoop::kTiled || p.routes.slots() > kSearchedSlots;
-  GroupedPlan plan{kernel.loop, sorts, kernel.rows, row_tiles(p.routes, kernel.rows), 1};
-  plan.sorted_rows = row_tiles(p.routes, kFittedStep) * kFittedStep;
-  plan.fits = sorts;
-  plan.gathers = sorts;
-  return plan;
-}
-
 double products(const GroupedProblem& p) { return p.gemm.gated() ? 2.0 : 1.0; }
 
 // What a layer does, by so many experts as are usually chosen.
@@ -84,8 +67,10 @@ double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
          std::max(arithmetic, (work.weight_bytes + work.row_bytes) / (share * gpu.bytes_per_microsecond));
 }
 
+constexpr double kCall = 5.0;         // microseconds of the CPU for an operation of torch, which the GPU waits for
+constexpr double kRoutingCalls = 12;  // operations that sort the slots, before the CPU knows the rows of each expert
+
 double torch_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
-  constexpr double kCall = 5.0;  // microseconds of the CPU for a product, which the GPU waits for
   const Tuning& tuning = tuning_of(gpu);
   const Work work(p);
   const double experts = static_cast<double>(usual_experts(p.routes));
@@ -101,19 +86,17 @@ double moving_microseconds(double elements, double kernels, const Gpu& gpu) {
   return kernels * tuning.torch_start + 2.0 * elements / (tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond);
 }
 
-Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
-  const Tuning& tuning = tuning_of(gpu);
-  const double ours = experts_microseconds(first, second, gpu);
-  if (ours * tuning.margin() <= torch_experts_microseconds(first, second, gpu)) return Refusal::kNone;
-  return tuning.measured() ? Refusal::kTorchIsFaster : Refusal::kTorchByModel;
-}
-
-cudaError_t launch(const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  return p.gemm.dtype == DType::kFloat16 ? launch_grouped<__half>(p, plan, gpu, stream)
-                                         : launch_grouped<__nv_bfloat16>(p, plan, gpu, stream);
-}
-
 }  // namespace
+
+GroupedPlan plan_grouped(const GroupedProblem& p, const Gpu&) {
+  const GroupedKernel kernel = kernel_for(p.routes, p.transposed);
+  const bool sorts = kernel.loop == MainLoop::kTiled || p.routes.slots() > kSearchedSlots;
+  GroupedPlan plan{kernel.loop, sorts, kernel.rows, row_tiles(p.routes, kernel.rows), 1};
+  plan.sorted_rows = row_tiles(p.routes, kFittedStep) * kFittedStep;
+  plan.fits = sorts;
+  plan.gathers = sorts;
+  return plan;
+}
 
 double experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
   const double slots = first.routes.slots();
@@ -126,16 +109,15 @@ double experts_microseconds(const GroupedProblem& first, const GroupedProblem& s
 double torch_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
   const double slots = first.routes.slots(), hidden = static_cast<double>(first.gemm.n);
   const double elements = slots * (2.0 * first.gemm.k + (products(first) + 1.0) * hidden + 6.0 * second.gemm.n);
-  return torch_layer_microseconds(first, gpu) + torch_layer_microseconds(second, gpu) +
+  return kRoutingCalls * kCall + torch_layer_microseconds(first, gpu) + torch_layer_microseconds(second, gpu) +
          moving_microseconds(elements, 8.0, gpu);
 }
 
-constinit const GroupedKernels kGroupedKernels = {
-    .plan = plan_grouped,
-    .launch = launch,
-    .decide = decide_experts,
-    .plan_training = nullptr,
-    .launch_training = nullptr,
-};
+Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  const double ours = experts_microseconds(first, second, gpu);
+  if (ours * tuning.margin() <= torch_experts_microseconds(first, second, gpu)) return Refusal::kNone;
+  return tuning.measured() ? Refusal::kTorchIsFaster : Refusal::kTorchByModel;
+}
 
 }  // namespace fused_mlp::sm80
