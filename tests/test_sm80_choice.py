@@ -133,7 +133,7 @@ def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
         ours, tile, microseconds, torch_microseconds = predictor.predict_experts(gpu, sizes, transposed)
         assert ours == (1.1 * microseconds <= torch_microseconds)
         assert tile == rows[transposed]
-        if sizes[0] < 200:
+        if sizes[0] < 200 and not transposed:
             assert microseconds < torch_microseconds
 
 
