@@ -193,6 +193,16 @@ struct GroupedTiled : TiledGemm<Element_, kProduct_, kBlockM_, kBlockN_, kBlockK
   }
 };
 
+// Calls multiply with the number of each warp's tiles that so many rows fill, which is the same for all of the CTA:
+// each has a main loop without branches.
+template <typename Tile, int kCount = 1, typename Multiply>
+__device__ __forceinline__ void visit_tiles(int rows, Multiply&& multiply) {
+  if constexpr (kCount < Tile::kTilesM) {
+    if (rows > kCount * Tile::kTileStepM) return visit_tiles<Tile, kCount + 1>(rows, multiply);
+  }
+  multiply.template operator()<kCount>();
+}
+
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     grouped_tiled_kernel(const __grid_constant__ GroupedTiledArgs args) {
@@ -224,8 +234,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   Accumulator<Tile> sums;
   clear<Tile>(sums);
   const int first = place.m * Tile::kWarpStepM;  // row of the warp
-  const FirstTiles held{(tile.tokens() - first + Tile::kTileStepM - 1) / Tile::kTileStepM};
-  multiply<Tile>(ring, rows, weights, place, args.k, sums, held);
+  visit_tiles<Tile>(tile.tokens(),
+                    [&]<int kCount>() { multiply<Tile, kCount>(ring, rows, weights, place, args.k, sums); });
   const uint32_t store = ring + (Tile::kStages - 1) * Tile::kStageBytes + warp * Gemm::kStoreBytes;
   store_tile<Gemm>(args, sums, biases + place.n * Tile::kWarpRowsN * 2, store, tile.row + first,
                    tile.row + tile.tokens(), tile.column + place.n * Gemm::kWarpColumns);

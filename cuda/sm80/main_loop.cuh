@@ -178,10 +178,12 @@ struct FragmentReader {
   // A step is two pieces. It changes bits of the offset within a row, which the swizzle changes by XOR as well.
   __device__ __forceinline__ static uint32_t step_bits(int step) { return step * 2 * kPieceBytes; }
 
+  // Of the M side, for the first kCount tiles.
+  template <int kCount = Tile::kTilesM>
   __device__ __forceinline__ void read(Fragments<Tile>& fragments, uint32_t stage, int step) const {
     const uint32_t side_m = stage + (m ^ step_bits(step));
 #pragma unroll
-    for (int i = 0; i < Tile::kTilesM; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       uint32_t (&tile)[4] = fragments.m[i];
       load_matrix_x4(side_m + i * Tile::kTileStepM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
     }
@@ -214,21 +216,11 @@ struct FragmentReader {
   }
 };
 
-// The tiles of a warp's rows that are multiplied: all of them, or the first ones.
-struct AllTiles {
-  __device__ __forceinline__ constexpr bool holds(int) const { return true; }
-};
-struct FirstTiles {
-  int count;
-  __device__ __forceinline__ bool holds(int tile) const { return tile < count; }
-};
-
-template <typename Tile, typename Held = AllTiles>
-__device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fragments<Tile>& fragments,
-                                              const Held& held = {}) {
+// Multiplies the first kCount tiles of the warp's rows.
+template <typename Tile, int kCount = Tile::kTilesM>
+__device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fragments<Tile>& fragments) {
 #pragma unroll
-  for (int i = 0; i < Tile::kTilesM; ++i) {
-    if (!held.holds(i)) continue;
+  for (int i = 0; i < kCount; ++i) {
 #pragma unroll
     for (int each = 0; each < Tile::kTilesN; ++each) {
       const int j = i % 2 == 0 ? each : Tile::kTilesN - 1 - each;  // back and forth: each turn uses a fragment twice
@@ -268,12 +260,11 @@ __device__ __forceinline__ void fill(uint32_t ring, const LoaderM& loader_m, Loa
   }
 }
 
-// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled. On return the ring
-// is free, and no copy is on its way.
-template <typename Tile, typename LoaderM, typename LoaderN, typename Held = AllTiles>
+// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled; of each warp's
+// rows of M the first kCount tiles. On return the ring is free, and no copy is on its way.
+template <typename Tile, int kCount = Tile::kTilesM, typename LoaderM, typename LoaderN>
 __device__ __forceinline__ void multiply(uint32_t ring, const LoaderM& loader_m, LoaderN& loader_n,
-                                         const WarpPlace<Tile>& warp, int k, Accumulator<Tile>& sums,
-                                         const Held& held = {}) {
+                                         const WarpPlace<Tile>& warp, int k, Accumulator<Tile>& sums) {
   constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
   const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;
   const auto after = [&](uint32_t stage) {
@@ -285,7 +276,7 @@ __device__ __forceinline__ void multiply(uint32_t ring, const LoaderM& loader_m,
   uint32_t writing = ring + (Tile::kStages - 1) * Tile::kStageBytes;
   cp_async_wait<Tile::kStages - 2>();
   cta_sync();
-  reader.read(fragments[0], reading, 0);
+  reader.template read<kCount>(fragments[0], reading, 0);
 
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
@@ -305,8 +296,8 @@ __device__ __forceinline__ void multiply(uint32_t ring, const LoaderM& loader_m,
         reading = after(reading);
       }
       // Past the last block this reads what nobody uses.
-      reader.read(fragments[(step + 1) % 2], reading, (step + 1) % Tile::kSteps);
-      multiply_step<Tile>(sums, fragments[step % 2], held);
+      reader.template read<kCount>(fragments[(step + 1) % 2], reading, (step + 1) % Tile::kSteps);
+      multiply_step<Tile, kCount>(sums, fragments[step % 2]);
     }
     if constexpr (Tile::kSteps % 2 == 1) fragments[0] = fragments[1];
   }
