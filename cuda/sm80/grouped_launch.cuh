@@ -65,9 +65,11 @@ cudaError_t launch_grouped(const GroupedProblem& p, const GroupedPlan& plan, con
                                                                                                      stream);
 #define FUSED_MLP_GROUPED_TILED(PRODUCT, TRANSPOSED, ROWS, ...)                                                 \
   if (plan.loop == MainLoop::kTiled && p.gemm.product() == Product::k##PRODUCT && p.transposed == TRANSPOSED && \
-      plan.rows == ROWS)                                                                                        \
-    return launch_grouped_tiled<GroupedTiled<Element, Product::k##PRODUCT, TRANSPOSED, ROWS, __VA_ARGS__>>(     \
-        p, plan, gpu, stream);
+      plan.rows == ROWS) {                                                                                      \
+    using Gemm = GroupedTiled<Element, Product::k##PRODUCT, TRANSPOSED, ROWS, __VA_ARGS__>;                     \
+    if (resident_ctas(Gemm::kSharedBytes, gpu.shared_of_multiprocessor) >= 2)                                   \
+      return launch_grouped_tiled<Gemm>(p, plan, gpu, stream);                                                  \
+  }
 #include "grouped.def"
   return cudaErrorInvalidValue;
 }
