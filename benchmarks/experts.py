@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+import gemm_kernels
 import measure
 
 ON_GPU = torch.cuda.is_available()
@@ -49,7 +51,7 @@ TITLES = {
     "liger": "Liger",
     "ours": "fused-mlp",
 }
-TITLES |= {"ours-cuda": "ours, CUDA", "ours-triton": "ours, Triton"}
+TITLES |= {"ours-cuda": "ours, CUDA", "ours-triton": "ours, Triton", "ours-mma": "ours, mma.sync"}
 _MOST_BATCHED = 16  # batched_mm copies the weights of every choice
 _MOST_EAGER = 16 if ON_GPU else 1 << 30  # tokens: 86 ms a call at 128 tokens on an H200
 SLOW = ("eager", "liger")
@@ -113,6 +115,10 @@ def ways(
         with fused_mlp.backend(backend):
             return fused_mlp.experts_mlp(x, index, weights, module.gate_up_proj, module.down_proj)
 
+    def forced(architecture: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        with gemm_kernels.forced(fused_mlp, architecture):
+            return ours("cuda", x, index, weights)
+
     names = ["grouped_mm"]
     if tokens <= _MOST_EAGER and "eager" in slow:
         names.insert(0, "eager")
@@ -123,6 +129,9 @@ def ways(
     if ON_GPU:  # "auto" takes one of them
         made["ours-cuda"] = partial(ours, "cuda")
         made["ours-triton"] = partial(ours, "triton")
+        if gemm_kernels.runs_on("sm80", torch.cuda.get_device_capability()):
+            # The kernels for other GPUs than Hopper, which a Hopper GPU runs where they are forced.
+            made["ours-mma"] = partial(forced, "sm80")
     if "liger" in slow:
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
@@ -187,7 +196,7 @@ def run(given) -> dict:
         x = torch.randn(tokens, mixture.dim, device=DEVICE).bfloat16()
         calls = {}
         for name, way in ways(module, fused_mlp, tokens, slow).items():
-            if backward and name in ("eager", "ours-cuda", "ours-triton"):  # minutes, and what "ours" is
+            if backward and (name == "eager" or name.startswith("ours-")):  # minutes, and what "ours" is
                 continue
             calls[name] = (
                 partial(trained, way, module, x, index, weights) if backward else partial(way, x, index, weights)

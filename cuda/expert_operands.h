@@ -9,7 +9,7 @@
 #include "../torch-ext/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "device.h"
-#include "gemm/experts.h"
+#include "gemm/architecture.h"
 
 namespace fused_mlp {
 
@@ -111,12 +111,28 @@ struct ExpertLayer {
   }
 };
 
-// The GPU of x, which must have kernels for experts.
-inline const Gpu& gpu_of(const Tensor& x) {
-  const Gpu& found = gpu(x.get_device_index());
-  STD_TORCH_CHECK(found.major == 9 && found.minor == 0, "there is no kernel for experts on this GPU");
-  return found;
-}
+// The kernels for experts on the GPU of x.
+struct ExpertKernels {
+  const Gpu& gpu;
+  const Architecture* architecture;
+  const GroupedKernels& kernels;
+
+  static ExpertKernels of(const Tensor& x) {
+    const Gpu& found = fused_mlp::gpu(x.get_device_index());
+    return of(found, architecture_of(found));
+  }
+  static ExpertKernels of_training(const Tensor& x) {
+    const Gpu& found = fused_mlp::gpu(x.get_device_index());
+    return of(found, architecture_of_trained_experts(found));
+  }
+
+ private:
+  static ExpertKernels of(const Gpu& gpu, const Architecture* architecture) {
+    STD_TORCH_CHECK(architecture != nullptr && architecture->grouped != nullptr,
+                    "there is no kernel for experts on this GPU");
+    return {gpu, architecture, *architecture->grouped};
+  }
+};
 
 inline void check_size(int64_t slots, int64_t experts) {
   STD_TORCH_CHECK(slots < kMaxSlots, "top_k_index must have less than ", kMaxSlots, " elements");

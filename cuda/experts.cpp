@@ -24,7 +24,8 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   STD_TORCH_CHECK(dtype != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), gate_up_weight.size(0));
   const DeviceGuard device_guard(x.get_device_index());
-  const Gpu& device = gpu_of(x);
+  const ExpertKernels chosen = ExpertKernels::of(x);
+  const Gpu& device = chosen.gpu;
 
   const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
   const Tensor gate_up = aligned(gate_up_weight) ? gate_up_weight : torch::stable::clone(gate_up_weight);
@@ -38,18 +39,19 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
   first.gemm.epilogue.activation = activation;
-  const GroupedPlan plan = sm90::plan_grouped(first, device.multiprocessors);
+  const GroupedPlan plan = chosen.kernels.plan(first, device);
   const bool sorts = plan.sorts;
   const int64_t slots = sorts ? plan.sorted_rows : routes.slots();
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
-  const bool fitted = plan.loop == MainLoop::kTiled;
+  const bool fitted = plan.fits;
   const bool gathers = plan.gathers && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
   const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
   const int64_t gathered = gathers ? slots : 0;
   const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered) : 0});
   RowSort sort{routes, matrix(rows), rows.cols, fitted ? kFittedStep : plan.rows};
+  sort.tile_rows = plan.rows;
   if (sorts) {
     void* tiles = lists.mutable_data_ptr();
     int* count = static_cast<int*>(tiles) + plan.row_tiles * of_tile / 2;
@@ -88,7 +90,13 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                         out.mutable_data_ptr(),
                         static_cast<int>(second.gemm.n),
                         dtype};
-  check(sm90::launch_experts(sorts ? &sort : nullptr, first, second, sum, device.multiprocessors, current_stream(x)));
+  const cudaStream_t stream = current_stream(x);
+  if (sorts) check(launch_row_sort(sort, device, stream));
+  for (const GroupedProblem* problem : {&first, &second}) {
+    if (routes.slots() > 0)
+      check(chosen.kernels.launch(*problem, chosen.kernels.plan(*problem, device), device, stream));
+  }
+  check(launch_sum(sum, device, stream));
   return out;
 }
 
@@ -96,19 +104,28 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
                          bool transposed) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
-  const Gpu& device = gpu_of(x);
+  const ExpertKernels chosen = ExpertKernels::of(x);
+  const Gpu& device = chosen.gpu;
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
                       static_cast<int>(gate_up_weight.size(0))};
   const int parts = gate_up_weight.size(transposed ? 2 : 1) == down_weight.size(transposed ? 1 : 2) ? 1 : 2;
   PlanRecord record;
-  for (const ExpertLayer& layer : {ExpertLayer{gate_up_weight, {}, parts, false, transposed},
-                                   ExpertLayer{down_weight, {}, 1, false, transposed}}) {
-    const GroupedPlan plan = sm90::plan_grouped(layer.problem(routes, dtype_of(x, "x"), 1), device.multiprocessors);
+  const DType dtype = dtype_of(x, "x");
+  const GroupedProblem first = ExpertLayer{gate_up_weight, {}, parts, false, transposed}.problem(routes, dtype, 1);
+  const GroupedProblem second = ExpertLayer{down_weight, {}, 1, false, transposed}.problem(routes, dtype, 1);
+  const Refusal refusal = forces_experts() ? Refusal::kNone : chosen.kernels.decide(first, second, device);
+  for (const GroupedProblem* problem : {&first, &second}) {
+    if (refusal != Refusal::kNone) {
+      record.layer().set("implementation", "torch").set("refusal", code(refusal));
+      continue;
+    }
+    const GroupedPlan plan = chosen.kernels.plan(*problem, device);
     record.layer()
-        .set("implementation", "sm90")
+        .set("implementation", chosen.architecture->name)
         .set("kernel", plan.loop == MainLoop::kTiled ? "grouped_tiled" : "grouped")
         .set("block_m", plan.rows);
     record.set("split_k", plan.split_k);
+    if (guesses(*chosen.architecture, device)) record.set("basis", "model");
   }
   return record.text();
 }

@@ -53,8 +53,8 @@ class TrainedExperts {
         activation_(activation),
         dtype_(dtype_of(x, "x")),
         routes_(routes_of(index_, experts_)),
-        plan_(sm90::plan_tiles(routes_)),
-        multiprocessors_(gpu_of(x).multiprocessors),
+        kernels_(ExpertKernels::of_training(x)),
+        plan_(kernels_.kernels.plan_training(routes_)),
         stream_(current_stream(x)),
         // Lists of int and of float, counted in elements of 16 bits.
         lists_(new_dense(x, {2 * (4 * plan_.row_tiles + routes_.slots() + blocks() + 2 + 2 * experts_)})),
@@ -77,7 +77,7 @@ class TrainedExperts {
     sort.tile_count = counts_ + 1;
     sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
-    check(sm90::launch_row_sort(sort, multiprocessors_, stream_));
+    check(launch_row_sort(sort, kernels_.gpu, stream_));
     return to;
   }
 
@@ -114,9 +114,9 @@ class TrainedExperts {
 
   Tensor weight_gradient(const Tensor& row_sums) const {
     const Tensor out = new_dense(weights_, weights_.sizes());
-    check(sm90::launch_weight_gradient({routes_, static_cast<const float*>(row_sums.const_data_ptr()), row_sum_parts(),
-                                        row_of_slot_, out.mutable_data_ptr(), weight_type(weights_)},
-                                       stream_));
+    check(launch_weight_gradient({routes_, static_cast<const float*>(row_sums.const_data_ptr()), row_sum_parts(),
+                                  row_of_slot_, out.mutable_data_ptr(), weight_type(weights_)},
+                                 kernels_.gpu, stream_));
     return out;
   }
 
@@ -130,7 +130,7 @@ class TrainedExperts {
     p.routes = routes_;
     p.blocks.rows = ranges_;
     p.training.experts = static_cast<int>(experts_);
-    check(sm90::launch_product(p, multiprocessors_, stream_));
+    check(kernels_.kernels.launch_training(p, plan_, kernels_.gpu, stream_));
     return out;
   }
 
@@ -167,15 +167,15 @@ class TrainedExperts {
 
   Tensor launched(GroupedProblem p, Tensor out) const {
     p.gemm.out = matrix(out);
-    check(sm90::launch_product(p, multiprocessors_, stream_));
+    check(kernels_.kernels.launch_training(p, plan_, kernels_.gpu, stream_));
     return out;
   }
 
   Tensor summed(const Tensor& rows, const void* weights) const {
     const Tensor out = new_dense(like_, {routes_.tokens, features_});
-    check(sm90::launch_sum({routes_, rows.const_data_ptr(), row_of_slot_, weights, weight_type(weights_),
-                            out.mutable_data_ptr(), static_cast<int>(features_), dtype_},
-                           stream_));
+    check(launch_sum({routes_, rows.const_data_ptr(), row_of_slot_, weights, weight_type(weights_),
+                      out.mutable_data_ptr(), static_cast<int>(features_), dtype_},
+                     kernels_.gpu, stream_));
     return out;
   }
 
@@ -183,8 +183,8 @@ class TrainedExperts {
   const int64_t experts_, features_, hidden_, activation_;
   const DType dtype_;
   const Routes routes_;
+  const ExpertKernels kernels_;
   const GroupedPlan plan_;
-  const int multiprocessors_;
   const cudaStream_t stream_;
   const Tensor lists_, row_weights_;
   FittedTile* tiles_;

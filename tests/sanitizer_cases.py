@@ -240,7 +240,7 @@ def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
             yield *(torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2)), activation
 
 
-def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
+def experts(architecture: str) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     """Operands and form of calls of experts_mlp: tiles of all numbers of rows, one to eight CTAs to each."""
     interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
     for dtype in (torch.bfloat16, torch.float16):
@@ -250,7 +250,7 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
         ):
             n_in, hidden, out = {1: (1032, 520, 40), 12: (1152, 640, 40)}.get(tokens, (136, 72, 264))
             if "transposed" in form:
-                if tokens * k > 32 * experts:
+                if architecture == "sm90" and tokens * k > 32 * experts:
                     continue  # too many rows an expert for weights that lie so
                 n_in, hidden = n_in // 64 * 64, hidden // 64 * 64
             rows = hidden if "gated" in form else 2 * hidden
@@ -268,6 +268,20 @@ def experts() -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
                 {name: value.cuda().to(value.dtype if name in routing else dtype) for name, value in made.items()},
                 form,
             )
+
+
+def grouped(fused_mlp, architecture: str) -> int:
+    """The calls of experts() by an architecture's kernels; how many."""
+    calls = 0
+    with gemm_kernels.forced(fused_mlp, architecture), torch.no_grad():
+        for made, form in experts(architecture):
+            shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
+            print(f"{architecture}: experts_mlp: {shapes}, {made['x'].dtype}, {form}", flush=True)
+            assert all(part.fused for part in fused_mlp.explain(fused_mlp.experts_mlp, **made, **form).parts)
+            fused_mlp.experts_mlp(**made, **form)
+            torch.cuda.synchronize()
+            calls += 1
+    return calls
 
 
 def trained_experts(ops) -> int:
@@ -416,15 +430,10 @@ def run(tool: str) -> None:
                 getattr(fused_mlp, function)(**made, activation=activation)
                 torch.cuda.synchronize()
                 calls += 1
+        for architecture in gemm_kernels.ARCHITECTURES:
+            if gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+                calls += grouped(fused_mlp, architecture)
         if torch.cuda.get_device_capability() == (9, 0):
-            for made, form in experts():
-                shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
-                print(f"experts_mlp: {shapes}, {made['x'].dtype}, {form}", flush=True)
-                assert all(part.fused for part in fused_mlp.explain(fused_mlp.experts_mlp, **made, **form).parts)
-                with torch.no_grad():
-                    fused_mlp.experts_mlp(**made, **form)
-                torch.cuda.synchronize()
-                calls += 1
             calls += trained_experts(native)
         calls += norms(native) + adapted(fused_mlp) + quantized(fused_mlp)
         calls += biases(native)

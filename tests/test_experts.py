@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import gemm_kernels
 import machine
 import reference
 from layouts import chunk, every_other_column, misaligned, transposed
@@ -243,17 +244,31 @@ def test_the_same_bits_on_every_run(fused_mlp, device, dtype):
 
 # The compiled CUDA kernels, which take what lies in rows of 16 bytes, in two bytes a number
 
-hopper = pytest.mark.skipif(
-    machine.device_type() != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+CAPABILITY = torch.cuda.get_device_capability() if machine.device_type() == "cuda" else None
+hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a Hopper GPU")
+grouped = pytest.mark.skipif(
+    not any(gemm_kernels.runs_on(each, CAPABILITY) for each in gemm_kernels.ARCHITECTURES),
+    reason="needs a GPU that kernels of experts are for",
 )
+
+
+@pytest.fixture(params=gemm_kernels.ARCHITECTURES)
+def architecture(request, fused_mlp):
+    """Each one whose kernels run here, forced."""
+    if not gemm_kernels.runs_on(request.param, CAPABILITY):
+        pytest.skip(f"the kernels of {request.param} do not run on this GPU")
+    with gemm_kernels.forced(fused_mlp, request.param):
+        yield request.param
+
+
 TWO_BYTES = [torch.bfloat16, torch.float16]
 
 
-def check_grouped(fused_mlp, made, activation="silu", **form):
+def check_grouped(fused_mlp, architecture, made, activation="silu", **form):
     """That the kernels, and not PyTorch, compute it; that they are right; and that the bits are the same again."""
     with fused_mlp.backend("cuda"):
         explained = fused_mlp.explain(fused_mlp.experts_mlp, **made, activation=activation, **form)
-    assert {part.implementation for part in explained.parts} == {"sm90"}, explained
+    assert {part.implementation for part in explained.parts} == {architecture}, explained
     with reference.poisoned_memory(made["x"].device):
         result = check(fused_mlp, "cuda", made, activation, **form)
         with fused_mlp.backend("cuda"), torch.no_grad():
@@ -262,16 +277,20 @@ def check_grouped(fused_mlp, made, activation="silu", **form):
     return result
 
 
-@hopper
+@grouped
 @pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
-def test_grouped_forms(fused_mlp, device, dtype):
+def test_grouped_forms(fused_mlp, device, architecture, dtype):
     for form, biases in itertools.product(forms(), (False, True)):
         sizes = (128, 64, 32) if form["transposed"] else (40, 24, 32)
         made = drawn(sizes=sizes, dtype=dtype, device=device, biases=biases, **form)
-        check_grouped(fused_mlp, made, **form)
+        check_grouped(fused_mlp, architecture, made, **form)
     for activation, gated in itertools.product([*ACTIVATIONS, None], (True, False)):
         check_grouped(
-            fused_mlp, drawn(sizes=(72, 136, 8), dtype=dtype, device=device, gated=gated), activation, gated=gated
+            fused_mlp,
+            architecture,
+            drawn(sizes=(72, 136, 8), dtype=dtype, device=device, gated=gated),
+            activation,
+            gated=gated,
         )
 
 
@@ -306,62 +325,85 @@ GROUPED = [
 ]
 
 
-@hopper
+@grouped
+def test_any_grouped_call(fused_mlp, device, architecture):
+    """All of it drawn by chance."""
+    draw = random.Random(torch.randint(1 << 30, ()).item())
+    for _ in range(12):
+        form = draw.choice(list(forms()))
+        step = 64 if form["transposed"] else 8
+        n_in, hidden = (step * draw.randint(1, 700 // step) for _ in range(2))
+        experts, k = draw.choice([1, 2, 3, 9, 40, 130]), draw.choice([1, 2, 3, 8, 16])
+        tokens = draw.choice([1, 2, 5, 31, 64, 120, 300, 700])
+        if architecture == "sm90" and form["transposed"] and tokens * k > 32 * experts:
+            continue
+        sizes, dtype = (n_in, hidden, 8 * draw.randint(1, 40)), draw.choice(TWO_BYTES)
+        made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, biases=draw.random() < 0.5, **form)
+        check_grouped(fused_mlp, architecture, made, draw.choice(ACTIVATIONS), **form)
+
+
+@grouped
 @pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
 @pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), GROUPED, ids=str)
-def test_grouped_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
+def test_grouped_shapes(fused_mlp, device, architecture, tokens, k, experts, sizes, dtype):
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
-        check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
-    if tokens * k > 32 * experts:
+        check_grouped(
+            fused_mlp, architecture, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form
+        )
+    if architecture == "sm90" and tokens * k > 32 * experts:
         return
     n_in, hidden, out = sizes
     sizes = (-(-n_in // 64) * 64, -(-hidden // 64) * 64, out)
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
         form["transposed"] = True
-        check_grouped(fused_mlp, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form)
+        check_grouped(
+            fused_mlp, architecture, drawn(tokens, k, experts, sizes, dtype=dtype, device=device, **form), **form
+        )
 
 
-@hopper
-def test_tiles_of_every_height(fused_mlp, device):
+@grouped
+def test_tiles_of_every_height(fused_mlp, device, architecture):
     for tokens in range(40, 640, 23):
-        check_grouped(fused_mlp, drawn(tokens, 1, 1, (72, 40, 136), dtype=torch.bfloat16, device=device))
+        check_grouped(fused_mlp, architecture, drawn(tokens, 1, 1, (72, 40, 136), dtype=torch.bfloat16, device=device))
 
 
-@hopper
+@grouped
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 4, 8), (50, 4, 8), (200, 16, 40), (1000, 4, 8)])
-def test_grouped_routings(fused_mlp, device, tokens, k, experts, routing):
+def test_grouped_routings(fused_mlp, device, architecture, tokens, k, experts, routing):
     made = drawn(tokens, k, experts, (72, 136, 40), dtype=torch.bfloat16, device=device)
     ROUTINGS[routing](made["top_k_index"], experts)
     made["top_k_weights"] = torch.rand(tokens, k, device=device)
-    result = check_grouped(fused_mlp, made)
+    result = check_grouped(fused_mlp, architecture, made)
     if routing in ("none", "far outside"):
         assert not result.any()
 
 
-@hopper
+@grouped
 @pytest.mark.parametrize("tokens", [20, 300])
-def test_grouped_operands(fused_mlp, device, tokens):
+def test_grouped_operands(fused_mlp, device, architecture, tokens):
     """The routing may have any dtype, and operands may be views of more."""
     made = drawn(tokens, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
     for dtype in (torch.int32, torch.int16, torch.int8):
-        check_grouped(fused_mlp, made | {"top_k_index": made["top_k_index"].to(dtype)})
+        check_grouped(fused_mlp, architecture, made | {"top_k_index": made["top_k_index"].to(dtype)})
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        check_grouped(fused_mlp, made | {"top_k_weights": made["top_k_weights"].to(dtype)})
+        check_grouped(fused_mlp, architecture, made | {"top_k_weights": made["top_k_weights"].to(dtype)})
     check_grouped(
-        fused_mlp, made | {name: made[name].mT.contiguous().mT for name in ("x", "gate_up_bias", "down_bias")}
+        fused_mlp,
+        architecture,
+        made | {name: made[name].mT.contiguous().mT for name in ("x", "gate_up_bias", "down_bias")},
     )
-    check_grouped(fused_mlp, made | {"x": made["x"][:1].expand(tokens, -1)})
+    check_grouped(fused_mlp, architecture, made | {"x": made["x"][:1].expand(tokens, -1)})
     part = made | {name: made[name][2:5] for name in made if name.startswith(("gate_up", "down"))}
-    check_grouped(fused_mlp, part | {"top_k_index": made["top_k_index"] - 2})
+    check_grouped(fused_mlp, architecture, part | {"top_k_index": made["top_k_index"] - 2})
     wide = {name: nn.functional.pad(made[name], (0, 8, 0, 6)) for name in ("gate_up_weight", "down_weight")}
     wide = {name: value[:, :-6, :-8] for name, value in wide.items()}
-    check_grouped(fused_mlp, made | wide)
-    check_grouped(fused_mlp, made | wide, interleaved=True)
+    check_grouped(fused_mlp, architecture, made | wide)
+    check_grouped(fused_mlp, architecture, made | wide, interleaved=True)
 
 
-@hopper
-def test_grouped_in_a_graph(fused_mlp, device):
+@grouped
+def test_grouped_in_a_graph(fused_mlp, device, architecture):
     """The shapes of the launches do not depend on the routing: a graph computes another one as well."""
     for tokens in (1, 40, 1000):
         made = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
@@ -689,7 +731,8 @@ def test_by_a_kernel_or_not_at_all(fused_mlp, device):
     with torch.no_grad():
         found = calls.experts_by_a_kernel(*given, form)
         assert found is None or torch.equal(found, calls.experts_mlp(*given, form))
-        assert (found is None) == (device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0))
+        runs = [gemm_kernels.runs_on(each, CAPABILITY) for each in gemm_kernels.ARCHITECTURES]
+        assert (found is None) == (device.type == "cuda" and not any(runs))
     given[3].requires_grad_()
     assert calls.experts_by_a_kernel(*given, form) is None
 
@@ -806,12 +849,12 @@ def test_explained(fused_mlp, device):
 
     found = explain()
     assert found.operation == "experts_mlp"
-    if device.type == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+    if device.type == "cpu" or any(gemm_kernels.runs_on(each, CAPABILITY) for each in gemm_kernels.ARCHITECTURES):
         assert found.implementation == device.type
         assert [part.layer for part in found.parts] == ["gate and up", "down"]
         assert "float32" in found.reason
     else:
-        assert (found.implementation, "Hopper" in found.reason) == ("torch", True)
+        assert (found.implementation, "no kernels of experts" in found.reason) == ("torch", True)
     trained = explain(x=made["x"].clone().requires_grad_())
     assert (trained.implementation, trained.reason) == ("torch", "autograd follows the parts")
     assert explain(top_k_weights=torch.rand(7, 3, device=device).requires_grad_()).reason == trained.reason

@@ -119,6 +119,24 @@ def test_training_is_chosen_with_the_same_margin(predictor, gpu):
                 assert ours == (1.1 * microseconds <= torch_microseconds)
 
 
+@gpus
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
+    """Of many experts with few rows ours are estimated to be faster: torch's way launches a product of each."""
+    for sizes, rows in (
+        ((1, 8, 128, 2048, 768), (8, 16)),
+        ((16, 8, 128, 2048, 768), (16, 16)),
+        ((256, 8, 128, 2048, 768), (32, 128)),
+        ((4096, 8, 128, 2048, 768), (128, 128)),
+        ((8192, 2, 8, 4096, 14336), (128, 128)),
+    ):
+        ours, tile, microseconds, torch_microseconds = predictor.predict_experts(gpu, sizes, transposed)
+        assert ours == (1.1 * microseconds <= torch_microseconds)
+        assert tile == rows[transposed]
+        if sizes[0] < 200 and not transposed:
+            assert microseconds < torch_microseconds
+
+
 @pytest.mark.parametrize("shape", predict.SHAPES, ids=str)
 def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
     """From descriptions of the devices, by the code that writes the record and the words for it."""

@@ -25,6 +25,7 @@ enum class Refusal {
   kTorchIsFaster,
   kTorchByModel,
   kLowRank,
+  kManyRows,
 };
 
 constexpr const char* kRefusalCodes[] = {
@@ -42,8 +43,9 @@ constexpr const char* kRefusalCodes[] = {
     "torch_is_faster",
     "torch_by_model",
     "low_rank",
+    "many_rows",
 };
-static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kLowRank) + 1, "one code per refusal");
+static_assert(std::size(kRefusalCodes) == static_cast<size_t>(Refusal::kManyRows) + 1, "one code per refusal");
 
 constexpr const char* code(Refusal refusal) { return kRefusalCodes[static_cast<size_t>(refusal)]; }
 

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "../../torch-ext/plan.h"
+#include "experts.h"
 #include "gpu.h"
 #include "problem.h"
 
@@ -35,6 +36,7 @@ struct Architecture {
   // `starts_early` behind a kernel of ours. Null where there are none such.
   int64_t (*rank_rows_ctas)(const RankRows& product);
   cudaError_t (*launch_rank_rows)(const RankRows& product, bool starts_early, cudaStream_t stream);
+  const GroupedKernels* grouped;  // products of the experts of a mixture
 };
 
 namespace sm80 {
@@ -47,6 +49,12 @@ extern const Architecture kArchitecture;
 // The architecture that is a GPU's own, or null.
 const Architecture* architecture_of(const Gpu& gpu);
 
+// The first that runs on a GPU and trains experts, or null.
+const Architecture* architecture_of_trained_experts(const Gpu& gpu);
+
+// True if experts are to be the architecture's whatever a model says: a test forces them.
+bool forces_experts();
+
 // kNone, with the plan in *plan, where a kernel of the architecture, which is the GPU's own, or of one considered
 // beside it, is to compute the product; else why torch is to.
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan,
@@ -54,5 +62,6 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& problem
 
 // True if a plan rests on a model of a GPU that nobody has measured.
 bool guesses(const GemmPlan& plan, const Gpu& gpu);
+bool guesses(const Architecture& architecture, const Gpu& gpu);
 
 }  // namespace fused_mlp

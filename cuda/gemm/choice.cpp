@@ -256,6 +256,16 @@ const Architecture* architecture_of(const Gpu& gpu) {
   return found == std::end(kArchitectures) ? nullptr : found->architecture;
 }
 
+const Architecture* architecture_of_trained_experts(const Gpu& gpu) {
+  const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures), [&](const auto& row) {
+    const GroupedKernels* kernels = row.architecture->grouped;
+    return row.taken && row.architecture->runs_on(gpu) && kernels != nullptr && kernels->plan_training != nullptr;
+  });
+  return found == std::end(kArchitectures) ? nullptr : found->architecture;
+}
+
+bool forces_experts() { return forced_architecture != nullptr; }
+
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
                     Launcher launcher) {
   if (forced_architecture != nullptr) return choose_anew(architecture, p, gpu, plan, launcher);
@@ -274,8 +284,11 @@ Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, cons
 }
 
 bool guesses(const GemmPlan& plan, const Gpu& gpu) {
-  return plan.architecture == architecture_of(gpu) && plan.architecture->torch_microseconds == nullptr &&
-         !plan.architecture->measured(gpu);
+  return plan.architecture == architecture_of(gpu) && guesses(*plan.architecture, gpu);
+}
+
+bool guesses(const Architecture& architecture, const Gpu& gpu) {
+  return architecture.torch_microseconds == nullptr && !architecture.measured(gpu);
 }
 
 }  // namespace fused_mlp

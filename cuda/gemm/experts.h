@@ -1,23 +1,34 @@
-// The architecture that has kernels for the experts of a mixture.
+// The experts of a mixture: which kernels compute their products, and what stands before and behind these.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include "../../torch-ext/plan.h"
+#include "gpu.h"
 #include "grouped.h"
 
-namespace fused_mlp::sm90 {
+namespace fused_mlp {
 
-GroupedPlan plan_grouped(const GroupedProblem& problem, int multiprocessors);
+// The kernels of an architecture.
+struct GroupedKernels {
+  // Both layers of a call have plans for the same rows.
+  GroupedPlan (*plan)(const GroupedProblem& problem, const Gpu& gpu);
+  // Launches on the current device.
+  cudaError_t (*launch)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+  // kNone where the two layers of a call are to be ours; otherwise the reason why they are torch's.
+  Refusal (*decide)(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+  // The products of training, and the plan for their rows, sorted into blocks. Null where there are none.
+  GroupedPlan (*plan_training)(const Routes& routes);
+  cudaError_t (*launch_training)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu,
+                                 cudaStream_t stream);
+};
 
-// Sorting where `sort` is not null, both layers, and the sum: one launch each, on the current device.
-cudaError_t launch_experts(const RowSort* sort, const GroupedProblem& first, const GroupedProblem& second,
-                           const WeightedSum& sum, int multiprocessors, cudaStream_t stream);
+// True if a kernel may start while the one before it drains: before, the instructions for it are not there.
+constexpr bool starts_kernels_early(const Gpu& gpu) { return gpu.major >= 9; }
 
-// The steps of training, likewise. Products are those of a plan for many tokens, whose rows are sorted into blocks.
-GroupedPlan plan_tiles(const Routes& routes, int block_rows = kTiledBlock);
-cudaError_t launch_row_sort(const RowSort& sort, int multiprocessors, cudaStream_t stream);
-cudaError_t launch_product(const GroupedProblem& problem, int multiprocessors, cudaStream_t stream);
-cudaError_t launch_sum(const WeightedSum& sum, cudaStream_t stream);
-cudaError_t launch_weight_gradient(const WeightGradient& gradient, cudaStream_t stream);
+// One launch each, on the current device. The sum starts early.
+cudaError_t launch_row_sort(const RowSort& sort, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_sum(const WeightedSum& sum, const Gpu& gpu, cudaStream_t stream);
+cudaError_t launch_weight_gradient(const WeightGradient& gradient, const Gpu& gpu, cudaStream_t stream);
 
-}  // namespace fused_mlp::sm90
+}  // namespace fused_mlp

@@ -30,17 +30,26 @@ struct RowBlocks {
   const RowRange* rows = nullptr;  // the rows of every expert, in blocks of kTiledBlock
 };
 
+// The expert of a block or tile, and how many of its rows are filled: 255 at most.
+struct BlockCode {
+  int code;
+
+  static FUSED_MLP_HOST_DEVICE BlockCode of(int expert, int rows) { return {expert << 8 | rows}; }
+  FUSED_MLP_HOST_DEVICE int expert() const { return code >> 8; }
+  FUSED_MLP_HOST_DEVICE int rows() const { return code & 0xFF; }
+};
+
 constexpr int kFittedStep = 16;       // the height of a fitted tile is a multiple of this
 constexpr int kMostFittedRows = 192;  // the greatest height of a fitted tile
 
 // A tile of sorted rows that is as high as it has to be. All the tiles of an expert have nearly the same height.
 struct alignas(16) FittedTile {
-  int expert;
+  BlockCode code;    // its expert, and how many of its rows are filled
   int first, count;  // the expert's first tile, and how many it has
   int rows;          // the first, which is a multiple of kFittedStep, plus the number of steps
 
-  static FUSED_MLP_HOST_DEVICE FittedTile of(int expert, int first, int count, int row, int steps) {
-    return {expert, first, count, row | steps};
+  static FUSED_MLP_HOST_DEVICE FittedTile of(BlockCode code, int first, int count, int row, int steps) {
+    return {code, first, count, row | steps};
   }
   FUSED_MLP_HOST_DEVICE int row() const { return rows & -kFittedStep; }
   FUSED_MLP_HOST_DEVICE int height() const { return rows % kFittedStep * kFittedStep; }
@@ -62,20 +71,11 @@ struct GroupedTraining {
 
 constexpr int kRowSumColumns = 32;
 
-// A block's expert, and how many of its rows are filled: 128 at most.
-struct BlockCode {
-  int code;
-
-  static FUSED_MLP_HOST_DEVICE BlockCode of(int expert, int rows) { return {expert << 8 | rows}; }
-  FUSED_MLP_HOST_DEVICE int expert() const { return code >> 8; }
-  FUSED_MLP_HOST_DEVICE int rows() const { return code & 0xFF; }
-};
-
 // Rows of tokens that a GEMM takes from where they lie, in the order of sorted rows.
 struct RowGather {
   Matrix x;  // [tokens, k]
   int64_t k;
-  const int* token_of_row;  // the token of every row of a fitted tile, filled or not
+  const int* token_of_row;  // the token of every row of a block, filled or not
 };
 
 // A GEMM with a row of the output for every slot, by the weights of the slot's expert. In `gemm`, m is the number of
@@ -115,17 +115,18 @@ constexpr int kZeroRows = 64;
 // written that are not null.
 struct RowSort {
   Routes routes;
-  Matrix x;                     // [tokens, k], 16-bit elements
-  int64_t k;                    // a multiple of 8
-  int block_rows;               // at most 128
-  void* sorted;                 // [blocks * block_rows, k]; null where rows are gathered
-  int* row_of_slot;             // [slots], -1 where skipped
-  int* codes;                   // [blocks], of RowBlocks
-  int* count;                   // how many blocks: codes and sorted have room for as many as there can be
-  RowRange* rows = nullptr;     // the rows of every expert
-  FittedTile* tiles = nullptr;  // where a block is a multiple of kFittedStep rows
-  int* tile_count = nullptr;    // likewise
-  int* token_of_row = nullptr;  // likewise
+  Matrix x;                         // [tokens, k], 16-bit elements
+  int64_t k;                        // a multiple of 8
+  int block_rows;                   // at most 128
+  void* sorted;                     // [blocks * block_rows, k]; null where rows are gathered
+  int* row_of_slot;                 // [slots], -1 where skipped
+  int* codes;                       // [blocks], of RowBlocks
+  int* count;                       // how many blocks: codes and sorted have room for as many as there can be
+  RowRange* rows = nullptr;         // the rows of every expert
+  FittedTile* tiles = nullptr;      // where a block is a multiple of kFittedStep rows
+  int* tile_count = nullptr;        // likewise
+  int* token_of_row = nullptr;      // of every row of a block, filled or not
+  int tile_rows = kMostFittedRows;  // of a tile, at most
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it
 };
@@ -155,11 +156,12 @@ struct WeightGradient {
 // How a grouped product is cut into tiles, from what the host knows.
 struct GroupedPlan {
   MainLoop loop;
-  bool sorts;             // rows, into blocks of a tile's height
+  bool sorts;             // rows, into blocks of a tile's height, or with `fits` of kFittedStep
   int rows;               // rows of a tile, at most
   int row_tiles;          // at most, however the slots fall on the experts
   int split_k;            // CTAs of a cluster that share a tile, each with a part of k
   int sorted_rows = 0;    // at most, where they are sorted
+  bool fits = false;      // true if sorted rows are cut into fitted tiles
   bool few_rows = false;  // an expert on the fitted loop has so few that reading the weights takes the time
   bool gathers = false;   // true if the first layer takes rows of tokens from where they lie: the sort lists them
 };

@@ -4,6 +4,7 @@
 
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
+#include "grouped_plan.h"
 #include "plan.h"
 #include "time_model.h"
 
@@ -22,6 +23,22 @@ cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, const Gpu& gp
   return is_training(kernel.product) ? launch<Element, true>(p, kernel, gpu, stream)
                                      : launch<Element, false>(p, kernel, gpu, stream);
 }
+
+// Defined by grouped_launch.cuh: in grouped_bf16.cu and grouped_fp16.cu.
+template <typename Element>
+cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream);
+
+constinit const GroupedKernels kGroupedKernels = {
+    .plan = plan_grouped,
+    .launch =
+        [](const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+          return p.gemm.dtype == DType::kFloat16 ? launch_grouped<__half>(p, plan, gpu, stream)
+                                                 : launch_grouped<__nv_bfloat16>(p, plan, gpu, stream);
+        },
+    .decide = decide_experts,
+    .plan_training = nullptr,
+    .launch_training = nullptr,
+};
 
 constinit const Architecture kArchitecture = {
     .name = "sm80",
@@ -45,6 +62,7 @@ constinit const Architecture kArchitecture = {
     .choose_beside = choose_beside_sm90,
     .rank_rows_ctas = nullptr,
     .launch_rank_rows = nullptr,
+    .grouped = &kGroupedKernels,
 };
 
 }  // namespace fused_mlp::sm80

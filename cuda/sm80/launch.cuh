@@ -13,8 +13,8 @@ namespace fused_mlp::sm80 {
 
 template <auto kKernel, typename Args>
 cudaError_t launch_kernel(const Args& args, int64_t grid, int threads, int shared_bytes, bool starts_early,
-                          const Gpu& gpu, cudaStream_t stream) {
-  const cudaError_t error = allow_shared_memory<kKernel>(std::max(shared_bytes, gpu.shared_of_cta));
+                          int most_shared_bytes, cudaStream_t stream) {
+  const cudaError_t error = allow_shared_memory<kKernel>(std::max(shared_bytes, most_shared_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(grid);
@@ -39,7 +39,8 @@ cudaError_t launch_tiled(const GemmProblem& p, const Gpu& gpu, cudaStream_t stre
   args.tiles_n = static_cast<int>(ceil_div(p.n, Gemm::kColumns));
   const int64_t tiles = int64_t{args.tiles_m} * args.tiles_n;
   const int64_t ctas = Gemm::kPersistent ? std::min<int64_t>(tiles, gpu.multiprocessors) : tiles;
-  return launch_kernel<tiled_gemm_kernel<Gemm>>(args, ctas, Gemm::kThreads, Gemm::kSharedBytes, false, gpu, stream);
+  return launch_kernel<tiled_gemm_kernel<Gemm>>(args, ctas, Gemm::kThreads, Gemm::kSharedBytes, false,
+                                                gpu.shared_of_cta, stream);
 }
 
 template <typename Gemm>
@@ -57,8 +58,8 @@ cudaError_t launch_streamed(const GemmProblem& p, const Gpu& gpu, cudaStream_t s
   // otherwise the first multiprocessors to have room would get several, and others none.
   const int share = gpu.shared_of_multiprocessor / static_cast<int>(ceil_div(grid, gpu.multiprocessors)) - kSystemBytes;
   const int shared = args.starts_early ? std::max(Gemm::kSharedBytes, share) : Gemm::kSharedBytes;
-  return launch_kernel<streamed_gemm_kernel<Gemm>>(args, grid, Gemm::Tile::kThreads, shared, args.starts_early, gpu,
-                                                   stream);
+  return launch_kernel<streamed_gemm_kernel<Gemm>>(args, grid, Gemm::Tile::kThreads, shared, args.starts_early,
+                                                   gpu.shared_of_cta, stream);
 }
 
 // The kernels of inference, or those of training.

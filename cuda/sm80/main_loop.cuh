@@ -46,6 +46,8 @@ struct CtaTile {
 
   static constexpr int kWarpRowsM = kRowsM / kWarpsM;
   static constexpr int kWarpRowsN = kRowsN / kWarpsN;
+  static constexpr int kWarpStepM = kWarpRowsM;       // from a warp's first row of the M side to the next warp's
+  static constexpr int kTileStepM = kMmaM;            // from tile to tile of a warp
   static constexpr int kTilesM = kWarpRowsM / kMmaM;  // tiles of a warp
   static constexpr int kTilesN = kWarpRowsN / kMmaN;
   static constexpr int kSteps = kBlockK / kMmaK / kWarpsK;  // steps that a warp takes in a block
@@ -54,6 +56,14 @@ struct CtaTile {
 
   static_assert(kWarpRowsM % kMmaM == 0 && kWarpRowsN % kMmaN == 0 && kBlockK % (kMmaK * kWarpsK) == 0);
   static_assert(kStages >= 2);
+};
+
+// The same, whose warps have rows of the M side in turns, a tile each: so that they share out rows that fill a part of
+// it.
+template <typename Tile>
+struct InTurns : Tile {
+  static constexpr int kWarpStepM = kMmaM;
+  static constexpr int kTileStepM = kMmaM * Tile::kWarpsM;
 };
 
 template <typename Tile>
@@ -119,10 +129,9 @@ struct LyingLoader {
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
   __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
 
-  // The last columns stand for those past the end of the matrix, of which there are n.
-  __device__ __forceinline__ LyingLoader(const Matrix& matrix, int first_column, int n)
-      : source(static_cast<const Element*>(matrix.data) + row() * matrix.row_stride +
-               min(first_column + piece() * kPiece, n - kPiece)),
+  // `column` is where this thread's pieces lie.
+  __device__ __forceinline__ LyingLoader(const Matrix& matrix, int column)
+      : source(static_cast<const Element*>(matrix.data) + row() * matrix.row_stride + column),
         step(kRowsOfPass * matrix.row_stride) {}
 
   template <int kOf>
@@ -160,7 +169,7 @@ struct FragmentReader {
   __device__ __forceinline__ explicit FragmentReader(const WarpPlace<Tile>& warp) {
     const int lane = threadIdx.x % 32;
     const uint32_t first_step = step_bits(warp.k * Tile::kSteps);
-    m = swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpRowsM + lane % 16, lane / 16) ^ first_step;
+    m = swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpStepM + lane % 16, lane / 16) ^ first_step;
     n = Tile::kLies ? swizzled<Tile::kLyingRowBytes>(lane % 16, warp.n * Tile::kWarpRowsN / kPiece + lane / 16)
                     : swizzled<Tile::kRowBytes>(warp.n * Tile::kWarpRowsN + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
                           first_step;
@@ -169,12 +178,14 @@ struct FragmentReader {
   // A step is two pieces. It changes bits of the offset within a row, which the swizzle changes by XOR as well.
   __device__ __forceinline__ static uint32_t step_bits(int step) { return step * 2 * kPieceBytes; }
 
+  // Of the M side, for the first kCount tiles.
+  template <int kCount = Tile::kTilesM>
   __device__ __forceinline__ void read(Fragments<Tile>& fragments, uint32_t stage, int step) const {
     const uint32_t side_m = stage + (m ^ step_bits(step));
 #pragma unroll
-    for (int i = 0; i < Tile::kTilesM; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       uint32_t (&tile)[4] = fragments.m[i];
-      load_matrix_x4(side_m + i * kMmaM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
+      load_matrix_x4(side_m + i * Tile::kTileStepM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
     }
     if constexpr (Tile::kLies) {
       read_lying(fragments, stage + Tile::kRowsM * Tile::kRowBytes + step * kMmaK * Tile::kLyingRowBytes);
@@ -205,10 +216,11 @@ struct FragmentReader {
   }
 };
 
-template <typename Tile>
+// Multiplies the first kCount tiles of the warp's rows.
+template <typename Tile, int kCount = Tile::kTilesM>
 __device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fragments<Tile>& fragments) {
 #pragma unroll
-  for (int i = 0; i < Tile::kTilesM; ++i) {
+  for (int i = 0; i < kCount; ++i) {
 #pragma unroll
     for (int each = 0; each < Tile::kTilesN; ++each) {
       const int j = i % 2 == 0 ? each : Tile::kTilesN - 1 - each;  // back and forth: each turn uses a fragment twice
@@ -227,9 +239,9 @@ __device__ __forceinline__ void clear(Accumulator<Tile>& sums) {
 }
 
 // Copies every kOf-th pass of a block, from pass `first` on, into a stage.
-template <int kOf, typename Tile, typename LoaderN>
-__device__ __forceinline__ void load_block(uint32_t stage, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                           LoaderN& loader_n, int block, int k, int first) {
+template <int kOf, typename Tile, typename LoaderM, typename LoaderN>
+__device__ __forceinline__ void load_block(uint32_t stage, const LoaderM& loader_m, LoaderN& loader_n, int block, int k,
+                                           int first) {
   loader_m.template load<kOf>(stage, block * Tile::kBlockK, k, first);
   loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
 }
@@ -237,9 +249,8 @@ __device__ __forceinline__ void load_block(uint32_t stage, const SideLoader<Tile
 // Fills all stages but the last, in which nothing is copied before multiply(). What the thread copied before arrives
 // with the first block. Every block is a group of copies, and there is a group for every stage also where there is no
 // block for it: so that the number of groups behind a block's is always the same.
-template <typename Tile, typename LoaderN>
-__device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m, LoaderN& loader_n,
-                                     int k) {
+template <typename Tile, typename LoaderM, typename LoaderN>
+__device__ __forceinline__ void fill(uint32_t ring, const LoaderM& loader_m, LoaderN& loader_n, int k) {
 #pragma unroll
   for (int block = 0; block < Tile::kStages - 1; ++block) {
     if (block * Tile::kBlockK < k) {
@@ -249,12 +260,11 @@ __device__ __forceinline__ void fill(uint32_t ring, const SideLoader<Tile, Tile:
   }
 }
 
-// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled. On return the ring
-// is free, and no copy is on its way.
-template <typename Tile, typename LoaderN>
-__device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, Tile::kRowsM>& loader_m,
-                                         LoaderN& loader_n, const WarpPlace<Tile>& warp, int k,
-                                         Accumulator<Tile>& sums) {
+// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled; of each warp's
+// rows of M the first kCount tiles. On return the ring is free, and no copy is on its way.
+template <typename Tile, int kCount = Tile::kTilesM, typename LoaderM, typename LoaderN>
+__device__ __forceinline__ void multiply(uint32_t ring, const LoaderM& loader_m, LoaderN& loader_n,
+                                         const WarpPlace<Tile>& warp, int k, Accumulator<Tile>& sums) {
   constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
   const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;
   const auto after = [&](uint32_t stage) {
@@ -266,7 +276,7 @@ __device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, T
   uint32_t writing = ring + (Tile::kStages - 1) * Tile::kStageBytes;
   cp_async_wait<Tile::kStages - 2>();
   cta_sync();
-  reader.read(fragments[0], reading, 0);
+  reader.template read<kCount>(fragments[0], reading, 0);
 
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
@@ -286,8 +296,8 @@ __device__ __forceinline__ void multiply(uint32_t ring, const SideLoader<Tile, T
         reading = after(reading);
       }
       // Past the last block this reads what nobody uses.
-      reader.read(fragments[(step + 1) % 2], reading, (step + 1) % Tile::kSteps);
-      multiply_step<Tile>(sums, fragments[step % 2]);
+      reader.template read<kCount>(fragments[(step + 1) % 2], reading, (step + 1) % Tile::kSteps);
+      multiply_step<Tile, kCount>(sums, fragments[step % 2]);
     }
     if constexpr (Tile::kSteps % 2 == 1) fragments[0] = fragments[1];
   }

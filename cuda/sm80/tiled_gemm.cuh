@@ -41,6 +41,7 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   using Args = TiledGemmArgs;
   using Tile = CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWarpsN_, 1, kStages_,
                        reads_weights_as_they_lie(kProduct_)>;
+  static constexpr bool kGrouped = false;
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = is_gated(kProduct);
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
@@ -71,7 +72,8 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   // The copies of the tile's weights: of `weight`, and where a product is gated also of up's.
   __device__ __forceinline__ static auto weights(const Args& args, const Matrix& weight, int first_column) {
     if constexpr (Tile::kLies) {
-      return LyingLoader<Tile>(weight, first_column, args.n);
+      using Loader = LyingLoader<Tile>;  // the last columns stand for those past the end
+      return Loader(weight, min(first_column + Loader::piece() * kPiece, args.n - kPiece));
     } else {
       return SideLoader<Tile, Tile::kRowsN>([&](int row) {
         return row_of<Element>(operand(row) == Operand::kGate ? weight : args.up_weight, first_column + column(row),
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
         store_gradients<Gemm>(args, sums, ring + warp * Gemm::kGradientBytes, first_row, first_column);
       } else {
         const uint32_t store = ring + (Tile::kStages - 1) * Tile::kStageBytes + warp * Gemm::kStoreBytes;
-        store_tile<Gemm>(args, sums, warp_biases, store, first_row, first_column);
+        store_tile<Gemm>(args, sums, warp_biases, store, first_row, args.m, first_column);
       }
       if (!more) break;
     }

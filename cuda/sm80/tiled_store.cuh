@@ -20,11 +20,38 @@ __device__ __forceinline__ void move_up(Accumulator<Tile>& sums) {
   }
 }
 
+// Of sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane has
+// two adjacent ones of. It needs them from two other lanes of its four.
+template <typename Tile>
+__device__ __forceinline__ void part_columns(float (&sums)[Tile::kTilesN][4]) {
+  constexpr int kTiles = Tile::kTilesN / 2;
+  const int place = threadIdx.x % 4;
+  float parted[Tile::kTilesN][4];
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int lane = threadIdx.x % 32 / 4 * 4 + (place * 2 + c % 2) % 4;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const float even = __shfl_sync(0xFFFFFFFF, sums[2 * j][c / 2 * 2 + part], lane);
+        const float odd = __shfl_sync(0xFFFFFFFF, sums[2 * j + 1][c / 2 * 2 + part], lane);
+        parted[part * kTiles + j][c] = place < 2 ? even : odd;
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < Tile::kTilesN; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[j][c] = parted[j][c];
+  }
+}
+
 // Stores values of the warp's tile, 16 rows of them: in registers they are scattered over the lanes, and in shared
 // memory they come together in pieces of 16 bytes.
 template <typename Gemm, int kCount>
 __device__ __forceinline__ void store_rows(const typename Gemm::Args& args, const Matrix& matrix,
-                                           const float (&value)[kCount], uint32_t store, int first_row,
+                                           const float (&value)[kCount], uint32_t store, int first_row, int end_row,
                                            int first_column) {
   using Element = typename Gemm::Element;
   constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // pieces of a row
@@ -45,16 +72,17 @@ __device__ __forceinline__ void store_rows(const typename Gemm::Args& args, cons
     const uint4 bits = load_shared_uint4(store + swizzled<Gemm::kStoreRowBytes>(store_row, piece));
     const int row = first_row + store_row;
     const int column = first_column + piece * kPiece;
-    if (row < args.m && column < args.n) {
+    if (row < end_row && column < args.n) {
       *reinterpret_cast<uint4*>(static_cast<Element*>(matrix.data) + row * matrix.row_stride + column) = bits;
     }
   }
 }
 
-// Stores the warp's tile, 16 rows at a time. Leaves the sums undefined.
+// Stores the warp's tile, 16 rows at a time, but for rows from end_row on. Leaves the sums undefined.
 template <typename Gemm>
 __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<typename Gemm::Tile>& sums,
-                                           uint32_t biases, uint32_t store, int first_row, int first_column) {
+                                           uint32_t biases, uint32_t store, int first_row, int end_row,
+                                           int first_column) {
   using Element = typename Gemm::Element;
   using Pair = typename ElementTraits<Element>::Pair;
   constexpr int kTiles = Gemm::kTilesOfPart;
@@ -62,6 +90,12 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
 #pragma unroll 1
   for (int i = 0; i < Gemm::kTilesM; ++i) {
     float value[kTiles * 4];
+    if constexpr (Gemm::kGrouped) {
+      if (first_row + i * Gemm::Tile::kTileStepM >= end_row) break;  // nor are the sums there
+      if constexpr (Gemm::kGated && Gemm::Tile::kLies) {
+        if (args.interleaved) part_columns<typename Gemm::Tile>(sums[0]);
+      }
+    }
     const auto sums_of = [&](Operand operand, auto&& take) {
       const int first = operand == Operand::kGate ? 0 : kTiles;
 #pragma unroll
@@ -69,11 +103,18 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
         const uint32_t bits = load_shared(biases + ((first + j) * kMmaN + lane % 4 * 2) * 2);
         const float2 bias = to_float2(*reinterpret_cast<const Pair*>(&bits));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) take(j * 4 + c, sums[0][first + j][c] + (c % 2 == 0 ? bias.x : bias.y));
+        for (int c = 0; c < 4; ++c) {
+          const float sum = sums[0][first + j][c] + (c % 2 == 0 ? bias.x : bias.y);
+          if constexpr (Gemm::kGrouped && Gemm::kGated) {
+            take(j * 4 + c, limited(args.limits, operand, sum));
+          } else {
+            take(j * 4 + c, sum);
+          }
+        }
       }
     };
     const auto store_all = [&](const Matrix& matrix) {
-      store_rows<Gemm>(args, matrix, value, store, first_row + i * kMmaM, first_column);
+      store_rows<Gemm>(args, matrix, value, store, first_row + i * Gemm::Tile::kTileStepM, end_row, first_column);
     };
     if constexpr (is_kept(Gemm::kProduct)) {
       const auto keep = [&](int each, float sum) { value[each] = sum; };

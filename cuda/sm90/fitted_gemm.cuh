@@ -92,12 +92,12 @@ template <typename Gemm>
 __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
   const auto tile_at = [&](int at) {
     const int4 bits = *reinterpret_cast<const int4*>(args.fitted.tiles + at);
-    return FittedTile{bits.x, bits.y, bits.z, bits.w};
+    return FittedTile{{bits.x}, bits.y, bits.z, bits.w};
   };
   const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile that is looked for
   const int2 at = grouped_tile<TileOrder::kGroupM>(index - any.first * args.tiles_n, any.count, args.tiles_n);
   const FittedTile tile = tile_at(any.first + at.x);
-  return {tile.expert, tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
+  return {tile.code.expert(), tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
 }
 
 // Rows of tokens, copied to where the TMA would have put them. Eight threads copy 128 bytes of a row.

@@ -4,6 +4,7 @@
 
 #include "../gemm/architecture.h"
 #include "../gemm/refusal.h"
+#include "grouped.h"
 #include "plan.h"
 #include "rank_rows.h"
 #include "tuning.h"
@@ -58,6 +59,7 @@ constinit const Architecture kArchitecture = {
     .choose_beside = nullptr,
     .rank_rows_ctas = rank_rows_ctas,
     .launch_rank_rows = launch_rank_rows,
+    .grouped = &kGroupedKernels,
 };
 
 }  // namespace fused_mlp::sm90

@@ -5,6 +5,5 @@ namespace fused_mlp::sm90 {
 template cudaError_t launch_grouped<__nv_bfloat16>(const GroupedProblem&, const GroupedPlan&, int, cudaStream_t);
 template cudaError_t launch_grouped_training<__nv_bfloat16>(const GroupedProblem&, const GroupedPlan&, int,
                                                             cudaStream_t);
-template cudaError_t launch_weighted_sum<__nv_bfloat16>(const WeightedSum&, cudaStream_t);
 
 }  // namespace fused_mlp::sm90

@@ -4,6 +4,5 @@ namespace fused_mlp::sm90 {
 
 template cudaError_t launch_grouped<__half>(const GroupedProblem&, const GroupedPlan&, int, cudaStream_t);
 template cudaError_t launch_grouped_training<__half>(const GroupedProblem&, const GroupedPlan&, int, cudaStream_t);
-template cudaError_t launch_weighted_sum<__half>(const WeightedSum&, cudaStream_t);
 
 }  // namespace fused_mlp::sm90

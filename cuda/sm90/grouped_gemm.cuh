@@ -5,9 +5,9 @@
 // (sorted_rows.cuh).
 #pragma once
 
+#include "../experts/routes.cuh"
 #include "../gemm/grouped.h"
 #include "../overlap.cuh"
-#include "routes.cuh"
 #include "streamed_gemm.cuh"
 
 namespace fused_mlp::sm90 {

@@ -6,7 +6,6 @@
 #include "grouped_rows.h"
 #include "grouped_tiles.cuh"
 #include "launch.cuh"
-#include "weighted_sum.cuh"
 
 namespace fused_mlp::sm90 {
 
@@ -225,13 +224,6 @@ cudaError_t launch_grouped_training(const GroupedProblem& p, const GroupedPlan& 
     default:
       return cudaErrorInvalidValue;
   }
-}
-
-template <typename Element>
-cudaError_t launch_weighted_sum(const WeightedSum& sum, cudaStream_t stream) {
-  const int64_t warps = int64_t{sum.routes.tokens} * sum_warps(sum.n);
-  return launch_kernel(weighted_sum_kernel<Element>, sum, static_cast<int>(ceil_div(warps, kSumThreads / 32)),
-                       kSumThreads, 0, 1, true, stream);
 }
 
 }  // namespace fused_mlp::sm90

@@ -1,10 +1,10 @@
 // How a grouped product is cut into tiles.
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
-#include "../gemm/experts.h"
+#include "../gemm/usual.h"
 #include "chip.h"
+#include "grouped.h"
 #include "grouped_rows.h"
 
 namespace fused_mlp::sm90 {
@@ -24,25 +24,6 @@ constexpr int64_t kFewFittedRows = 96;
 // CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.
 constexpr int kBusyCtas = 2;
 
-// The rows that few experts exceed, were they chosen by chance. A token hardly chooses an expert twice.
-int64_t usual_rows(const Routes& routes) {
-  const double mean = static_cast<double>(routes.slots()) / routes.experts;
-  return std::clamp<int64_t>(std::ceil(mean + 2.0 * std::sqrt(mean)), 1, routes.tokens);
-}
-
-// The experts that are chosen at all, likewise.
-int64_t usual_experts(const Routes& routes) {
-  const double missed = std::pow(1.0 - 1.0 / routes.experts, routes.slots());
-  return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, std::max(routes.slots(), 1));
-}
-
-// The most tiles of rows that there can be.
-int row_tiles(const Routes& routes, int tile) {
-  const int64_t lacking =
-      std::min<int64_t>(routes.experts, routes.slots()) * (tile - 1);  // rows of partly filled tiles
-  return static_cast<int>((routes.slots() + lacking) / tile);
-}
-
 }  // namespace
 
 GroupedPlan plan_tiles(const Routes& routes, int block_rows) {
@@ -51,7 +32,8 @@ GroupedPlan plan_tiles(const Routes& routes, int block_rows) {
           kMostFittedRows,
           row_tiles(routes, kMostFittedRows),
           1,
-          row_tiles(routes, block_rows) * block_rows};
+          row_tiles(routes, block_rows) * block_rows,
+          true};
 }
 
 GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../loads.cuh"
+
 namespace fused_mlp::sm90 {
 
 // Shared memory is addressed by 32-bit addresses throughout: the compiler keeps these in uniform registers.
@@ -131,14 +133,6 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
-// A hint to the L2 cache about the data of a load. A load that names no policy is faster than one that asks for the
-// usual one.
-__device__ __forceinline__ uint64_t first_to_leave_l2() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column, int row,
                                          uint64_t policy) {
   asm volatile(
@@ -185,23 +179,6 @@ __device__ __forceinline__ void grow_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Reads what another kernel may have written since this one started: past the L1 cache, and after what comes before.
-__device__ __forceinline__ int load_fresh(const int* pointer) {
-  int value;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-  return value;
-}
-
-// Reads 16 bytes that nobody reads again: they do not stay in L1.
-__device__ __forceinline__ uint4 load_once(const void* pointer, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(pointer), "l"(policy)
-               : "memory");
-  return v;
 }
 
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

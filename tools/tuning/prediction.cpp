@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "../../cuda/gemm/record.h"
+#include "../../cuda/sm80/grouped_plan.h"
 #include "../../cuda/sm80/plan.h"
 #include "../../cuda/sm80/time_model.h"
 #include "shape.h"
@@ -54,6 +55,23 @@ int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* 
   microseconds[0] = plan.microseconds;
   microseconds[1] = sm80::torch_microseconds(p, *gpu);
   return ours ? 1 : 0;
+}
+
+// Gated experts, by tokens, choices of each, experts, width and hidden width: whether ours are taken, the rows of a
+// tile, and what both are estimated to take.
+int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int* rows, double* microseconds) {
+  const Routes routes{nullptr, 8, static_cast<int>(sizes[0]), static_cast<int>(sizes[1]), static_cast<int>(sizes[2])};
+  static char weight = 0;
+  GroupedProblem first{}, second{};
+  first.gemm.n = sizes[4], first.gemm.k = sizes[3];
+  first.gemm.up_weight.data = &weight;
+  second.gemm.n = sizes[3], second.gemm.k = sizes[4];
+  first.routes = second.routes = routes;
+  first.transposed = second.transposed = transposed != 0;
+  *rows = sm80::plan_grouped(first, *gpu).rows;
+  microseconds[0] = sm80::experts_microseconds(first, second, *gpu);
+  microseconds[1] = sm80::torch_experts_microseconds(first, second, *gpu);
+  return sm80::decide_experts(first, second, *gpu) == Refusal::kNone ? 1 : 0;
 }
 
 // The kernel that a Hopper GPU has beside its own, or -1.

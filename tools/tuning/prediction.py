@@ -11,6 +11,7 @@ from builder import toolchain
 
 SOURCES = (
     "cuda/sm80/beside_sm90.cpp",
+    "cuda/sm80/grouped_plan.cpp",
     "cuda/sm80/plan.cpp",
     "cuda/sm80/time_model.cpp",
     "tools/tuning/prediction.cpp",
@@ -112,6 +113,16 @@ class Predictor:
         found = (ctypes.c_double * 2)()
         ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
         return bool(ours), *found
+
+    def predict_experts(self, gpu: Gpu, sizes: tuple[int, ...], transposed: bool) -> tuple[bool, int, float, float]:
+        """Return whether ours are taken for gated experts, the rows of a tile, their time and that of torch's way.
+
+        The sizes are tokens, choices of each, experts, width and hidden width.
+        """
+        rows, found = ctypes.c_int(), (ctypes.c_double * 2)()
+        given = (ctypes.c_int64 * 5)(*sizes), int(transposed), ctypes.byref(rows), found
+        ours = self._library.predict_experts(ctypes.byref(gpu), *given)
+        return bool(ours), rows.value, *found
 
     def estimated(self, gpu: Gpu, product: tuple[int, int, int, bool], kernel: int) -> float:
         """Microseconds of a product (m, n, k, whether gated) by a kernel of the list."""

@@ -182,10 +182,12 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 
 def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
-    """``_by_op``, unless the parts take less time than the op: many rows of transposed weights."""
+    """``_by_op``, unless the parts may take less time than the op: many rows of transposed weights, or by a model."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
-    return None if is_plainly_recorded("experts_mlp", given) is not False else _by_op("experts_mlp", given, *form)
+    if is_plainly_recorded("experts_mlp", given) is not False or native.chooses_experts(given[0]):
+        return None
+    return _by_op("experts_mlp", given, *form)
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:

@@ -206,7 +206,7 @@ def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
     if op != "experts_mlp" or not x.is_cuda:
         return None
     if implementation is native:
-        return None if native.is_hopper(x) else "its kernels of experts are for Hopper GPUs"
+        return None if native.has_experts(x) else "it has no kernels of experts for this GPU"
     return "not measured yet"
 
 

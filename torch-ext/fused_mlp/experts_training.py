@@ -24,7 +24,7 @@ def refusal(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[s
     if form != experts.Form(form.activation, True, False, False, None, 0.0) or biases != [None, None]:
         return "experts with more than gates and ups side by side"
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
-        return "no kernel for this device"
+        return "no kernel that trains on this device"
     if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != gate_up.dtype or x.dtype != down.dtype:
         return "operands of other dtypes"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -64,8 +65,19 @@ def reads(weight: Tensor) -> bool:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """True if ``x`` is on a GPU that the kernels of experts are for."""
-    return (_is_hopper if torch.compiler.is_compiling() else _cached_is_hopper)(x.get_device())
+    """True if ``x`` is on a Hopper GPU, where kernels of experts were measured, and train."""
+    return _capability_of(x) == (9, 0)
+
+
+def has_experts(x: Tensor) -> bool:
+    """True if ``x`` is on a GPU that the kernels of experts are for, as cuda/sm80/gemm.cpp says."""
+    major, minor = _capability_of(x)
+    return major in (8, 12) or (major, minor) == (9, 0)
+
+
+def _capability_of(x: Tensor) -> Tuple[int, int]:
+    ask = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _cached_capability
+    return ask(x.get_device())
 
 
 def experts_refusal(
@@ -74,11 +86,11 @@ def experts_refusal(
     """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
 
     It would raise an error, as cuda/experts.cpp says and has to be known of the tensors that are traced too, or take
-    longer than its parts.
+    longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
     """
     if DEVICE_TYPE == "cpu":
         return None
-    if not is_hopper(x):
+    if not has_experts(x):
         return "gpu"
     if x.dtype == torch.float32:
         return "float32"
@@ -86,8 +98,6 @@ def experts_refusal(
         return "empty"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
         return "many_experts"
-    if transposed and has_many_rows(top_k_index, gate_up_weight):
-        return "many_rows"
     for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
         experts, features, width = weight.shape
         if features * width == 0:
@@ -105,20 +115,30 @@ def experts_refusal(
             return "unaligned_rows"
         if experts * rows >= _MOST_ROWS:
             return "too_large"
-    return None
+    if torch.compiler.is_compiling():  # a graph runs no Python, and is for any number of rows
+        return "many_rows" if transposed and is_hopper(x) and has_many_rows(top_k_index, gate_up_weight) else None
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
+    return json.loads(record)[0].get("refusal")
 
 
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-# Rows of an expert, on average: a tile. For more, no kernel takes transposed weights as fast as torch's products do.
+
+
+# Rows of an expert, on average, as in cuda/sm90/grouped.cpp.
 _MOST_TRANSPOSED_ROWS = 32
 
 
 def has_many_rows(top_k_index: Tensor, gate_up_weight: Tensor) -> bool:
-    """True if transposed weights on a GPU are left to torch's products."""
+    """True if a Hopper GPU leaves transposed weights to torch's products."""
     most = _MOST_TRANSPOSED_ROWS * (gate_up_weight.shape[0] if gate_up_weight.dim() == 3 else 0)
     return DEVICE_TYPE == "cuda" and top_k_index.numel() > most
+
+
+def chooses_experts(x: Tensor) -> bool:
+    """True if a model of the GPU decides between ``experts_mlp`` and its parts, which has to be asked first."""
+    return DEVICE_TYPE == "cuda" and not is_hopper(x)
 
 
 def _gpu_refusal(device_index: int) -> Optional[str]:
@@ -144,11 +164,7 @@ def takes_every_gpu() -> bool:
     return all(_cached_gpu_refusal(index) is None for index in range(torch.cuda.device_count()))
 
 
-def _is_hopper(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index) == (9, 0)
-
-
-_cached_is_hopper = functools.cache(_is_hopper)
+_cached_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:

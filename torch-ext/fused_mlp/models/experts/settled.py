@@ -81,6 +81,10 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return None
     if form.transposed and native.has_many_rows(index, up):
         return None
+    if native.chooses_experts(x) and native.experts_refusal(
+        x, index, up, tensors[1], form.interleaved, form.transposed
+    ):
+        return None
     if settled.last is not None and not are_experts(index, settled.last):
         return None
     try:

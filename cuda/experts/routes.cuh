@@ -6,7 +6,7 @@
 
 #include "../gemm/grouped.h"
 
-namespace fused_mlp::sm90 {
+namespace fused_mlp {
 
 // Calls visit with the index as a pointer to the integers that it is made of.
 template <typename Visit>
@@ -58,4 +58,4 @@ __device__ __forceinline__ int sum_of_lanes(int value) {
   return value;
 }
 
-}  // namespace fused_mlp::sm90
+}  // namespace fused_mlp

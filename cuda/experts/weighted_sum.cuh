@@ -2,11 +2,11 @@
 #pragma once
 
 #include "../gemm/epilogue.cuh"
+#include "../loads.cuh"
 #include "../overlap.cuh"
-#include "ptx.cuh"
 #include "routes.cuh"
 
-namespace fused_mlp::sm90 {
+namespace fused_mlp {
 
 constexpr int kSumThreads = 128;
 constexpr int kSumColumns = 8;  // columns that a thread adds up, 16 bytes
@@ -36,8 +36,7 @@ __host__ __device__ constexpr int sum_warps(int n) { return (n / kSumColumns + 3
 // Each warp has a token: its lanes look up a term each, and then all add the same terms. What is skipped adds zeros.
 template <typename Element>
 __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(const __grid_constant__ WeightedSum sum) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const int warp = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + warp_uniform(threadIdx.x / 32);
+  const int warp = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + static_cast<int>(threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
   const int token = warp / sum_warps(sum.n);
   const int column = (warp % sum_warps(sum.n) * 32 + lane) * kSumColumns;
@@ -75,7 +74,6 @@ __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(con
   *reinterpret_cast<uint4*>(static_cast<Element*>(sum.out) + token * int64_t{sum.n} + column) =
       make_uint4(round_pair<Element>(total[0], total[1]), round_pair<Element>(total[2], total[3]),
                  round_pair<Element>(total[4], total[5]), round_pair<Element>(total[6], total[7]));
-#endif
 }
 
-}  // namespace fused_mlp::sm90
+}  // namespace fused_mlp

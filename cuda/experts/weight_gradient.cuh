@@ -1,17 +1,15 @@
 // The gradients of the weights by which a mixture's experts are added up.
 #pragma once
 
-#include "ptx.cuh"
 #include "routes.cuh"
 
-namespace fused_mlp::sm90 {
+namespace fused_mlp {
 
 constexpr int kWeightGradientThreads = 256;
 
 // A warp a slot: its lanes add the parts of the slot's row, and then their sums, in a fixed order.
 __global__ void __launch_bounds__(kWeightGradientThreads)
     weight_gradient_kernel(const __grid_constant__ WeightGradient args) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const int slot = static_cast<int>(blockIdx.x * (kWeightGradientThreads / 32) + threadIdx.x / 32);
   if (slot >= args.routes.slots()) return;
   const int row = expert_of(args.routes, slot) < 0 ? -1 : __ldg(args.row_of_slot + slot);
@@ -37,7 +35,6 @@ __global__ void __launch_bounds__(kWeightGradientThreads)
       static_cast<__nv_bfloat16*>(args.out)[slot] = __float2bfloat16_rn(sum);
       break;
   }
-#endif
 }
 
-}  // namespace fused_mlp::sm90
+}  // namespace fused_mlp

@@ -3,10 +3,9 @@
 #pragma once
 
 #include "../overlap.cuh"
-#include "ptx.cuh"
 #include "routes.cuh"
 
-namespace fused_mlp::sm90 {
+namespace fused_mlp {
 
 constexpr int kSortThreads = 1024;
 constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
@@ -19,8 +18,6 @@ struct SortedRows {
   int first[kMaxGroupedExperts];  // row
   int rows[kSortSlots];
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Counts every expert's slots, those before `begin` apart. A thread's loads wait together.
 template <typename Index>
@@ -57,10 +54,12 @@ __device__ __forceinline__ int take_rows(int* next, int expert) {
 // other tile have as much to do as the others.
 __device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int first_row, int rows, int first,
                                           int count) {
+  const int end = first_row + rows;
   const int steps = (rows + kFittedStep - 1) / kFittedStep;
   for (int i = 0; i < count; ++i) {
     const int mine = steps / count + ((expert % 2 == 0 ? i : count - 1 - i) < steps % count ? 1 : 0);
-    tiles[first + i] = FittedTile::of(expert, first, count, first_row, mine);
+    const int filled = min(end - first_row, mine * kFittedStep);
+    tiles[first + i] = FittedTile::of(BlockCode::of(expert, filled), first, count, first_row, mine);
     first_row += mine * kFittedStep;
   }
 }
@@ -82,7 +81,7 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
       sorted.first[expert] = first * block_rows;
     }
     if (args.tiles != nullptr) {
-      const int count = (slots + kMostFittedRows - 1) / kMostFittedRows;
+      const int count = (slots + args.tile_rows - 1) / args.tile_rows;
       const int end = sum_of_lanes(count);
       if (blockIdx.x == 0) cut_tiles(args.tiles, expert, first * block_rows, slots, tiles + end - count, count);
       tiles += __shfl_sync(0xFFFFFFFF, end, 31);
@@ -135,9 +134,9 @@ __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRow
   for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
     const int first = sorted.first[expert], count = sorted.rest[expert];
     if (threadIdx.x == 0 && args.rows != nullptr) args.rows[expert] = {first, count};
-    if (args.token_of_row != nullptr && threadIdx.x < kFittedStep) {  // rows that are not filled have any token
+    if (args.token_of_row != nullptr && threadIdx.x < args.block_rows) {  // rows that are not filled have any token
       const int row = first + count + static_cast<int>(threadIdx.x);
-      if (row < first + (count + kFittedStep - 1) / kFittedStep * kFittedStep) args.token_of_row[row] = 0;
+      if (row < first + (count + args.block_rows - 1) / args.block_rows * args.block_rows) args.token_of_row[row] = 0;
     }
     if (args.training.row_weights == nullptr) continue;
     const int end = first + (count + kZeroRows - 1) / kZeroRows * kZeroRows;
@@ -147,10 +146,7 @@ __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRow
   }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_constant__ RowSort args) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ SortedRows sorted;
   const int slots = args.routes.slots();
   const int parts = (slots + args.part - 1) / args.part;
@@ -187,7 +183,6 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
     __syncthreads();
     if (args.sorted != nullptr) copy_rows(args, sorted, part, part + count);
   }
-#endif
 }
 
-}  // namespace fused_mlp::sm90
+}  // namespace fused_mlp

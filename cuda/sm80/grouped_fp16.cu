@@ -1,0 +1,7 @@
+#include "grouped_launch.cuh"
+
+namespace fused_mlp::sm80 {
+
+template cudaError_t launch_grouped<__half>(const GroupedProblem&, const GroupedPlan&, const Gpu&, cudaStream_t);
+
+}  // namespace fused_mlp::sm80
