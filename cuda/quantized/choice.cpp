@@ -12,7 +12,7 @@ struct Listed {
 };
 constexpr Listed kKernels[] = {
 #define FUSED_MLP_CODED(GATED, ...) {GATED, {__VA_ARGS__}},
-#include "kernels.def"
+#include "streamed/kernels.def"
 #undef FUSED_MLP_CODED
 };
 

@@ -11,7 +11,7 @@
 #include "../layer.h"
 #include "../pointwise.h"
 #include "choice.h"
-#include "decode.h"
+#include "decode/decode.h"
 
 namespace fused_mlp {
 namespace {

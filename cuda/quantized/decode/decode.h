@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../../torch-ext/matrix.h"
+#include "../../../torch-ext/matrix.h"
 
 namespace fused_mlp {
 

@@ -1,7 +1,7 @@
 // The kernels that decode weights, and scales that are nested.
 #pragma once
 
-#include "../vector.cuh"
+#include "../../vector.cuh"
 #include "decode.h"
 
 namespace fused_mlp::decoding {

@@ -7,13 +7,13 @@
 // order of their ranks.
 #pragma once
 
-#include "../gemm/epilogue.cuh"
-#include "../overlap.cuh"
-#include "../sm80/ptx.cuh"
-#include "../sm90/ptx.cuh"
-#include "../sm90/ring.cuh"
-#include "../sm90/wgmma.cuh"
-#include "problem.h"
+#include "../../gemm/epilogue.cuh"
+#include "../../overlap.cuh"
+#include "../../sm80/ptx.cuh"
+#include "../../sm90/ptx.cuh"
+#include "../../sm90/ring.cuh"
+#include "../../sm90/wgmma.cuh"
+#include "../problem.h"
 
 namespace fused_mlp {
 

@@ -9,10 +9,10 @@
 // Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
 
-#include "../overlap.cuh"
-#include "../sm80/ptx.cuh"
-#include "pair_table.cuh"
-#include "problem.h"
+#include "../../overlap.cuh"
+#include "../../sm80/ptx.cuh"
+#include "../decode/pair_table.cuh"
+#include "../problem.h"
 
 namespace fused_mlp {
 

@@ -1,10 +1,10 @@
 // Launches the tiled kernels of 4-bit weights.
 #include <algorithm>
 
-#include "../gemm/shared_memory.cuh"
-#include "../sm90/launch.cuh"
-#include "choice.h"
-#include "tiled_gemm.cuh"
+#include "../../gemm/shared_memory.cuh"
+#include "../../sm90/launch.cuh"
+#include "../choice.h"
+#include "gemm.cuh"
 
 namespace fused_mlp {
 namespace {

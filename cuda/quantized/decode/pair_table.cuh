@@ -1,7 +1,7 @@
 // Decoding of 4-bit codes by a table of pairs in shared memory: one read for two weights.
 #pragma once
 
-#include "../gemm/epilogue.cuh"
+#include "../../gemm/epilogue.cuh"
 
 namespace fused_mlp {
 
