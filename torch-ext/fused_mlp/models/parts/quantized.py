@@ -103,7 +103,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     fields = vars(packed)
     if fields.get("packing_format_for_cpu") or fields.get("ipex"):
         return "whose weight was packed anew"
-    if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.FORMATS:
+    if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.CODES:
         return "in a form that is not known"
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not dtype):
         return f"with a bias that is no parameter of {dtype}"
