@@ -1,4 +1,4 @@
-// The streamed kernels of 4-bit weights, and which of them computes a product.
+// The kernels of quantised weights, and which of them computes a product.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,9 +16,15 @@ struct CodedPlan {
   CodedKernel kernel;  // of a streamed one
 };
 
-// Up to this many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
-// up to the last. Weights are decoded before products of more rows (measured on an H200).
-constexpr int64_t kMostStreamedRows = 32, kMostTokens = 64, kMostTiledRows = 512;
+// Up to so many rows of a streamed kernels are the fastest, and up to so many tiled ones. Weights are decoded before
+// products of more rows (measured on an H200). Where there are no tiled ones, streamed ones take kMostTokens.
+struct RowLimits {
+  int64_t streamed, tiled;
+};
+constexpr RowLimits row_limits(Coding coding) {
+  return coding == Coding::kFp8 ? RowLimits{16, 512} : RowLimits{32, 512};
+}
+constexpr int64_t kMostTokens = 64;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

@@ -1,140 +1,19 @@
-// The GEMM of more rows of a with weights of 4-bit codes, for Hopper: codes are decoded into the registers that wgmma
+// The GEMM of more rows of a with quantised weights, for Hopper: codes are decoded into the registers that wgmma
 // takes its A side from, so that decoded weights never are in memory.
 //
-// Weight rows are the M side, 64 for each of two warpgroups, and up to 256 rows of a (tokens) the N side. While the
-// tensor cores multiply a block of k, the warpgroup decodes the next one: code times scale in float32, rounded once, as
-// if the weight had been decoded before. A CTA has one tile; a cluster may share its k, and adds its CTAs' sums in the
-// order of their ranks.
+// Weight rows are the M side, 64 for each warpgroup, and up to 256 rows of a (tokens) the N side. While the tensor
+// cores multiply a block of k, the warpgroup decodes the next one: four_bits.cuh, fp8.cuh. A CTA has one tile; a
+// cluster may share its k, and adds its CTAs' sums in the order of their ranks.
 #pragma once
 
-#include "../../gemm/epilogue.cuh"
-#include "../../overlap.cuh"
-#include "../../sm80/ptx.cuh"
-#include "../../sm90/ptx.cuh"
-#include "../../sm90/ring.cuh"
-#include "../../sm90/wgmma.cuh"
-#include "../problem.h"
+#include <type_traits>
+
+#include "four_bits.cuh"
+#include "fp8.cuh"
 
 namespace fused_mlp {
 
-struct CodedTiledArgs {
-  CUtensorMap a, weight, up_weight;
-  const float *scales, *up_scales, *code;
-  Matrix out;
-  EpilogueArgs epilogue;
-  int m, n, k;
-  int tiles_m;
-  int split;
-  int loaded_tokens;  // of a tile; the rest of its places hold anything
-};
-
-template <typename Element_, bool kGated_, int kTokens_>
-struct CodedTiled {
-  using Element = Element_;
-  static constexpr bool kGated = kGated_;
-  static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kGroups = 2, kGroupRows = 64, kRows = kGroups * kGroupRows;
-  static constexpr int kColumns = kGated ? kRows / 2 : kRows;
-  static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
-  static constexpr int kCtas = kTokens > 64 ? 1 : 2;  // of a multiprocessor
-  static constexpr int kConsumerRegisters = kCtas == 1 ? 240 : 104, kProducerRegisters = 24;
-  static constexpr int kBlockK = kCodedBlock;
-  static constexpr int kRowBytes = kBlockK / 2, kBoxRows = 64;
-
-  static constexpr int kEntryBytes = 16 * 8;  // a pair of floats, once for each lane of half a warp
-  static constexpr int kTableBytes = 256 * kEntryBytes;
-  static constexpr int kTokenBytes = kTokens * kBlockK * 2, kWeightBytes = kRows * kRowBytes;
-  static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
-  static constexpr int kAlignment = 1024, kSharedLimit = 228 * 1024 / kCtas - 1024;
-  static constexpr int kStages = (kSharedLimit - kAlignment - kTableBytes) / (kStageBytes + 16);
-  static constexpr int kSharedBytes = kAlignment + kTableBytes + kStages * (kStageBytes + 16);
-  static constexpr int kSumStride = kRows + 4;  // no two lanes meet a bank when they write sums
-  static_assert(kTokens * kSumStride * 4 <= kStages * kStageBytes, "the sums are laid down where the ring was");
-};
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-template <typename Gemm>
-struct CodedTiledShared {
-  uint8_t* const begin;
-  const uint32_t ring;
-  __device__ __forceinline__ explicit CodedTiledShared(uint8_t* raw)
-      : begin(raw + (-sm90::shared_address(raw) & (Gemm::kAlignment - 1))), ring(sm90::shared_address(begin)) {}
-  __device__ __forceinline__ uint32_t tokens(int stage) const { return ring + stage * Gemm::kStageBytes; }
-  __device__ __forceinline__ uint32_t weight(int stage) const { return tokens(stage) + Gemm::kTokenBytes; }
-  __device__ __forceinline__ float2* table() const {
-    return reinterpret_cast<float2*>(begin + Gemm::kStages * Gemm::kStageBytes);
-  }
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return ring + Gemm::kStages * Gemm::kStageBytes + Gemm::kTableBytes + stage * 8;
-  }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-  __device__ __forceinline__ uint32_t sum(int token, int row) const {
-    return ring + (token * Gemm::kSumStride + row) * 4;
-  }
-};
-
-// A thread's part of a block of k of the weights, as wgmma takes them: four steps of 16.
-using DecodedBlock = uint32_t[4][4];
-
-// The rows of a consumer's thread, and what it needs to decode them.
-template <typename Gemm>
-class CodedDecoder {
- public:
-  __device__ __forceinline__ CodedDecoder(const CodedTiledArgs& args, const uint8_t* table, int column)
-      : table_(table), copy_(threadIdx.x % 16 * 8), turn_(threadIdx.x % 4 * 8 + 25) {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, row = threadIdx.x % 32 / 4;
-    const int blocks = args.k / kCodedBlock;
-    if constexpr (Gemm::kGated) {  // the up row of a gate row is 8 rows below it in a wgmma
-      rows_[0] = (group * 4 + warp) * 8 + row;
-      rows_[1] = Gemm::kColumns + rows_[0];
-      const int64_t of_weight = min(column + rows_[0], args.n - 1);
-      scales_[0] = args.scales + of_weight * blocks;
-      scales_[1] = args.up_scales + of_weight * blocks;
-    } else {
-      rows_[0] = (group * 4 + warp) * 16 + row;
-      rows_[1] = rows_[0] + 8;
-      for (int i = 0; i < 2; ++i) {
-        scales_[i] = args.scales + static_cast<int64_t>(min(column + rows_[i], args.n - 1)) * blocks;
-      }
-    }
-  }
-
-  // The row of a tile that is the lane's, or the one 8 below it in a wgmma.
-  __device__ __forceinline__ int row(int half) const { return rows_[half]; }
-
-  // Asks for the scales of a block before it is there.
-  __device__ __forceinline__ float2 scales(int block) const {
-    return make_float2(__ldg(scales_[0] + block), __ldg(scales_[1] + block));
-  }
-
-  __device__ __forceinline__ void decode(DecodedBlock& decoded, uint32_t weight, float2 scales) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = rows_[half];
-      const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's swizzle of 32 bytes
-      const uint4 low = sm80::load_shared_uint4(first), high = sm80::load_shared_uint4(first ^ 16);
-      const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      const float scale = half == 0 ? scales.x : scales.y;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) decoded[i / 2][i % 2 * 2 + half] = pair(words[i], scale);
-    }
-  }
-
- private:
-  // The two elements of the lane's byte of a word.
-  __device__ __forceinline__ uint32_t pair(uint32_t word, float scale) const {
-    const uint32_t entry = __funnelshift_r(word, word, turn_) & 255 * Gemm::kEntryBytes;
-    const float2 code = *reinterpret_cast<const float2*>(table_ + (entry | copy_));
-    return round_pair<typename Gemm::Element>(code.x * scale, code.y * scale);
-  }
-
-  const uint8_t* const table_;
-  const uint32_t copy_, turn_;
-  int rows_[2];
-  const float* scales_[2];
-};
 
 // Brings the blocks [begin, end) into the ring. Run by one thread.
 template <typename Gemm>
@@ -151,49 +30,11 @@ __device__ __forceinline__ void produce(const CodedTiledArgs& args, const CodedT
     sm90::tma_load(&args.weight, full, weight, block * kWords, column);
     sm90::tma_load(Gemm::kGated ? &args.up_weight : &args.weight, full, weight + kBoxBytes, block * kWords,
                    Gemm::kGated ? column : column + Gemm::kBoxRows);
-    sm90::tma_load(&args.a, full, shared.tokens(at.stage), block * Gemm::kBlockK, token);
-  }
-}
-
-// Multiplies the blocks as they arrive.
-template <typename Gemm>
-__device__ __forceinline__ void consume(const CodedTiledShared<Gemm>& shared, const CodedDecoder<Gemm>& decoder,
-                                        int begin, int end, float (&sums)[Gemm::kTokens / 2]) {
-  using Mma = sm90::WgmmaOfRegisters<typename Gemm::Element, Gemm::kTokens>;
-  DecodedBlock even, odd;
-  sm90::RingPosition at(Gemm::kStages), next(Gemm::kStages);
-  int previous = -1;
-  sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-  decoder.decode(even, shared.weight(at.stage), decoder.scales(begin));
-  float2 scales = decoder.scales(min(begin + 1, end - 1));
-
-  const auto step = [&](DecodedBlock& block_codes, DecodedBlock& next_codes, int block) {
-    const float2 scales_behind = decoder.scales(min(block + 2, end - 1));
-    sm90::fence_accumulator(sums);
-    sm90::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Mma::multiply(sums, block_codes[i], sm90::wgmma_descriptor(shared.tokens(at.stage) + i * sm90::kWgmmaStepBytes));
+    for (int k = 0; k < Gemm::kBlockK; k += kCodedBlock) {
+      sm90::tma_load(&args.a, full, shared.tokens(at.stage) + k * Gemm::kTokens * 2, block * Gemm::kBlockK + k, token);
     }
-    sm90::wgmma_commit();
-    sm90::fence_accumulator(sums);
-    sm90::wgmma_wait<1>();
-    if (previous >= 0 && threadIdx.x % 32 == 0) sm90::mbarrier_arrive(shared.empty(previous));
-    previous = at.stage;
-    at.advance();
-    if (block + 1 < end) {
-      sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-      decoder.decode(next_codes, shared.weight(at.stage), scales);
-    }
-    scales = scales_behind;
-  };
-#pragma unroll 1
-  for (int block = begin; block < end; block += 2) {
-    step(even, odd, block);
-    if (block + 1 < end) step(odd, even, block + 1);
   }
-  sm90::wgmma_wait<0>();
-  sm90::fence_accumulator(sums);
 }
 
 // Adds the cluster's sums, which lie in shared memory, and stores eight adjacent results of a token at a time.
@@ -244,11 +85,12 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     coded_tiled_kernel(const __grid_constant__ CodedTiledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Decoder = std::conditional_t<Gemm::kFp8, Fp8TiledDecoder<Gemm>, FourBitsDecoder<Gemm>>;
   extern __shared__ uint8_t raw_shared[];
   const CodedTiledShared<Gemm> shared(raw_shared);
   const int tile = blockIdx.x / args.split, rank = blockIdx.x % args.split;
   const int column = tile / args.tiles_m * Gemm::kColumns, token = tile % args.tiles_m * Gemm::kTokens;
-  const int blocks = args.k / kCodedBlock;
+  const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
   const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
 
   allow_next_kernel();
@@ -259,10 +101,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     }
     sm90::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
-    const int entry = i / 16;
-    shared.table()[i] = make_float2(__ldg(args.code + entry / 16), __ldg(args.code + entry % 16));
-  }
+  Decoder::fill_table(args, shared);
   __syncthreads();
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
@@ -278,14 +117,14 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     return;
   }
   sm90::grow_registers<Gemm::kConsumerRegisters>();
-  const CodedDecoder<Gemm> decoder(args, reinterpret_cast<const uint8_t*>(shared.table()), column);
+  const Decoder decoder(args, shared, column);
   float sums[Gemm::kTokens / 2] = {};
-  consume<Gemm>(shared, decoder, begin, end, sums);
+  decoder.multiply(shared, begin, end, sums);
   sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
 #pragma unroll
   for (int i = 0; i < Gemm::kTokens / 2; ++i) {
     const int of_tile = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    sm90::store_shared_float(shared.sum(of_tile, decoder.row(i / 2 % 2)), sums[i]);
+    sm90::store_shared_float(shared.sum(of_tile, decoder.rows.local[i / 2 % 2]), sums[i]);
   }
   const auto sync = [&] { args.split > 1 ? sm90::cluster_sync() : sm90::named_barrier_sync(1, Gemm::kConsumers); };
   sync();

@@ -1,4 +1,4 @@
-// Launches the tiled kernels of 4-bit weights.
+// Launches the tiled kernels.
 #include <algorithm>
 
 #include "../../gemm/shared_memory.cuh"
@@ -9,15 +9,17 @@
 namespace fused_mlp {
 namespace {
 
-// Packed rows, as elements of 16 bits.
-Matrix words_of(const CodedWeight& weight, int64_t k) { return {const_cast<uint8_t*>(weight.data), k / 4}; }
+// A weight's rows as elements of 16 bits.
+int64_t words(const CodedProblem& p) { return p.k / kCodedBlock * block_bytes(p.coding) / 2; }
+Matrix words_of(const CodedWeight& weight, const CodedProblem& p) {
+  return {const_cast<uint8_t*>(weight.data), words(p)};
+}
 
 template <typename Gemm>
 cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaStream_t stream) {
   CodedTiledArgs args{};
-  args.scales = p.weight.scales;
-  args.up_scales = p.up_weight.scales;
-  args.code = p.weight.code;
+  args.of_weight = p.weight;
+  args.of_up_weight = p.up_weight;
   args.out = p.out;
   args.epilogue = p.epilogue;
   args.m = static_cast<int>(p.m);
@@ -27,10 +29,10 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
   args.split = split;
   args.loaded_tokens = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTokens));
   const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
-    return sm90::encode_tensor_map(map, p.dtype, words_of(weight, p.k), p.n, p.k / 4, Gemm::kBoxRows,
+    return sm90::encode_tensor_map(map, p.dtype, words_of(weight, p), p.n, words(p), Gemm::kBoxRows,
                                    Gemm::kRowBytes / 2);
   };
-  const bool mapped = sm90::encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, args.loaded_tokens, Gemm::kBlockK) &&
+  const bool mapped = sm90::encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, args.loaded_tokens, kCodedBlock) &&
                       encode_weight(&args.weight, p.weight) &&
                       (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
@@ -43,15 +45,29 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
                              stream);
 }
 
+template <typename Element, bool kGated, int kTokens>
+cudaError_t launch_fp8(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  return launch_gemm<CodedTiled<Coding::kFp8, Element, kGated, kTokens>>(p, plan.split, gpu, stream);
+}
+
+template <typename Element, bool kGated, int kTokens>
+cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  using Gemm = CodedTiled<Coding::kFourBits, Element, kGated, kTokens>;
+  return launch_gemm<Gemm>(p, plan.split, gpu, stream);
+}
+
 template <typename Element, bool kGated>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  const bool fp8 = p.coding == Coding::kFp8;
   switch (plan.tokens) {
     case 64:
-      return launch_gemm<CodedTiled<Element, kGated, 64>>(p, plan.split, gpu, stream);
+      return fp8 ? launch_fp8<Element, kGated, 64>(p, plan, gpu, stream)
+                 : launch_four_bits<Element, kGated, 64>(p, plan, gpu, stream);
     case 128:
-      return launch_gemm<CodedTiled<Element, kGated, 128>>(p, plan.split, gpu, stream);
+      return fp8 ? launch_fp8<Element, kGated, 128>(p, plan, gpu, stream)
+                 : launch_four_bits<Element, kGated, 128>(p, plan, gpu, stream);
     case 256:
-      return launch_gemm<CodedTiled<Element, kGated, 256>>(p, plan.split, gpu, stream);
+      return fp8 ? cudaErrorInvalidValue : launch_four_bits<Element, kGated, 256>(p, plan, gpu, stream);
   }
   return cudaErrorInvalidValue;
 }
