@@ -153,6 +153,11 @@ def is_any(*weights: AnyWeight) -> bool:
     return False
 
 
+def are_fp8(*weights: AnyWeight) -> bool:
+    """True if these are all of FP8, and there is one."""
+    return bool(weights) and all(type(each) is QuantizedWeight and each.format == "fp8" for each in weights)
+
+
 def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
     """The formats of weights, for reports."""
     return " and ".join(dict.fromkeys(_words_of(each) for each in weights if each is not None))
