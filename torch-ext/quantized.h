@@ -32,9 +32,7 @@ struct QuantizedWeight {
   bool nested() const { return nested_scales.has_value(); }
   int64_t elements() const { return n * k; }
   int64_t blocks_of_row() const { return ceil_div(k, block); }  // of FP8
-  int64_t blocks() const {
-    return fp8() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block);
-  }
+  int64_t blocks() const { return fp8() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
 
   // That of place `i` in lists of all operands, of all sizes and of all offsets.
   QuantizedWeight(const std::vector<OptionalTensor>& operands, const std::vector<int64_t>& sizes, double offset,

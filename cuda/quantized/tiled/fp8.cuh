@@ -17,13 +17,9 @@ class Fp8TiledDecoder {
 
   __device__ __forceinline__ Fp8TiledDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&, int column)
       : rows(args, column), shift_(args.of_weight.scale_shift) {
-    const int quarter = threadIdx.x % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = rows.local[half];
-      places_[half] = row * Gemm::kRowBytes + quarter / 2 * 4;
-    }
-    line_ = rows.local[0] % 8 * 16;  // by which the TMA's swizzle of 128 bytes moves pieces: the same in both rows
+    const int quarter = threadIdx.x % 4, row = rows.local[0];
+    // The TMA's swizzle of 128 bytes moves pieces of 16 by the row's place in its eight, which both rows share.
+    place_ = row * Gemm::kRowBytes + row % 8 * 16 + quarter / 2 * 4;
     select_ = quarter % 2 == 0 ? 0x5140 : 0x7362;
   }
 
@@ -41,9 +37,10 @@ class Fp8TiledDecoder {
     for (int block = begin; block < end; ++block) {
       const float2 scales_behind = scales_of(min(block + 1, end - 1));
       const int stage = at.stage;
+      const uint64_t tokens = sm90::wgmma_descriptor(shared.tokens(stage));
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        multiply_part(of_block, part % 2 == 0 ? even : odd, shared.tokens(stage), part);
+        multiply_part(of_block, part % 2 == 0 ? even : odd, tokens, part);
         if (part + 1 < kParts) {
           decode(part % 2 == 0 ? odd : even, shared.weight(stage), part + 1);
         } else {
@@ -68,6 +65,7 @@ class Fp8TiledDecoder {
 
  private:
   static constexpr int kSteps = 2;  // of 16 elements of k, that are decoded at a time
+  static constexpr int kHalfBytes = (Gemm::kGated ? Gemm::kColumns : 8) * Gemm::kRowBytes;  // from one row to the other
   using Part = uint32_t[kSteps][4];
 
   __device__ __forceinline__ float2 scales_of(int block) const {
@@ -78,11 +76,11 @@ class Fp8TiledDecoder {
   __device__ __forceinline__ void decode(Part& decoded, uint32_t weight, int part) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t piece = ((part * kSteps + step) * 16) ^ line_;
+      const uint32_t place = (weight + place_) ^ (part * kSteps + step) * 16;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t place = weight + places_[half] + piece;
-        const uint32_t low = sm80::load_shared(place), high = sm80::load_shared(place + 8);
+        const uint32_t at = place + half * kHalfBytes;
+        const uint32_t low = sm80::load_shared(at), high = sm80::load_shared(at + 8);
         Fp8Values<typename Gemm::Element>::decode(decoded[step][half], decoded[step][half + 2],
                                                   __byte_perm(low, high, select_));
       }
@@ -91,15 +89,15 @@ class Fp8TiledDecoder {
 
   // Leaves its products on their way, and waits for those before them.
   static __device__ __forceinline__ void multiply_part(float (&sums)[Gemm::kTokens / 2], const Part& decoded,
-                                                       uint32_t tokens, int part) {
+                                                       uint64_t tokens, int part) {
     using Mma = sm90::WgmmaOfRegisters<typename Gemm::Element, Gemm::kTokens>;
     sm90::fence_accumulator(sums);
     sm90::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int at = part * kSteps + step;
-      const uint32_t place = tokens + at / 4 * Gemm::kTokens * kCodedBlock * 2 + at % 4 * sm90::kWgmmaStepBytes;
-      Mma::multiply(sums, decoded[step], sm90::wgmma_descriptor(place));
+      const uint32_t place = at / 4 * Gemm::kTokens * kCodedBlock * 2 + at % 4 * sm90::kWgmmaStepBytes;
+      Mma::multiply(sums, decoded[step], tokens + (place >> 4));
     }
     sm90::wgmma_commit();
     sm90::fence_accumulator(sums);
@@ -107,8 +105,7 @@ class Fp8TiledDecoder {
   }
 
   const int shift_;
-  uint32_t places_[2];
-  uint32_t line_, select_;
+  uint32_t place_, select_;
 };
 
 }  // namespace fused_mlp
