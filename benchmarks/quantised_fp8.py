@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Sizes of groups and widths are constants of what is compiled; rows are not.
+torch._dynamo.config.automatic_dynamic_shapes = False
+torch._dynamo.config.recompile_limit = 64
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -36,13 +39,15 @@ class GatedMLP(nn.Module):
             self.register_buffer(name, values)
             self.register_buffer(f"{name}_scales", scales)
         if torch.get_default_device().type == "cuda":
-            self.round, self.activate = (torch.compile(each, dynamic=False) for each in (rounded, activated))
+            self.round, self.activate = map(torch.compile, (rounded, activated))
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
             gate, up, down = self.decoded(x.dtype)
             return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        torch._dynamo.maybe_mark_dynamic(x, 0)  # one compilation for all numbers of rows
         hidden = self.product(*self.round(x, self.group(x.shape[-1])), self.gate_up, self.gate_up_scales)
+        torch._dynamo.maybe_mark_dynamic(hidden, 0)
         given = self.activate(hidden, self.group(hidden.shape[-1] // 2))
         return self.product(*given, self.down, self.down_scales)
 
@@ -55,7 +60,7 @@ class GatedMLP(nn.Module):
                 x, weight.t(), scale_a=scales, scale_b=of_weight.t(), out_dtype=torch.bfloat16, use_fast_accum=True
             )
         kinds = F.ScalingType
-        scales = scales.t().contiguous().t()
+        scales = scales.t().contiguous().as_strided(scales.shape, (1, scales.shape[0]))
         given = (scales, kinds.BlockWise1x128, of_weight.t(), kinds.BlockWise128x128)
         return F.scaled_mm(x, weight.t(), *given, output_dtype=torch.bfloat16)
 

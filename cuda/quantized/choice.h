@@ -12,19 +12,17 @@ namespace fused_mlp {
 struct CodedPlan {
   MainLoop loop;
   int tokens;          // of a tile
+  int groups;          // warpgroups of a tiled kernel, which have 64 weight rows each
   int split;           // CTAs of a cluster, which share k
   CodedKernel kernel;  // of a streamed one
 };
 
-// Up to so many rows of a streamed kernels are the fastest, and up to so many tiled ones. Weights are decoded before
-// products of more rows (measured on an H200). Where there are no tiled ones, streamed ones take kMostTokens.
-struct RowLimits {
-  int64_t streamed, tiled;
-};
-constexpr RowLimits row_limits(Coding coding) {
-  return coding == Coding::kFp8 ? RowLimits{16, 512} : RowLimits{32, 512};
+// Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
+// up to the last. Weights are decoded before products of more rows (measured on an H200).
+constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
+  return coding == Coding::kFourBits ? 32 : gated ? 8 : 16;
 }
-constexpr int64_t kMostTokens = 64;
+constexpr int64_t kMostTokens = 64, kMostTiledRows = 512;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

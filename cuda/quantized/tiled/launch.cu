@@ -45,31 +45,41 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
                              stream);
 }
 
-template <typename Element, bool kGated, int kTokens>
-cudaError_t launch_fp8(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  return launch_gemm<CodedTiled<Coding::kFp8, Element, kGated, kTokens>>(p, plan.split, gpu, stream);
+template <typename Element, bool kGated>
+cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  constexpr Coding kCoding = Coding::kFourBits;
+  switch (plan.tokens) {
+    case 64:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 64>>(p, plan.split, gpu, stream);
+    case 128:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 128>>(p, plan.split, gpu, stream);
+    case 256:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 256>>(p, plan.split, gpu, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
-template <typename Element, bool kGated, int kTokens>
-cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  using Gemm = CodedTiled<Coding::kFourBits, Element, kGated, kTokens>;
-  return launch_gemm<Gemm>(p, plan.split, gpu, stream);
+// Four warpgroups of a gated product share the rows of a.
+template <typename Element, bool kGated>
+cudaError_t launch_fp8(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  constexpr Coding kCoding = Coding::kFp8;
+  constexpr int kGroups = kGated ? 4 : 2;
+  if (plan.groups != (plan.tokens > 64 ? 2 : kGroups)) return cudaErrorInvalidValue;
+  switch (plan.tokens) {
+    case 32:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 32, kGroups>>(p, plan.split, gpu, stream);
+    case 64:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 64, kGroups>>(p, plan.split, gpu, stream);
+    case 128:
+      return launch_gemm<CodedTiled<kCoding, Element, kGated, 128>>(p, plan.split, gpu, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <typename Element, bool kGated>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  const bool fp8 = p.coding == Coding::kFp8;
-  switch (plan.tokens) {
-    case 64:
-      return fp8 ? launch_fp8<Element, kGated, 64>(p, plan, gpu, stream)
-                 : launch_four_bits<Element, kGated, 64>(p, plan, gpu, stream);
-    case 128:
-      return fp8 ? launch_fp8<Element, kGated, 128>(p, plan, gpu, stream)
-                 : launch_four_bits<Element, kGated, 128>(p, plan, gpu, stream);
-    case 256:
-      return fp8 ? cudaErrorInvalidValue : launch_four_bits<Element, kGated, 256>(p, plan, gpu, stream);
-  }
-  return cudaErrorInvalidValue;
+  return p.coding == Coding::kFp8 ? launch_fp8<Element, kGated>(p, plan, gpu, stream)
+                                  : launch_four_bits<Element, kGated>(p, plan, gpu, stream);
 }
 
 template <typename Element>
