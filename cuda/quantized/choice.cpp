@@ -115,7 +115,7 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
     *plan = p.coding == Coding::kFp8 ? choose_tiled(p, gpu, kFp8Tiles, 6) : choose_tiled(p, gpu, kFourBitTiles, 4);
     return Refusal::kNone;
   }
-  if (p.m > kMostTokens) return Refusal::kTorchIsFaster;
+  if (p.m > most_tokens(p.coding)) return Refusal::kTorchIsFaster;
   const CodedKernel* chosen = nullptr;
   for (const auto& [gated, kernel] : kKernels) {
     if (kernel.coding != p.coding || gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;

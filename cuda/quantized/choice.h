@@ -22,7 +22,8 @@ struct CodedPlan {
 constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
   return coding == Coding::kFourBits ? 32 : gated ? 8 : 16;
 }
-constexpr int64_t kMostTokens = 64, kMostTiledRows = 512;
+constexpr int64_t most_tokens(Coding coding) { return coding == Coding::kFourBits ? 64 : 32; }
+constexpr int64_t kMostTiledRows = 512;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);
