@@ -126,7 +126,8 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
 
 
 def test_extension_is_small(extension):
-    assert extension.stat().st_size <= 12.7 * MIB
+    """Of these, kernels that read FP8 weights take 0.65 MiB: five in 16 bits of either kind for five GPUs each."""
+    assert extension.stat().st_size <= 13.3 * MIB
 
 
 def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):
