@@ -98,7 +98,7 @@ def tolerance(device):
 @pytest.mark.parametrize("kind", MODELS)
 def test_values(fused_mlp, device, ops, own, kind, block):
     model, fused, inputs = pair(fused_mlp, kind, device, block=block)
-    assert {part.pattern for part in fused_mlp.explain(fused).parts} == {f"{MODELS[kind][3]} in fp8 up to 64 rows"}
+    assert {part.pattern for part in fused_mlp.explain(fused).parts} == {f"{MODELS[kind][3]} in fp8 up to 32 rows"}
     expected = run(model, inputs)
     assert len(own) == MLPS * (3 if kind == "Llama" else 2)
     own.clear()
@@ -155,7 +155,7 @@ def test_changes_are_seen(fused_mlp, device, ops, own, change):
 
 def test_many_rows_are_left(fused_mlp, device, ops, own):
     model, fused, inputs = pair(fused_mlp, "Llama", device)
-    for rows, is_fused in ((32, True), (33, False)):
+    for rows, is_fused in ((16, True), (17, False)):
         inputs = {"input_ids": torch.randint(3, 64, (2, rows), device=device)}
         expected = run(model, inputs)
         own.clear()

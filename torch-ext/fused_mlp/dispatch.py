@@ -164,7 +164,7 @@ def _is_forced() -> bool:
 
 
 # On an H200, as measured beside torch's products in FP8; the others are bound by the weights' bytes up to these.
-_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE = 64, 16
+_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE = 32, 16
 
 
 def has_few_rows(x: Tensor) -> bool:
