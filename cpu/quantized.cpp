@@ -1,8 +1,12 @@
-// The CPU backend's ops of layers with 4-bit weights: they are decoded, and the layers are those of other weights.
+// The CPU backend's ops of layers with quantised weights: they are decoded, and the layers are those of other weights.
 #include "../torch-ext/quantized.h"
 
 #include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <array>
 
 #include "../torch-ext/plan.h"
 #include "layers.h"
@@ -10,6 +14,7 @@
 namespace fused_mlp {
 namespace {
 
+using torch::headeronly::Float8_e4m3fn;
 using torch::headeronly::ScalarType;
 
 float scale_of(const QuantizedWeight& weight, int64_t block) {
@@ -25,7 +30,7 @@ float scale_of(const QuantizedWeight& weight, int64_t block) {
 template <typename T>
 void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
   const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
-  const auto* const code = static_cast<const float*>(weight.code.const_data_ptr());
+  const auto* const code = static_cast<const float*>(weight.code->const_data_ptr());
   for (int64_t block = first; block < last; ++block) {
     const float scale = scale_of(weight, block);
     T values[16];
@@ -45,6 +50,35 @@ void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T
   }
 }
 
+// Every byte as a float.
+const std::array<float, 256>& fp8_values() {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> made;
+    for (int i = 0; i < 256; ++i) {
+      made[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
+    }
+    return made;
+  }();
+  return values;
+}
+
+template <typename T>
+void decode_rows(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
+  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
+  const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
+  const std::array<float, 256>& values = fp8_values();
+  for (int64_t row = first; row < last; ++row) {
+    const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
+    for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
+      const float scale = of_row[begin / weight.block];
+      const int64_t end = std::min(weight.k, begin + weight.block);
+      for (int64_t i = row * weight.k + begin; i < row * weight.k + end; ++i) {
+        out[i] = static_cast<T>(values[data[i]] * scale);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
@@ -52,8 +86,13 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const Tensor out = new_dense(weight.data, sizes, dtype);
   const auto fill = [&]<typename T>(T*) {
     auto* const elements = static_cast<T*>(out.mutable_data_ptr());
-    torch::stable::parallel_for(0, weight.blocks(), ceil_div(kGrain, weight.block),
-                                [&](int64_t begin, int64_t end) { decode_blocks(weight, begin, end, elements); });
+    if (weight.fp8()) {
+      torch::stable::parallel_for(0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),
+                                  [&](int64_t begin, int64_t end) { decode_rows(weight, begin, end, elements); });
+    } else {
+      torch::stable::parallel_for(0, weight.blocks(), ceil_div(kGrain, weight.block),
+                                  [&](int64_t begin, int64_t end) { decode_blocks(weight, begin, end, elements); });
+    }
   };
   switch (dtype) {
     case ScalarType::Float:

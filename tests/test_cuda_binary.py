@@ -127,7 +127,8 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
 
 
 def test_extension_is_small(extension):
-    assert extension.stat().st_size <= 14.0 * MIB  # of which grouped products for five architectures take 1.2
+    """Grouped products for five architectures take 1.2 MiB of it, kernels that read FP8 weights 0.65."""
+    assert extension.stat().st_size <= 14.7 * MIB
 
 
 def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):

@@ -1,4 +1,4 @@
-"""Functions with weights of four bits, against float64 over the decoded weights, and bitsandbytes' own results."""
+"""Functions with quantised weights, against float64 over the decoded weights, and bitsandbytes' own results."""
 
 import copy
 import random
@@ -22,6 +22,16 @@ def params(weight, format="nf4", nested=False, block=64):
     return bnb.nn.Params4bit(weight.cpu(), requires_grad=False, **options).to(weight.device)
 
 
+def of_fp8(kernel, weight, block=(128, 128)):
+    """A weight quantised as libraries do: by its largest value in each block."""
+    (rows, columns), (out, width) = block, weight.shape
+    padded = F.pad(weight.detach().float(), (0, -width % columns, 0, -out % rows))
+    tiles = padded.view(padded.shape[0] // rows, rows, -1, columns)
+    scales = tiles.abs().amax((1, 3)).clamp(min=1e-6) / 448
+    values = (tiles / scales[:, None, :, None]).view(padded.shape)[:out, :width].to(torch.float8_e4m3fn)
+    return kernel.QuantizedWeight.from_fp8(values.contiguous(), scales, block)
+
+
 class Quantized(Case):
     """Operands of which some weights are quantised; the others, and what takes part in gradients, are drawn by chance.
 
@@ -38,8 +48,12 @@ class Quantized(Case):
         certain = chance.randrange(len(self.layers))
         for place, layer in enumerate(self.layers):
             if every or place == certain or chance.random() < 0.7:
-                form = chance.choice(FORMATS), chance.random() < 0.5, chance.choice((32, 64, 128))
-                self.packed[place] = kernel.QuantizedWeight.from_bitsandbytes(params(layer[0], *form))
+                if chance.random() < 0.4:
+                    block = chance.choice(((128, 128), (1, layer[0].shape[1]), layer[0].shape))
+                    self.packed[place] = of_fp8(kernel, layer[0], tuple(block))
+                else:
+                    form = chance.choice(FORMATS), chance.random() < 0.5, chance.choice((32, 64, 128))
+                    self.packed[place] = kernel.QuantizedWeight.from_bitsandbytes(params(layer[0], *form))
                 layer[0] = self.packed[place].dequantize(self.dtype)
         frozen = {id(layer[0]) for layer, packed in zip(self.layers, self.packed, strict=True) if packed}
         self.needs = [id(leaf) not in frozen and chance.random() < 0.6 for leaf in self.leaves()]
@@ -87,6 +101,18 @@ def test_other_storage(fused_mlp, device):
     found = fused_mlp.QuantizedWeight.from_bitsandbytes(weight)
     assert found.data.dtype == torch.uint8
     assert torch.equal(found.dequantize(), bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
+
+
+def test_scales_of_fp8(fused_mlp, device):
+    """By the shape of the scales: of rows, of all, of blocks, which may be cut."""
+    data = torch.randn(200, 136, device=device).to(torch.float8_e4m3fn)
+    of_rows, of_blocks = torch.rand(200, 1, device=device), torch.rand(2, 2, device=device)
+    wide = of_blocks.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :136]
+    for scales, factor in ((of_rows, of_rows), (of_rows[:, 0], of_rows), (of_rows[:1], of_rows[0]), (of_blocks, wide)):
+        found = fused_mlp.QuantizedWeight.from_fp8(data, scales)
+        assert (found.data.data_ptr(), found.scales.data_ptr()) == (data.data_ptr(), scales.data_ptr())
+        assert torch.equal(found.dequantize(), data.float() * factor)
+        assert torch.equal(found.dequantize(torch.bfloat16), (data.float() * factor).bfloat16())
 
 
 # Values and gradients.
@@ -266,6 +292,10 @@ def test_explained(fused_mlp, device):
     said = fused_mlp.explain(fused_mlp.gated_mlp, x, *weights)
     assert said.implementation == device.type
     assert "nf4 in blocks of 64" in said.reason
+    for block, words in (((128, 128), "fp8 in blocks of 128 x 128"), ((1, 64), "fp8 in rows"), ((96, 64), "one scale")):
+        wide = torch.randn(96, 256 if block[0] == 128 else 64, device=device)
+        given = torch.randn(2, wide.shape[1], device=device), of_fp8(fused_mlp, wide, block)
+        assert words in fused_mlp.explain(fused_mlp.linear, *given).reason
     trained = fused_mlp.explain(fused_mlp.gated_mlp, x.requires_grad_(), *weights)
     assert "one op forward and one backward" in trained.reason
     assert "decoded" in trained.reason
@@ -274,7 +304,7 @@ def test_explained(fused_mlp, device):
 
 
 WRONG = {
-    "format": ({"format": "int4"}, "weight.format must be one of nf4, fp4, got 'int4'"),
+    "format": ({"format": "int4"}, "weight.format must be one of nf4, fp4, fp8, got 'int4'"),
     "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
     "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
     "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),
@@ -291,6 +321,27 @@ def test_wrong_weights(fused_mlp, device, case):
     x, (weight, *_) = gated(fused_mlp, device)
     with pytest.raises((TypeError, ValueError), match=words):
         fused_mlp.linear(x, weight._replace(**changes))
+
+
+WRONG_FP8 = {
+    "data": ({"data": torch.zeros(96, 64)}, "weight.data must be a tensor of torch.float8_e4m3fn, got torch.float32"),
+    "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous, of 1 elements .* blocks of 96 x 64"),
+    "dtype": ({"scales": torch.ones(1).half()}, "weight.scales must be a tensor of torch.float32, got torch.float16"),
+    "block": ({"block": 128}, "weight.block a pair of rows and columns"),
+    "nested": ({"nested_scales": torch.zeros(1)}, "weight must have neither nested_scales nor nested_code"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FP8)
+def test_wrong_weights_of_fp8(fused_mlp, device, case):
+    changes, words = WRONG_FP8[case]
+    changes = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in changes.items()}
+    weight = of_fp8(fused_mlp, torch.randn(96, 64, device=device))
+    fused_mlp.linear(torch.randn(3, 64, device=device), weight)
+    with pytest.raises((TypeError, ValueError), match=words):
+        fused_mlp.linear(torch.randn(3, 64, device=device), weight._replace(**changes))
+    with pytest.raises(TypeError, match=r"weight must be a tensor \[out, in\]"):
+        fused_mlp.QuantizedWeight.from_fp8(weight.data.view(-1), weight.scales)
 
 
 def test_what_is_no_weight_of_bitsandbytes(fused_mlp, device):

@@ -1,4 +1,4 @@
-"""The ops of layers with weights of 4-bit codes, held to float64 formulas over the decoded weights."""
+"""The ops of layers with quantised weights, held to float64 formulas over the decoded weights."""
 
 import importlib
 import random
@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def layout(self) -> list[int]:
-        return [self.n, self.k, self.block, self.nested_block]
+        return [self.n, self.k, 1, self.block, self.nested_block]
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """As bitsandbytes decodes it: the product in float32, rounded once; in float64 the product itself."""
@@ -60,6 +60,39 @@ class Weight:
         pairs = torch.stack([self.data >> 4, self.data & 15], -1).flatten().long()[: self.n * self.k]
         scales = self.absmax.to(wide).repeat_interleave(self.block)[: self.n * self.k]
         return (self.code.to(wide)[pairs] * scales).to(dtype).view(self.n, self.k)
+
+
+class Fp8:
+    """The same of e4m3 values, under a scale for each block of so many rows and columns."""
+
+    offset = 0.0
+
+    def __init__(self, n: int, k: int, device, block: tuple[int, int] = (128, 128)):
+        self.n, self.k, self.block = n, k, block
+        bits = torch.randint(256, (n, k), dtype=torch.uint8, device=device)
+        self.data = bits.where(bits % 128 != 127, bits - 1).view(torch.float8_e4m3fn)  # no NaN
+        grid = -(-n // block[0]), -(-k // block[1])
+        self.scales = (0.5 + torch.rand(grid, device=device)) * max(k, 1) ** -0.5 / 150
+
+    @classmethod
+    def drawn(cls, draw: random.Random, n: int, k: int, device):
+        return cls(
+            n, k, device, draw.choice([(128, 128), (128, 128), (1, max(k, 1)), (max(n, 1), max(k, 1)), (64, 256)])
+        )
+
+    @property
+    def operands(self) -> list[Tensor | None]:
+        return [self.data, self.scales, None, None, None]
+
+    @property
+    def layout(self) -> list[int]:
+        return [self.n, self.k, *self.block, 0]
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        rows, columns = (torch.arange(count, device=self.data.device) for count in (self.n, self.k))
+        scales = self.scales[rows // self.block[0]][:, columns // self.block[1]]
+        return (self.data.to(wide) * scales.to(wide)).to(dtype)
 
 
 @pytest.fixture
@@ -114,6 +147,28 @@ def test_decoding_is_exact(ops, device, dtype, code, nested):
     assert torch.equal(found, shifted.decoded(dtype))
 
 
+@dtypes
+def test_fp8_is_decoded_exactly(ops, device, dtype):
+    """Every byte that is a number, blocks that are cut, rows of any length, and unaligned data."""
+    every = Fp8(256, 256, device)
+    every.data.view(torch.uint8).copy_(
+        torch.arange(256, device=device).where(torch.arange(256, device=device) % 128 != 127, 0)
+    )
+    cases = [
+        every,
+        *(Fp8(n, k, device, b) for n, k, b in ((129, 200, (128, 128)), (7, 33, (1, 33)), (0, 8, (128, 128)))),
+    ]
+    cases += [Fp8(n, k, device, b) for n, k, b in ((5, 48, (5, 48)), (1, 1, (1, 1)), (70, 4096, (3, 7)))]
+    for weight in cases:
+        with poisoned_memory(device):
+            found = ops.quantized_decode(weight.operands, weight.layout, 0.0, dtype)
+        assert torch.equal(found, weight.decoded(dtype)), weight.layout
+    shifted = Fp8(24, 64, device)
+    shifted.data = misaligned(shifted.data.view(torch.uint8), 0).view(torch.float8_e4m3fn)
+    found = ops.quantized_decode(shifted.operands, shifted.layout, 0.0, dtype)
+    assert torch.equal(found, shifted.decoded(dtype))
+
+
 def drawn_features(draw: random.Random) -> int:
     return 64 * draw.randint(1, 20) if draw.random() < 0.8 else draw.randint(1, 900)
 
@@ -130,8 +185,11 @@ def test_random_shapes(ops, device, dtype, function, nested):
         block = draw.choice([64, 64, 64, 128])
         gated = function.startswith("gated")
         shapes = [(hidden, n_in)] * (2 if gated else 1) + ([(out, hidden)] if function.endswith("mlp") else [])
-        code = draw.choice(list(CODES))
-        weights = shared(*(Weight(n, k, device, code, block, nested) for n, k in shapes))
+        code = draw.choice([*CODES, "fp8", "fp8"])
+        if code == "fp8":
+            weights = tuple(Fp8.drawn(draw, n, k, device) for n, k in shapes)
+        else:
+            weights = shared(*(Weight(n, k, device, code, block, nested) for n, k in shapes))
         biases = [torch.randn(n, device=device).to(dtype) if draw.random() < 0.5 else None for n, _ in shapes]
         x = torch.randn(rows, n_in, device=device).to(dtype)
         with poisoned_memory(device):
@@ -167,6 +225,18 @@ def test_codes_of_their_own(ops, device):
     assert_no_worse(run_mlp(ops, x, weights, [None] * 2, True), "gated_linear", x, weights, [None] * 2, "silu")
 
 
+@pytest.mark.parametrize("rows", [1, 40, 100])
+def test_formats_of_their_own(ops, device, rows):
+    """Gate, up and down may have different formats."""
+    x = torch.randn(rows, 128, device=device).bfloat16()
+    for weights in (
+        (Weight(64, 128, device), Fp8(64, 128, device), Fp8(128, 64, device)),
+        (Fp8(64, 128, device), Fp8(64, 128, device, (1, 128)), Weight(128, 64, device)),
+    ):
+        found = run_mlp(ops, x, weights, [None] * 3, True)
+        assert_no_worse(found, "gated_mlp", x, weights, [None] * 3, "silu")
+
+
 def test_wrong_operands(ops, device):
     weight = Weight(32, 64, device)
     x = torch.randn(2, 64, device=device).bfloat16()
@@ -185,8 +255,11 @@ def test_wrong_operands(ops, device):
         "in being 32": {"x": x[:, :32]},
         "bias": {"bias": torch.zeros(31, device=device).bfloat16()},
         "activation": {"activation": 99},
-        "layout": {"layout": [32, 64, 0, 0]},
+        "layout": {"layout": [32, 64, 1, 0, 0]},
+        "data and scales alone": {"data": torch.zeros(32, 64, device=device).to(torch.float8_e4m3fn)},
     }.items():
+        if match.startswith("data and"):
+            changed["scales"] = torch.ones(32, device=device)
         with pytest.raises(RuntimeError, match=match):
             call(**changed)
 

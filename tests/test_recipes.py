@@ -146,8 +146,8 @@ EPILOGUE = {
     ("cuda/sm90/fitted_gemm.cuh", "GluEpilogue"): USE,
     ("cuda/sm80/tiled_store.cuh", "GluEpilogue"): USE,
     ("cuda/sm80/streamed_store.cuh", "GluEpilogue"): replaced("GluEpilogue<", "CappedEpilogue<", count=2),
-    ("cuda/quantized/streamed_gemm.cuh", "GluEpilogue"): USE,
-    ("cuda/quantized/tiled_gemm.cuh", "GluEpilogue"): USE,
+    ("cuda/quantized/streamed/gemm.cuh", "GluEpilogue"): USE,
+    ("cuda/quantized/tiled/gemm.cuh", "GluEpilogue"): USE,
     ("cpu/amx_gemm.cpp", "run_epilogue"): replaced(
         "value = activate<kActivation, true>(value) * up;",
         f"value = at_most(activate<kActivation, true>(value) * up, {CAP});",

@@ -65,7 +65,8 @@ def parts() -> dict[str, str]:
         "training": training_table(),
         "training-steps": training_steps_table(),
         "adapters": adapters_table(),
-        "quantised": quantised_table(),
+        "quantised": quantised_table(QUANTISED, "bitsandbytes"),
+        "quantised-fp8": quantised_table(FP8, "torch's FP8"),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -81,7 +82,8 @@ def parts() -> dict[str, str]:
         "generate-spread": generate_spread(),
         "training-machine": training_machine(),
         "adapters-machine": adapters_machine(),
-        "quantised-machine": quantised_machine(),
+        "quantised-machine": quantised_machine(QUANTISED),
+        "quantised-fp8-machine": quantised_machine(FP8),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -168,8 +170,16 @@ def expect_table() -> str:
     )
     rows.append(("a training step: LoRA on all layers", "H200", adapters_gain(), "", ""))
     rows.append(
-        ("an MLP of NF4 weights, 1 to 64 rows: over bitsandbytes", "H200", "", "", gain(*quantised_gains("nf4")))
+        (
+            "an MLP of NF4 weights, 1 to 64 rows: over bitsandbytes",
+            "H200",
+            "",
+            "",
+            gain(*quantised_gains(QUANTISED, "nf4", 64)),
+        )
     )
+    fp8 = gain(*quantised_gains(FP8, "fp8-blocks", 16))
+    rows.append(("an MLP of FP8 weights, 4 to 16 rows: over torch's products of FP8", "H200", "", "", fp8))
 
     for title, dtype, maker, where in (
         ("one MLP in bfloat16, Intel CPU with AMX", "bfloat16", "Intel", "Xeon"),
@@ -396,36 +406,42 @@ def adapters_gain() -> str:
     return f"{gain(*speedups)}, {memory:.0%} of the memory"
 
 
-# Weights of 4 bits.
+# Quantised weights.
 
-QUANTISED = "h200-quantised"
+QUANTISED, FP8 = "h200-quantised", "h200-fp8"
 
 
-def quantised_gains(kind: str) -> list[float]:
+def quantised_results(name: str) -> list[dict]:
+    """Those of cases that the other way takes."""
+    return [result for result in run(name)["results"] if result["providers"]]
+
+
+def quantised_gains(name: str, kind: str, most_rows: int) -> list[float]:
     """Speed-ups of few rows."""
-    found = [each for each in run(QUANTISED)["results"] if each["format"] == kind and each["shape"][0] <= 64]
+    found = [each for each in quantised_results(name) if each["format"] == kind and each["shape"][0] <= most_rows]
     return [each["providers"]["eager"]["graph_us"] / each["providers"]["ours"]["graph_us"] for each in found]
 
 
-def quantised_table() -> str:
-    """The times of bitsandbytes' modules, ours, and ours with weights of 16 bits."""
+def quantised_table(name: str, eager_way: str) -> str:
+    """The times of another way, ours, and ours with weights of 16 bits."""
     rows = []
-    for result in run(QUANTISED)["results"]:
+    for result in quantised_results(name):
         eager, ours, wide = (result["providers"][way]["graph_us"] for way in ("eager", "ours", "ours-bf16"))
         sizes = ", ".join(map(str, result["shape"]))
         rows.append(
             (f"{sizes}: {result['format']}", f"{eager:.0f}", f"{ours:.0f} ({gain(eager / ours)})", f"{wide:.0f}")
         )
-    heads = ("M, D, H: format", "bitsandbytes, us", f"{HEADS['ours']}, us", "its bfloat16 weights, us")
+    heads = ("M, D, H: format", f"{eager_way}, us", f"{HEADS['ours']}, us", "its bfloat16 weights, us")
     return documents.table(heads, rows, left=1)
 
 
-def quantised_machine() -> str:
-    found = run(QUANTISED)
+def quantised_machine(name: str) -> str:
+    found = run(name)
     facts = found["machine"]
     spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
+    library = f"bitsandbytes {facts['bitsandbytes']}, " if name == QUANTISED else ""
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, SiLU, rows of bfloat16; "
+        f"One {facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16; "
         f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "
         f"±{max(spreads):.0%} at most."
     )

@@ -1,4 +1,4 @@
-// The ops of layers with 4-bit weights, whose operands are checked here for all backends.
+// The ops of layers with quantised weights, whose operands are checked here for all backends.
 #include "quantized.h"
 
 namespace fused_mlp {
@@ -6,7 +6,7 @@ namespace fused_mlp {
 Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
                         torch::headeronly::ScalarType dtype) {
   STD_TORCH_CHECK(weight.size() == QuantizedWeight::kOperands && layout.size() == QuantizedWeight::kSizes,
-                  "weight must have 5 elements, and layout 4");
+                  "weight must have 5 elements, and layout 5");
   return decoded({weight, layout, offset, 0}, dtype);
 }
 

@@ -9,37 +9,44 @@
 #include "operands.h"
 #include "torch_binding.h"
 
-// Weights of 4-bit codes, as bitsandbytes has them: the operands of the ops, and their checks.
+// Quantised weights as their libraries hold them: the operands of the ops, and their checks.
 namespace fused_mlp {
 
-// A weight [n, k], which is decoded as (code[c] * scale) rounded to a dtype. Element i, counted through the rows, is
-// the high half of byte i / 2 where i is even, and else the low one. It belongs to block i / block. A block's scale is
-// its element of `scales`, or where these are nested, of 8 bits:
+// A weight [n, k] of one of two formats.
+//
+// FP8: data is e4m3, scales are float32, one for each block of block_rows x block elements, row by row.
+//
+// 4 bits: element i, counted through the rows, is the high half of byte i / 2 where i is even, and else the low one. It
+// is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's scale
+// is its element of `scales`, or where these are nested, of 8 bits:
 // nested_code[scales[b]] * nested_scales[b / nested_block] + offset.
 struct QuantizedWeight {
-  Tensor data, scales, code;
-  OptionalTensor nested_scales, nested_code;
-  int64_t n, k, block, nested_block;
+  Tensor data, scales;
+  OptionalTensor code, nested_scales, nested_code;
+  int64_t n, k, block_rows, block, nested_block;
   double offset;
 
-  static constexpr int kOperands = 5, kSizes = 4;
+  static constexpr int kOperands = 5, kSizes = 5;
 
+  bool fp8() const { return data.scalar_type() == ScalarType::Float8_e4m3fn; }
   bool nested() const { return nested_scales.has_value(); }
   int64_t elements() const { return n * k; }
-  int64_t blocks() const { return ceil_div(elements(), block); }
+  int64_t blocks_of_row() const { return ceil_div(k, block); }  // of FP8
+  int64_t blocks() const { return fp8() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
 
   // That of place `i` in lists of all operands, of all sizes and of all offsets.
   QuantizedWeight(const std::vector<OptionalTensor>& operands, const std::vector<int64_t>& sizes, double offset,
                   size_t i)
       : data(required(operands, i, 0, "data")),
         scales(required(operands, i, 1, "scales")),
-        code(required(operands, i, 2, "code")),
+        code(operands[i * kOperands + 2]),
         nested_scales(operands[i * kOperands + 3]),
         nested_code(operands[i * kOperands + 4]),
         n(sizes[i * kSizes]),
         k(sizes[i * kSizes + 1]),
-        block(sizes[i * kSizes + 2]),
-        nested_block(sizes[i * kSizes + 3]),
+        block_rows(sizes[i * kSizes + 2]),
+        block(sizes[i * kSizes + 3]),
+        nested_block(sizes[i * kSizes + 4]),
         offset(offset) {
     check();
   }
@@ -54,10 +61,18 @@ struct QuantizedWeight {
   }
 
   void check() const {
-    STD_TORCH_CHECK(n >= 0 && k >= 0 && block > 0, "layout must be [out, in, block, nested_block], block positive");
+    STD_TORCH_CHECK(n >= 0 && k >= 0 && block_rows > 0 && block > 0,
+                    "layout must be [out, in, block_rows, block, nested_block], blocks positive");
+    if (fp8()) {
+      check_operand(data, "data", ScalarType::Float8_e4m3fn, elements());
+      check_operand(scales, "scales", ScalarType::Float, blocks());
+      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "an FP8 weight has data and scales alone");
+      return;
+    }
     check_operand(data, "data", ScalarType::Byte, ceil_div(elements(), 2));
     check_operand(scales, "scales", nested() ? ScalarType::Byte : ScalarType::Float, blocks());
-    check_operand(code, "code", ScalarType::Float, 16);
+    STD_TORCH_CHECK(code.has_value(), "a weight of 4 bits must have code");
+    check_operand(*code, "code", ScalarType::Float, 16);
     STD_TORCH_CHECK(nested_scales.has_value() == nested_code.has_value(),
                     "a quantised weight must have both nested_scales and nested_code, or neither");
     if (!nested()) return;
@@ -94,7 +109,7 @@ struct QuantizedLayers {
     STD_TORCH_CHECK(count == least || count == least + 1, "offsets must have an element for each layer");
     STD_TORCH_CHECK(weights.size() == count * QuantizedWeight::kOperands &&
                         layouts.size() == count * QuantizedWeight::kSizes && biases.size() == count,
-                    "weights, layouts and biases must have 5, 4 and 1 elements for each of ", count, " layers");
+                    "weights, layouts and biases must have 5, 5 and 1 elements for each of ", count, " layers");
     STD_TORCH_CHECK(x.dim() > 0, "x must be [..., in]");
     for (size_t i = 0; i < count; ++i) {
       all.push_back({{weights, layouts, offsets[i], i}, biases[i]});

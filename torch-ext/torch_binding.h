@@ -180,8 +180,9 @@ std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x
                                      const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs);
 
-// A weight of 4-bit codes (quantized.h) as a tensor [out, in] of a floating dtype: `weight` is data, scales, code,
-// nested_scales and nested_code, the last two where scales are nested, and `layout` out, in, block and nested_block.
+// A quantised weight (quantized.h) as a tensor [out, in] of a floating dtype: `weight` is data, scales, code,
+// nested_scales and nested_code, the last three as the format has them, and `layout` out, in, block_rows, block and
+// nested_block.
 Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout, double offset,
                         torch::headeronly::ScalarType dtype);
 

@@ -12,7 +12,7 @@ struct Listed {
 };
 constexpr Listed kKernels[] = {
 #define FUSED_MLP_CODED(GATED, ...) {GATED, {__VA_ARGS__}},
-#include "kernels.def"
+#include "streamed/kernels.def"
 #undef FUSED_MLP_CODED
 };
 
@@ -59,33 +59,51 @@ CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, cons
   const int64_t blocks = ceil_div(p.k, kernel.block_k());
   Best best;
   for (int split = 1; split <= (gpu.major < 9 ? 1 : 8) && split <= blocks; ++split) {
-    best.offer({MainLoop::kStreamed, kernel.tokens, split, kernel}, rounds.time(tiles, blocks, split));
+    best.offer({MainLoop::kStreamed, kernel.tokens, 0, split, kernel}, rounds.time(tiles, blocks, split));
   }
   return best.plan;
 }
 
+// A tile of a tiled kernel, of either or one kind of layer, and the time of a block of k where a multiprocessor has so
+// many CTAs of it.
+struct Tile {
+  int tokens, groups, ctas;
+  double of_block;
+  bool gated = true, plain = true;
+};
+
 // In microseconds, as measured on an H200; of the smallest tile where a multiprocessor has one CTA or two.
-CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu) {
-  struct Tile {
-    int tokens, ctas;
-    double of_block;
-  };
-  constexpr Tile kTiles[] = {{64, 1, 0.485}, {64, 2, 0.885}, {128, 1, 0.57}, {256, 1, 0.87}};
-  const int64_t columns = p.gated() ? 64 : 128, blocks = p.k / kCodedBlock;
+constexpr Tile kFourBitTiles[] = {{64, 2, 1, 0.485}, {64, 2, 2, 0.885}, {128, 2, 1, 0.57}, {256, 2, 1, 0.87}};
+constexpr Tile kFp8Tiles[] = {
+    {32, 4, 1, 1.17, true, false},
+    {64, 4, 1, 1.40, true, false},
+    {32, 2, 1, 0.62, false, true},
+    {32, 2, 2, 1.20, false, true},
+    {64, 2, 1, 0.81, false, true},
+    {64, 2, 2, 1.50, false, true},
+    {128, 2, 1, 1.05},
+};
+
+template <size_t kCount>
+CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu, const Tile (&tiles)[kCount], int most_split) {
+  const int64_t blocks = ceil_div(p.k, tiled_block_k(p.coding));
   Best best;
-  for (const Tile& tile : kTiles) {
+  for (const Tile& tile : tiles) {
+    if (!(p.gated() ? tile.gated : tile.plain)) continue;
     const Rounds rounds{int64_t{gpu.multiprocessors} * tile.ctas, tile.of_block, 3.0, 3.0};
-    const int64_t tiles = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
-    for (int split = 1; split <= 4 && split <= blocks; ++split) {
-      best.offer({MainLoop::kTiled, tile.tokens, split, {}}, rounds.time(tiles, blocks, split));
+    const int64_t columns = (p.gated() ? 32 : 64) * tile.groups;
+    const int64_t count = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
+    for (int split = 1; split <= most_split && split <= blocks; ++split) {
+      best.offer({MainLoop::kTiled, tile.tokens, tile.groups, split, {}}, rounds.time(count, blocks, split));
     }
   }
   return best.plan;
 }
 
-// Tiled kernels store whole vectors of 16 bytes.
+// Tiled kernels store whole vectors of 16 bytes, and have a scale for a block of k.
 bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
-  return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > kMostStreamedRows && p.m <= kMostTiledRows;
+  return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > most_streamed_rows(p.coding, p.gated()) &&
+         p.m <= kMostTiledRows && kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
 }  // namespace
@@ -94,13 +112,13 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
   if (takes_tiles(p, gpu)) {
-    *plan = choose_tiled(p, gpu);
+    *plan = p.coding == Coding::kFp8 ? choose_tiled(p, gpu, kFp8Tiles, 6) : choose_tiled(p, gpu, kFourBitTiles, 4);
     return Refusal::kNone;
   }
-  if (p.m > kMostTokens) return Refusal::kTorchIsFaster;
+  if (p.m > most_tokens(p.coding)) return Refusal::kTorchIsFaster;
   const CodedKernel* chosen = nullptr;
   for (const auto& [gated, kernel] : kKernels) {
-    if (gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;
+    if (kernel.coding != p.coding || gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;
     chosen = &kernel;
     if (kernel.tokens >= p.m) break;
   }

@@ -1,4 +1,4 @@
-// The streamed kernels of 4-bit weights, and which of them computes a product.
+// The kernels of quantised weights, and which of them computes a product.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,13 +12,18 @@ namespace fused_mlp {
 struct CodedPlan {
   MainLoop loop;
   int tokens;          // of a tile
+  int groups;          // warpgroups of a tiled kernel, which have 64 weight rows each
   int split;           // CTAs of a cluster, which share k
   CodedKernel kernel;  // of a streamed one
 };
 
-// Up to this many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
+// Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
 // up to the last. Weights are decoded before products of more rows (measured on an H200).
-constexpr int64_t kMostStreamedRows = 32, kMostTokens = 64, kMostTiledRows = 512;
+constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
+  return coding == Coding::kFourBits ? 32 : gated ? 8 : 16;
+}
+constexpr int64_t most_tokens(Coding coding) { return coding == Coding::kFourBits ? 64 : 32; }
+constexpr int64_t kMostTiledRows = 512;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

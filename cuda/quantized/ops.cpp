@@ -1,6 +1,7 @@
-// The CUDA backend's ops of layers with 4-bit weights.
+// The CUDA backend's ops of layers with quantised weights.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <bit>
 #include <optional>
 
 #include "../../torch-ext/plan.h"
@@ -11,7 +12,7 @@
 #include "../layer.h"
 #include "../pointwise.h"
 #include "choice.h"
-#include "decode.h"
+#include "decode/decode.h"
 
 namespace fused_mlp {
 namespace {
@@ -26,7 +27,13 @@ CodedScales scales_of(const QuantizedWeight& weight) {
           static_cast<float>(weight.offset)};
 }
 
-const float* code_of(const QuantizedWeight& weight) { return static_cast<const float*>(weight.code.const_data_ptr()); }
+const float* code_of(const QuantizedWeight& weight) {
+  return weight.fp8() ? nullptr : static_cast<const float*>(weight.code->const_data_ptr());
+}
+
+const uint8_t* data_of(const QuantizedWeight& weight) {
+  return static_cast<const uint8_t*>(weight.data.const_data_ptr());
+}
 
 }  // namespace
 
@@ -34,9 +41,16 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const DeviceGuard device_guard(weight.data.get_device_index());
   const std::vector<int64_t> sizes{weight.n, weight.k};
   const Tensor out = new_dense(weight.data, sizes, dtype);
-  const CodedElements elements{static_cast<const uint8_t*>(weight.data.const_data_ptr()), code_of(weight),
-                               scales_of(weight), weight.elements(), weight.block};
-  check(launch_decode(elements, out.mutable_data_ptr(), dtype_of(out, "dtype"), current_stream(out)));
+  const DType to = dtype_of(out, "dtype");
+  if (weight.fp8()) {
+    const Fp8Elements elements{data_of(weight),   static_cast<const float*>(weight.scales.const_data_ptr()),
+                               weight.n,          weight.k,
+                               weight.block_rows, weight.block};
+    check(launch_decode(elements, out.mutable_data_ptr(), to, current_stream(out)));
+  } else {
+    const CodedElements elements{data_of(weight), code_of(weight), scales_of(weight), weight.elements(), weight.block};
+    check(launch_decode(elements, out.mutable_data_ptr(), to, current_stream(out)));
+  }
   return out;
 }
 
@@ -79,6 +93,15 @@ struct Part {
   int64_t activation;
 };
 
+// The blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing where kernels cannot read
+// them.
+std::optional<int> scale_shift(const QuantizedWeight& weight) {
+  if (weight.fp8() && weight.block >= weight.k) return 31;
+  const auto blocks = static_cast<uint64_t>(weight.block / kCodedBlock);
+  if (weight.block % kCodedBlock != 0 || !std::has_single_bit(blocks) || (blocks > 1 && !weight.fp8())) return {};
+  return std::countr_zero(blocks);
+}
+
 // A part by a kernel that reads its codes, or the reason why there is none.
 struct CodedLayer {
   CodedProblem problem{};
@@ -94,14 +117,26 @@ struct CodedLayer {
   Refusal choose(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype,
                  const Gpu& gpu) {
     const auto described = [&](const QuantizedLayer& layer) {
-      return CodedWeight{static_cast<const uint8_t*>(layer.weight.data.const_data_ptr()), scales.of(layer),
-                         code_of(layer.weight)};
+      const QuantizedWeight& weight = layer.weight;
+      const int64_t stride = weight.fp8() ? weight.blocks_of_row() : weight.k / kCodedBlock;
+      const auto scale_rows = static_cast<int>(std::min<int64_t>(weight.block_rows, weight.n));
+      return CodedWeight{data_of(weight), code_of(weight), scales.of(layer),
+                         stride,          scale_rows,      scale_shift(weight).value_or(0)};
     };
     const QuantizedWeight& weight = part.first.weight;
-    if (weight.block != kCodedBlock || (part.up != nullptr && part.up->weight.block != kCodedBlock)) {
-      return Refusal::kOddFeatures;
-    }
-    problem = {a, described(part.first), {}, {nullptr, weight.n}, rows, weight.n, weight.k, dtype, {}, false};
+    if (!scale_shift(weight) || (part.up != nullptr && !scale_shift(part.up->weight))) return Refusal::kOddFeatures;
+    if (weight.n == 0) return Refusal::kEmpty;
+    problem = {weight.fp8() ? Coding::kFp8 : Coding::kFourBits,
+               a,
+               described(part.first),
+               {},
+               {nullptr, weight.n},
+               rows,
+               weight.n,
+               weight.k,
+               dtype,
+               {},
+               false};
     problem.epilogue.activation = part.activation;
     bool dense = describe_bias(part.first.bias, &problem.epilogue.bias);
     if (part.up != nullptr) {
@@ -112,9 +147,12 @@ struct CodedLayer {
   }
 };
 
-// Gate and up whose codes are not the same tensor are two products.
-bool shares_code(const Part& part) {
-  return part.up == nullptr || code_of(part.first.weight) == code_of(part.up->weight);
+// Gate and up of different formats, whose codes are not the same tensor, or whose blocks differ, are two products.
+bool shares_format(const Part& part) {
+  if (part.up == nullptr) return true;
+  const QuantizedWeight &gate = part.first.weight, &up = part.up->weight;
+  return gate.fp8() == up.fp8() && code_of(gate) == code_of(up) && gate.block_rows == up.block_rows &&
+         gate.block == up.block;
 }
 
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
@@ -135,7 +173,7 @@ class Run {
     };
     CodedLayer layer = coded();
     if (!layer.fused()) return run_decoded(x, part);
-    if (!shares_code(part)) return run_apart(x, part);
+    if (!shares_format(part)) return run_apart(x, part);
     if (!unnested_) {
       scales_.unnest(stream);
       unnested_ = true;

@@ -1,4 +1,4 @@
-// A product with weights of 4-bit codes. This is included in device code, and in the choice of a kernel.
+// A product with quantised weights. This is included in device code, and in the choice of a kernel.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,27 @@
 
 namespace fused_mlp {
 
-// A weight [n, k] in blocks of k that share a scale. Element i, counted through the rows, is the high half of byte
-// i / 2 where i is even, and else the low one; it stands for code[that] * scales[i / block].
+// How the values of a weight are coded: one of 16 values, two to a byte, the first in the high half; or e4m3.
+enum class Coding { kFourBits, kFp8 };
+
+constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
+constexpr int tiled_block_k(Coding coding) { return coding == Coding::kFp8 ? 2 * kCodedBlock : kCodedBlock; }
+constexpr int block_bytes(Coding coding) { return coding == Coding::kFp8 ? kCodedBlock : kCodedBlock / 2; }
+
+// A weight [n, k], row by row. The values of block b of kCodedBlock elements of row r are to be multiplied by
+// scales[r / scale_rows * scale_stride + (b >> scale_shift)].
 struct CodedWeight {
   const uint8_t* data = nullptr;
+  const float* code = nullptr;  // [16], of 4 bits
   const float* scales = nullptr;
-  const float* code = nullptr;  // [16]
+  int64_t scale_stride = 0;
+  int scale_rows = 1, scale_shift = 0;
 };
 
 // out = act(a weight^T + bias), times (a up_weight^T + up_bias) where up_weight.data is not null. Both weights have the
-// code of the first, and blocks of kCodedBlock.
+// code of the first, and the same rows and shift of scales.
 struct CodedProblem {
+  Coding coding;
   Matrix a;
   CodedWeight weight, up_weight;
   Matrix out;
@@ -29,10 +39,9 @@ struct CodedProblem {
   bool gated() const { return up_weight.data != nullptr; }
 };
 
-constexpr int kCodedBlock = 64;
-
-// A kernel, as kernels.def lists it.
+// A streamed kernel, as kernels.def lists it.
 struct CodedKernel {
+  Coding coding;
   int tokens, warps_m, warps_k, tiles_m, steps, stages, ctas;
   bool operator==(const CodedKernel&) const = default;
 
@@ -42,14 +51,14 @@ struct CodedKernel {
   constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
   constexpr int block_k() const { return blocks() * kCodedBlock; }
 
-  static constexpr int kTableBytes = 256 * 32 * 4;
-  constexpr int scales_offset() const { return rows() * block_k() / 2; }
+  constexpr int table_bytes() const { return coding == Coding::kFp8 ? 0 : 256 * 32 * 4; }
+  constexpr int scales_offset() const { return rows() * blocks() * block_bytes(coding); }
   constexpr int tokens_offset() const { return scales_offset() + rows() * blocks() * 4; }
   constexpr int stage_bytes() const { return tokens_offset() + tokens * block_k() * 2; }
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int sum_stride() const { return rows() + 4; }  // no two lanes meet a bank when they write sums
   constexpr int part_bytes() const { return tokens * sum_stride() * 4; }
-  constexpr int shared_bytes() const { return kTableBytes + ring_bytes() + warps_k * part_bytes(); }
+  constexpr int shared_bytes() const { return table_bytes() + ring_bytes() + warps_k * part_bytes(); }
 };
 
 }  // namespace fused_mlp

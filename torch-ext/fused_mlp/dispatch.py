@@ -123,7 +123,7 @@ def may_take_quantized() -> bool:
 
 
 def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
-    """The reason, behind a noun, why a layer of bitsandbytes with a weight of four bits is left to its own product.
+    """The reason, behind a noun, why a layer with a quantised weight is left to its own product.
 
     On a CPU bitsandbytes packs weights anew for AVX-512: a row times 5632 x 2048 takes it 0.7 ms, and 5 ms where the
     weight is decoded first. ``dtype`` is that of the product.
@@ -141,8 +141,30 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
     return None if reason is None else f"with {reason}"
 
 
+def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
+    """The same for a weight of FP8 ``[out, width]``, which no kernel reads: to decode it first may take longer.
+
+    Kernels compute with x as it is. The layers' own ones, which round it to FP8, are left the products of many rows:
+    :func:`most_fp8_rows`.
+    """
+    if width % 64 != 0 or out % 8 != 0:
+        return f"of [{out}, {width}] features, which no kernel reads"
+    if width > block[1] and block[1] not in (128, 256, 512):
+        return f"in blocks of {block[0]} x {block[1]}, which no kernel reads"
+    return None
+
+
+def most_fp8_rows(x: Tensor) -> int:
+    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products."""
+    return _MOST_FP8_ROWS if not x.is_cuda or native.is_hopper(x) else _MOST_FP8_ROWS_ELSEWHERE
+
+
 def _is_forced() -> bool:
     return _open_blocks[-1].name == native.DEVICE_TYPE
+
+
+# On an H200, as measured beside torch's products in FP8; the others are bound by the weights' bytes up to these.
+_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE = 32, 16
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -89,7 +89,7 @@ def _of_groups(rows: Sequence[int], factor: Sequence[int], *_: Any, **__: Any) -
 
 
 def _of_quantized(x: Sequence[int], weights: Any, layouts: Sequence[int], *_: Any, **__: Any) -> int:
-    return _of_layers(x, *(layouts[place : place + 2] for place in range(0, len(layouts), 4)))
+    return _of_layers(x, *(layouts[place : place + 2] for place in range(0, len(layouts), 5)))
 
 
 _FORMULAS = {

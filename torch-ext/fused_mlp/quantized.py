@@ -1,6 +1,7 @@
-"""Frozen weights of four bits a value, NF4 and FP4, as bitsandbytes holds them.
+"""Frozen quantised weights: of four bits a value, NF4 and FP4, as bitsandbytes holds them, and of FP8.
 
-Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314.
+Sources: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314; Micikevicius et al., "FP8
+Formats for Deep Learning", arXiv:2209.05433.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .activations import get_activation
 from .backends import native, reference
 from .operands import OperandTypeError, OperandValueError, shape_of
 
-# The values of a format, by their codes. Those of NF4 are quantiles of a normal distribution; those of FP4 have a sign,
-# two bits of exponent and one of mantissa.
+# The values of a format of four bits, by their codes. Those of NF4 are quantiles of a normal distribution; those of FP4
+# have a sign, two bits of exponent and one of mantissa.
 _POSITIVE_FP4 = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
-FORMATS: Dict[str, Tuple[float, ...]] = {
+CODES: Dict[str, Tuple[float, ...]] = {
     "nf4": (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
         *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -29,16 +30,19 @@ FORMATS: Dict[str, Tuple[float, ...]] = {
     ),
     "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
 }
+FORMATS = (*CODES, "fp8")
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` of four bits a value, which functions take in the place of a tensor. It has no gradient.
+    """A quantised weight ``[out, in]``, which functions take in the place of a tensor. It has no gradient.
 
-    ``data`` is uint8, contiguous, of any shape: two values in an element, row by row, the first in its upper bits. Each
-    is the code of one of the 16 values of ``format``, ``"nf4"`` or ``"fp4"``, times the scale of its block; ``block``
-    values that follow each other, across rows, share one.
+    Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous, and ``scales`` float32, contiguous, an
+    element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``.
 
-    ``scales`` is float32 ``[blocks]``. Where they are ``nested`` it is uint8, and the scale of block ``i`` is
+    Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
+    row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
+    values that follow each other, across rows, share one. ``scales`` is float32 ``[blocks]``. Where they are ``nested``
+    it is uint8, and the scale of block ``i`` is
     ``nested_code[scales[i]] * nested_scales[i // nested_block] + offset``; ``nested_code`` is float32 ``[256]``, and
     ``nested_scales`` float32 ``[ceil(blocks / nested_block)]``.
     """
@@ -47,7 +51,7 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
     shape: Tuple[int, int]
     format: str = "nf4"
-    block: int = 64
+    block: Union[int, Tuple[int, int]] = 64
     nested_scales: Optional[Tensor] = None
     nested_code: Optional[Tensor] = None
     nested_block: int = 256
@@ -66,6 +70,24 @@ class QuantizedWeight(NamedTuple):
             said = "one that is not quantised yet" if state is None else "one that was packed anew for a CPU"
             raise OperandValueError(f"weight must be as bitsandbytes quantises it, got {said}")
         return of_state(weight, state, float(state.offset) if state.nested else 0.0)
+
+    @classmethod
+    def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedWeight:
+        """That of float8_e4m3fn values ``[out, in]``, which shares the memory of both.
+
+        ``scales`` is float32: ``[ceil(out / rows), ceil(in / columns)]`` of blocks of ``block = (rows, columns)``
+        values; ``[out, 1]`` or ``[out]`` where a row has one, whatever ``block`` is; of one element for all.
+        """
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise OperandTypeError(f"weight must be a tensor [out, in], got {shape_of(weight)}")
+        if not isinstance(scales, Tensor):
+            raise OperandTypeError(f"scales must be a tensor, got {type(scales).__name__}")
+        out, width = weight.shape
+        if tuple(scales.shape) in ((out, 1), (out,)):
+            block = (1, max(1, width))
+        elif scales.numel() == 1:
+            block = (max(1, out), max(1, width))
+        return cls(weight.detach(), scales.detach(), (out, width), "fp8", tuple(block))
 
     @property
     def device(self) -> torch.device:
@@ -103,19 +125,21 @@ def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
 
 def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
     """The operands of the ops: tensors, layout and offset."""
-    layout = [*weight.shape, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
+    if weight.format == "fp8":
+        return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, 0], 0.0
+    layout = [*weight.shape, 1, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
     code = code_of(weight.format, weight.device)
     return [weight.data, weight.scales, code, weight.nested_scales, weight.nested_code], layout, weight.offset
 
 
 def code_of(format: str, device: torch.device) -> Tensor:
-    """The values of a format, float32 ``[16]``."""
+    """The values of a format of four bits, float32 ``[16]``."""
     is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     return (_made_code if is_seen else _cached_code)(format, device)
 
 
 def _made_code(format: str, device: torch.device) -> Tensor:
-    return torch.tensor(FORMATS[format], dtype=torch.float32, device=device)
+    return torch.tensor(CODES[format], dtype=torch.float32, device=device)
 
 
 _cached_code = functools.lru_cache(maxsize=64)(_made_code)
@@ -129,11 +153,23 @@ def is_any(*weights: AnyWeight) -> bool:
     return False
 
 
+def are_fp8(*weights: AnyWeight) -> bool:
+    """True if these are all of FP8, and there is one."""
+    return bool(weights) and all(type(each) is QuantizedWeight and each.format == "fp8" for each in weights)
+
+
 def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
     """The formats of weights, for reports."""
-    return " and ".join(
-        dict.fromkeys(f"{each.format} in blocks of {each.block}" for each in weights if each is not None)
-    )
+    return " and ".join(dict.fromkeys(_words_of(each) for each in weights if each is not None))
+
+
+def _words_of(weight: QuantizedWeight) -> str:
+    if weight.format != "fp8":
+        return f"{weight.format} in blocks of {weight.block}"
+    (rows, columns), (out, width) = weight.block, weight.shape
+    if columns < width or 1 < rows < out:
+        return f"fp8 in blocks of {rows} x {columns}"
+    return "fp8 in rows" if rows == 1 else "fp8 under one scale"
 
 
 def stand_ins(x: Tensor, /, **weights: AnyWeight) -> List[Tensor]:
@@ -159,8 +195,11 @@ def shape_alone(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     if weight.format not in FORMATS:
         raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
+    if weight.format == "fp8":
+        _check_fp8(x, name, weight)
+        return
     shape, block = weight.shape, weight.block
-    if len(shape) != 2 or min(shape) < 0 or block < 1 or weight.nested_block < 1:
+    if len(shape) != 2 or min(shape) < 0 or not isinstance(block, int) or block < 1 or weight.nested_block < 1:
         raise OperandValueError(
             f"{name}.shape must be [out, in], and blocks of one value at least, got {list(shape)}, "
             f"block = {block} and nested_block = {weight.nested_block}"
@@ -174,7 +213,29 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
         "nested_scales": (torch.float32, -(-blocks // weight.nested_block)),
         "nested_code": (torch.float32, 256),
     }
-    for part, (dtype, count) in list(wanted.items())[: 4 if is_nested else 2]:
+    _check_parts(x, name, weight, dict(list(wanted.items())[: 4 if is_nested else 2]))
+
+
+def _check_fp8(x: Tensor, name: str, weight: QuantizedWeight) -> None:
+    shape, block = weight.shape, weight.block
+    is_pair = isinstance(block, tuple) and len(block) == 2
+    if len(shape) != 2 or min(shape) < 0 or not is_pair or min(block) < 1:
+        raise OperandValueError(
+            f"{name}.shape must be [out, in], and {name}.block a pair of rows and columns, got {list(shape)}, "
+            f"block = {block}"
+        )
+    if not (weight.nested_scales is None and weight.nested_code is None):
+        raise OperandValueError(f"{name} must have neither nested_scales nor nested_code, being of fp8")
+    blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1])
+    wanted = {"data": (torch.float8_e4m3fn, weight.numel()), "scales": (torch.float32, blocks)}
+    _check_parts(x, name, weight, wanted)
+
+
+def _check_parts(x: Tensor, name: str, weight: QuantizedWeight, wanted: Dict[str, Tuple[torch.dtype, int]]) -> None:
+    """Checks each tensor of a weight: its dtype, how many elements it has, and where it is."""
+    shape, block = weight.shape, weight.block
+    words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
+    for part, (dtype, count) in wanted.items():
         tensor = getattr(weight, part)
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -184,12 +245,14 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
         if tensor.numel() != count or not tensor.is_contiguous():
             raise OperandValueError(
                 f"{name}.{part} must be contiguous, of {count} elements to fit [out, in] = {list(shape)} in blocks of "
-                f"{block}, got {shape_of(tensor)}"
+                f"{words}, got {shape_of(tensor)}"
             )
 
 
 def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
     """The gate's and the up's half of a weight that holds both; None where a block reaches across the middle."""
+    if both.format == "fp8":
+        return _halves_fp8(both, up_first)
     features, width = both.shape[0] // 2, both.shape[1]
     count = features * width
     blocks = count // both.block
@@ -207,6 +270,22 @@ def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWei
         if is_nested:
             own = own._replace(nested_scales=both.nested_scales[place.start * nested : place.stop * nested])
         found.append(own)
+    first, second = found
+    return (second, first) if up_first else (first, second)
+
+
+def _halves_fp8(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
+    (out, width), (rows, columns) = both.shape, both.block
+    features, of_row = out // 2, -(-width // columns)
+    if out % 2 != 0 or (rows < out and features % rows != 0):
+        return None
+    data, scales = both.data.view(out, width), both.scales.view(-1, of_row)
+    found = [
+        both._replace(data=each, scales=scales, shape=(features, width)) for each in (data[:features], data[features:])
+    ]
+    if rows < out:
+        middle = features // rows
+        found = [each._replace(scales=part) for each, part in zip(found, (scales[:middle], scales[middle:]))]
     first, second = found
     return (second, first) if up_first else (first, second)
 

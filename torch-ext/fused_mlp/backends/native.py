@@ -468,4 +468,4 @@ def _(
     gated: bool,
 ) -> Tensor:
     is_mlp = len(offsets) == (3 if gated else 2)
-    return x.new_empty((*x.shape[:-1], layouts[-4 if is_mlp else 0]))
+    return x.new_empty((*x.shape[:-1], layouts[-5 if is_mlp else 0]))

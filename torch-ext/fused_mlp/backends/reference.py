@@ -119,9 +119,13 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
-    """A weight of four bits a value, ``[out, in]``, given the operands of the compiled op (torch-ext/quantized.h)."""
+    """A quantised weight, ``[out, in]``, given the operands of the compiled op (torch-ext/quantized.h)."""
     data, scales, code, nested_scales, nested_code = weight
-    out, width, block, nested_block = layout
+    out, width, block_rows, block, nested_block = layout
+    if code is None:
+        grid = scales.view(-(-out // block_rows), -(-width // block))
+        wide = grid.repeat_interleave(block_rows, 0)[:out].repeat_interleave(block, 1)[:, :width]
+        return (data.view(out, width).float() * wide).to(dtype)
     if nested_scales is not None:
         of_blocks = nested_scales.repeat_interleave(nested_block)[: scales.numel()]
         scales = F.embedding(scales.view(-1).int(), nested_code.view(-1, 1)).view(-1) * of_blocks + offset

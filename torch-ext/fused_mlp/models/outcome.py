@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -322,8 +323,8 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
     layer = None if first is None else adapters.layer_of(first)
-    if isinstance(layer, Layer) and layer.dtype is not None:  # of four bits: what stands for it is of its dtype
-        return quantized.shape_alone(layer.weight, layer.dtype)
+    if isinstance(layer, Layer) and quantized.is_any(layer.weight):  # what stands for it is of the product's dtype
+        return quantized.shape_alone(layer.weight, layer.dtype or torch.bfloat16)
     weight = None if first is None else attribute_of(first, "weight")
     return weight if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2 else None
 

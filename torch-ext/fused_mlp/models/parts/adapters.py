@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ... import dispatch
 from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
+from ...quantized import QuantizedWeight
 from ..reading import source
 from ..reading.attributes import are_unchanged, of_call
 from . import obstacles, quantized
@@ -148,6 +149,8 @@ def _read(part: nn.Module) -> Union[str, Layer]:
         return f"a {kind} that will take its adapters out" if state["merged_adapters"] else base
     if state["merged_adapters"]:
         return base
+    if base.dtype is None and type(base.weight) is QuantizedWeight:
+        return f"a {kind} around a weight of {base.weight.format}"
     name, held = state["_active_adapter"], modules["lora_A"].__dict__["_modules"]
     if type(name) is not str:
         active = [each for each in name if each in held]

@@ -1,6 +1,7 @@
-"""Linear layers of bitsandbytes with weights of four bits, as their modules hold them at a call.
+"""Linear layers with quantised weights, as their modules hold them at a call: bitsandbytes' of four bits,
+transformers' of FP8.
 
-Their class is known by name, and what it computes by its source, as PEFT's are (``adapters``). Weights are quantised
+Their class is known by name, and what it computes by its source, as PEFT's are (``adapters``). Weights may be quantised
 when a module moves to a device, and may be decoded, replaced and moved again: each call reads what is there.
 """
 
@@ -21,7 +22,7 @@ from ...backends import native
 from ..reading.attributes import are_unchanged, of_call
 from ..reading.source import codes_of, digest
 
-_MODULE = "bitsandbytes.nn.modules"
+_MODULE, _FP8_MODULE = "bitsandbytes.nn.modules", "transformers.integrations.finegrained_fp8"
 _NAMES = {"Linear4bit", "LinearNF4", "LinearFP4"}
 _METHODS = ("forward", "set_compute_type")
 # Hashes of the source of these methods and of the functions that they call, each with the first version that has it.
@@ -32,25 +33,30 @@ _DIGESTS = {
     "1af9dd492eedd1b0": "0.49",
     "16194b72eb85875b": "0.50",
 }
+# The same of the forward of FP8Linear, each with the first version that was read.
+_FP8_DIGESTS = {"785a8136028dbb60": "5.22"}
+_FP8_FUNCTIONS = ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear")
 
 Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 
 def is_read(part: nn.Module) -> bool:
-    """True for a layer of four bits whose weight functions of this package may take, on the devices of this build."""
+    """True for a layer whose quantised weight functions of this package may take, on the devices of this build."""
     return known(type(part)) is not None and dispatch.may_take_quantized()
 
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Guarded]:
-    """The attributes that the reading of a class rests on, if it is one of bitsandbytes' and its source was read."""
+    """The attributes that the reading of a class rests on, if it is one of those named and its source was read."""
+    if kind.__module__ == _FP8_MODULE and kind.__qualname__ == "FP8Linear" and digest_of_fp8(kind) in _FP8_DIGESTS:
+        return (kind, "__call__", kind.__call__), (kind, "forward", kind.forward), *_fp8_functions()
     if kind.__module__ != _MODULE or kind.__qualname__ not in _NAMES or digest_of(kind) not in _DIGESTS:
         return None
     return (*((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS)), *_functions(kind))
 
 
 def digest_of(kind: type) -> Optional[str]:
-    """A hash of the source that a call of such a class runs; None where there is none."""
+    """A hash of the source that a call of such a class of bitsandbytes runs; None where there is none."""
     functions = [function for _, _, function in _functions(kind)]
     product = functions[-1].__globals__.get("MatMul4Bit") if functions else None
     if not isinstance(product, type):
@@ -60,6 +66,21 @@ def digest_of(kind: type) -> Optional[str]:
 
 
 _PRODUCT = ("forward", "backward")
+
+
+def digest_of_fp8(kind: type) -> Optional[str]:
+    """The same of transformers' FP8Linear."""
+    found = [value for *_, value in _fp8_functions()]
+    if not all(isinstance(each, FunctionType) for each in found[:-1]) or not isinstance(found[-1], type):
+        return None
+    return digest(
+        (*codes_of(kind, ("forward",)), *(each.__code__ for each in found[:-1]), *codes_of(found[-1], _PRODUCT))
+    )
+
+
+def _fp8_functions() -> Guarded:
+    home = sys.modules[_FP8_MODULE]
+    return tuple((home, name, getattr(home, name, None)) for name in (*_FP8_FUNCTIONS, "FP8LinearFunction"))
 
 
 def _functions(kind: type) -> Guarded:
@@ -78,13 +99,14 @@ _are_unchanged = are_unchanged if native.plain_modules is None else native.plain
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
     """The operands of a layer of a known class; or, as a noun phrase, why it must be called."""
-    if not _are_unchanged(known(type(part))):
-        return f"a patched {_MODULE}.{type(part).__qualname__}"
+    kind = type(part)
+    if not _are_unchanged(known(kind)):
+        return f"a patched {kind.__module__}.{kind.__qualname__}"
     found = of_call(part)
     if found is not None:
         return found
-    found = _read(part)
-    return f"a {_MODULE}.{type(part).__qualname__} {found}" if type(found) is str else found
+    found = _read(part) if kind.__module__ == _MODULE else _read_fp8(part)
+    return f"a {kind.__module__}.{kind.__qualname__} {found}" if type(found) is str else found
 
 
 def _read(part: nn.Module) -> Union[str, Layer]:
@@ -103,7 +125,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     fields = vars(packed)
     if fields.get("packing_format_for_cpu") or fields.get("ipex"):
         return "whose weight was packed anew"
-    if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.FORMATS:
+    if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.CODES:
         return "in a form that is not known"
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not dtype):
         return f"with a bias that is no parameter of {dtype}"
@@ -114,6 +136,30 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     if offset is None:
         return "first called while a CUDA graph is recorded"
     return Layer(quantized.of_state(weight, packed, offset), bias, None, dtype)
+
+
+def _read_fp8(part: nn.Module) -> Union[str, Layer]:
+    state = part.__dict__
+    held = state["_parameters"]
+    weight, scales, bias = held.get("weight"), held.get("weight_scale_inv"), held.get("bias")
+    if type(weight) is not nn.Parameter or weight.dtype is not torch.float8_e4m3fn or not held.keys().isdisjoint(state):
+        return f"with a weight of {getattr(weight, 'dtype', type(weight).__name__)}"
+    if state.get("activation_scheme") != "dynamic" or held.get("activation_scale") is not None:
+        return "with scales for what it is given"
+    if type(scales) is not nn.Parameter or scales.dtype is not torch.float32 or not scales.is_contiguous():
+        return f"with scales of {getattr(scales, 'dtype', type(scales).__name__)}"
+    if bias is not None and type(bias) is not nn.Parameter:
+        return f"with a bias of type {type(bias).__name__}"
+    out, width = weight.shape
+    block = state.get("block_size")
+    block = (out, width) if block is None else tuple(block)
+    grid = -(-out // block[0]) * -(-width // block[1]) if len(block) == 2 and min(block) > 0 else 0
+    if scales.numel() != grid or not weight.is_contiguous() or weight.device != scales.device:
+        return "in a form that is not known"
+    refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16) or dispatch.fp8_refusal(out, width, block)
+    if refusal is not None:
+        return refusal
+    return Layer(quantized.QuantizedWeight(weight.detach(), scales.detach(), (out, width), "fp8", block), bias)
 
 
 _PARAMETERS = {"Params4bit", "Parameter"}
@@ -138,8 +184,9 @@ def _number(offset: Tensor) -> Optional[float]:
 
 def words_of(weights: Iterable[Any]) -> str:
     """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
-    found = dict.fromkeys(each.format for each in weights if type(each) is quantized.QuantizedWeight)
-    return f" in {' and '.join(found)}" if found else ""
+    found = [each for each in weights if type(each) is quantized.QuantizedWeight]
+    rows = f" up to {dispatch.most_fp8_rows(found[0].data)} rows" if quantized.are_fp8(*found) else ""
+    return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 
 def is_said_in(pattern: str) -> bool:

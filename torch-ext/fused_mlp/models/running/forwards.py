@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import calls, quantized
+from ... import calls, dispatch, quantized
 from ...activations import Activation
 from ...adapters import Layer, Layers, in_one_op
 from ...operands import autocasts, halves
+from ...quantized import QuantizedWeight
 from ..parts import adapters, obstacles
 from ..parts.pattern import Pattern
 from ..reading.attributes import attribute_of, of_call
@@ -51,7 +52,7 @@ def fused(
         if type(layer) is str or layer.weight.dim() != 2:
             return None
         layers.append(layer)
-    if any(layer.adapter is not None or layer.dtype is not None for layer in layers):
+    if any(layer.adapter is not None or type(layer.weight) is QuantizedWeight for layer in layers):
         return of_layers(pattern, x, layers, activation)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     if not pattern.packed:
@@ -63,6 +64,8 @@ def fused(
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
     """The same of layers some of which have adapters, or quantised weights."""
+    if any(quantized.are_fp8(layer.weight) for layer in layers) and not _takes_fp8(x, layers):
+        return None
     dtypes = {layer.dtype for layer in layers if layer.dtype is not None}
     if not dtypes:
         return _in_one_op(pattern, x, layers, activation)
@@ -73,6 +76,21 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
         return _in_one_op(pattern, x, layers, activation)
     result = _in_one_op(pattern, x.to(dtype), layers, activation)
     return None if result is None else result.to(x.dtype)
+
+
+def _takes_fp8(x: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if layers are not left to their own products in FP8: of few rows, which autograd and autocast do not see."""
+    if any(layer.adapter is not None or not quantized.are_fp8(layer.weight) for layer in layers):
+        return False
+    if (x.is_cuda and x.dtype is torch.float32) or autocasts(x) or any(_of_another_dtype(layer, x) for layer in layers):
+        return False
+    if calls.autograd_follows(x, *(layer.bias for layer in layers)):
+        return False
+    return x.shape[:-1].numel() <= dispatch.most_fp8_rows(x)
+
+
+def _of_another_dtype(layer: Layer, x: Tensor) -> bool:
+    return layer.bias is not None and layer.bias.dtype is not x.dtype
 
 
 def _is_taken_in(dtype: torch.dtype, x: Tensor, layers: Sequence[Layer]) -> bool:
@@ -111,9 +129,10 @@ def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation:
 def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
     """Gate and up of a layer that holds both, with its adapter; the layer and None where it has no halves."""
     adapter, dtype = both.adapter, both.dtype
+    is_quantized = type(both.weight) is QuantizedWeight
     if both.weight.shape[0] % 2 != 0:
         return both, None
-    weights = (halves if dtype is None else quantized.halves)(both.weight, up_first)
+    weights = (quantized.halves if is_quantized else halves)(both.weight, up_first)
     if weights is None:
         return both, None
     biases, adapters = halves(both.bias, up_first), (None, None)

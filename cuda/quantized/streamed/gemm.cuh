@@ -1,18 +1,21 @@
-// The GEMM of few rows of a with weights of 4-bit codes. Its time is that of reading the codes, which pass through
+// The GEMM of few rows of a with quantised weights. Its time is that of reading the codes, which pass through
 // shared memory once, and are decoded on their way to the tensor cores.
 //
 // Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of sm80/. The
 // sum over k does not depend on which element of k is which in an instruction, so each lane multiplies 16 adjacent
 // codes of a block of 64 with the 16 elements of a that they belong to. A block's products are added up of the codes
-// alone, and are multiplied by the block's scale in float32: only codes are rounded.
+// alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 are not.
 //
 // Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
 
-#include "../overlap.cuh"
-#include "../sm80/ptx.cuh"
-#include "pair_table.cuh"
-#include "problem.h"
+#include <type_traits>
+
+#include "../../overlap.cuh"
+#include "../../sm80/ptx.cuh"
+#include "../decode/fp8.cuh"
+#include "../decode/pair_table.cuh"
+#include "../problem.h"
 
 namespace fused_mlp {
 
@@ -30,6 +33,8 @@ template <typename Element_, bool kGated_, CodedKernel kKernel_>
 struct CodedGemm {
   using Element = Element_;
   static constexpr CodedKernel kKernel = kKernel_;
+  static constexpr Coding kCoding = kKernel.coding;
+  using Decoder = std::conditional_t<kCoding == Coding::kFp8, Fp8Decoder<Element>, PairTable<Element>>;
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
@@ -43,17 +48,18 @@ struct CodedGemm {
   static constexpr int kColumns = kKernel.columns(kGated);
   static constexpr int kBlocks = kKernel.blocks(), kBlockK = kKernel.block_k();
 
-  static constexpr int kUnitBytes = kCodedBlock / 2;
+  static constexpr int kUnitBytes = block_bytes(kCoding), kLaneBytes = kUnitBytes / 4;
   static constexpr int kRowBytes = kBlocks * kUnitBytes;
   static constexpr int kTokenBytes = kBlockK * 2;
   static constexpr int kScalesOffset = kKernel.scales_offset(), kTokensOffset = kKernel.tokens_offset();
   static constexpr int kStageBytes = kKernel.stage_bytes();
   static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
-  static_assert(PairTable<Element>::kBytes == CodedKernel::kTableBytes);
+  static_assert(Decoder::kBytes == kKernel.table_bytes());
 
-  // Units of 32 bytes, a block of a row each, change places so that the rows that are read at a time lie in distinct
-  // banks.
-  static constexpr int kUnits = kBlocks < 4 ? kBlocks : 4, kRowsOfLine = 4 / kUnits;
+  // Units of 32 or 64 bytes, a block of a row each, change places so that the rows that are read at a time lie in
+  // distinct banks.
+  static constexpr int kOfLine = 128 / kUnitBytes;
+  static constexpr int kUnits = kBlocks < kOfLine ? kBlocks : kOfLine, kRowsOfLine = kOfLine / kUnits;
   static __device__ __forceinline__ int swizzled(int row, int block) { return block ^ row / kRowsOfLine % kUnits; }
 };
 
@@ -108,14 +114,14 @@ struct CodedCopies {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       with_row(pass * kRowsOfPass + thread / kPieces, [&](const CodedWeight& weight, int64_t row) {
-        weights[pass] = weight.data + row * (args.k / 2) + thread % kPieces * 16;
+        weights[pass] = weight.data + (row * (args.k / kCodedBlock) * Gemm::kUnitBytes + thread % kPieces * 16);
       });
     }
 #pragma unroll
     for (int pass = 0; pass < kScalePasses; ++pass) {
       const int index = pass * kThreads + thread;
       with_row(min(index / Gemm::kBlocks, Gemm::kRows - 1), [&](const CodedWeight& weight, int64_t row) {
-        scales[pass] = weight.scales + row * (args.k / kCodedBlock) + index % Gemm::kBlocks;
+        scales[pass] = weight.scales + row / weight.scale_rows * weight.scale_stride;
       });
     }
 #pragma unroll
@@ -129,12 +135,13 @@ struct CodedCopies {
   __device__ __forceinline__ void load_weights(uint32_t stage) const {
     const int thread = threadIdx.x, first = block * Gemm::kBlockK;
     {
+      constexpr int kOfUnit = Gemm::kUnitBytes / 16;
       const int row = thread / kPieces, piece = thread % kPieces;
-      const uint32_t shared =
-          stage + row * Gemm::kRowBytes + Gemm::swizzled(row, piece / 2) * Gemm::kUnitBytes + piece % 2 * 16;
+      const uint32_t shared = stage + row * Gemm::kRowBytes + Gemm::swizzled(row, piece / kOfUnit) * Gemm::kUnitBytes +
+                              piece % kOfUnit * 16;
       static_assert(kRowsOfPass % 4 == 0, "the swizzle is the same in each pass");
-      const bool present = first + piece * 32 < args.k;
-      const int offset = present ? first / 2 : 0;
+      const bool present = first + piece / kOfUnit * kCodedBlock < args.k;
+      const int64_t offset = present ? static_cast<int64_t>(first) / kCodedBlock * Gemm::kUnitBytes : 0;
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         sm80::cp_async_16(shared + pass * kRowsOfPass * Gemm::kRowBytes, weights[pass] + offset, present);
@@ -146,7 +153,7 @@ struct CodedCopies {
       if (kScales % kThreads != 0 && index >= kScales) continue;
       const bool present = first + scale * kCodedBlock < args.k;
       cp_async_4(stage + Gemm::kScalesOffset + (scale * Gemm::kRows + row) * 4,
-                 scales[pass] + (present ? first / kCodedBlock : 0), present);
+                 scales[pass] + (present ? first / kCodedBlock + scale >> args.weight.scale_shift : 0), present);
     }
   }
 
@@ -229,9 +236,10 @@ struct CodedStage {
   const CodedLane<Gemm>& lane;
   const int block;
 
-  __device__ __forceinline__ uint2 codes(int i, int half) const {
+  // The lane's 16 codes.
+  __device__ __forceinline__ const uint8_t* codes(int i, int half) const {
     const uint8_t* const row = stage + lane.tile_row(i, half) * Gemm::kRowBytes;
-    return *reinterpret_cast<const uint2*>(row + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * 8);
+    return row + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * Gemm::kLaneBytes;
   }
   __device__ __forceinline__ float scale(int i, int half) const {
     return reinterpret_cast<const float*>(stage + Gemm::kScalesOffset)[block * Gemm::kRows + lane.tile_row(i, half)];
@@ -254,17 +262,13 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
   for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint2 words = stage.codes(i, half);
+      uint32_t pairs[8];
+      Gemm::Decoder::decode_16(pairs, table, stage.codes(i, half));
       scales[i][half] = stage.scale(i, half);
-      uint32_t low[4], high[4];
-      PairTable<Element>::decode(low, table, words.x);
-      PairTable<Element>::decode(high, table, words.y);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        codes[i][j][half] = low[2 * j];
-        codes[i][j][half + 2] = low[2 * j + 1];
-        codes[i][j + 2][half] = high[2 * j];
-        codes[i][j + 2][half + 2] = high[2 * j + 1];
+      for (int j = 0; j < 4; ++j) {
+        codes[i][j][half] = pairs[2 * j];
+        codes[i][j][half + 2] = pairs[2 * j + 1];
       }
     }
   }
@@ -372,7 +376,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
   extern __shared__ __align__(128) uint8_t raw_shared[];
-  uint8_t* const ring = raw_shared + PairTable<typename Gemm::Element>::kBytes;
+  uint8_t* const ring = raw_shared + Gemm::Decoder::kBytes;
   const int clusters = gridDim.x / args.split, cluster = blockIdx.x / args.split, rank = blockIdx.x % args.split;
   const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
   const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
@@ -383,7 +387,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
   CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);
   CodedCopies<Gemm> ahead = copies;
   ahead.fill_weights(sm80::shared_address(ring));
-  const float unscale = PairTable<typename Gemm::Element>::template fill<Gemm::kThreads>(raw_shared, args.weight.code);
+  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, args.weight.code);
   wait_for_previous_kernel();
   copies.fill_tokens(sm80::shared_address(ring));
   const uint8_t* const table = raw_shared + threadIdx.x % 32 * 4;

@@ -1,7 +1,7 @@
 // Decoding of 4-bit codes by a table of pairs in shared memory: one read for two weights.
 #pragma once
 
-#include "../gemm/epilogue.cuh"
+#include "../../gemm/epilogue.cuh"
 
 namespace fused_mlp {
 
@@ -59,8 +59,16 @@ struct PairTable {
     return 1.0f / chosen;
   }
 
-  // The elements of four bytes: those of byte i, the first below the second, in pairs[i].
-  static __device__ __forceinline__ void decode(uint32_t (&pairs)[4], const uint8_t* of_lane, uint32_t bytes) {
+  // The elements of 16 codes, in pairs; `of_lane` is the lane's copy of the table.
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* of_lane, const uint8_t* codes) {
+    const uint2 words = *reinterpret_cast<const uint2*>(codes);
+    decode_8(pairs, of_lane, words.x);
+    decode_8(pairs + 4, of_lane, words.y);
+  }
+
+ private:
+  // Those of byte i, the first below the second, in pairs[i].
+  static __device__ __forceinline__ void decode_8(uint32_t* pairs, const uint8_t* of_lane, uint32_t bytes) {
     pairs[0] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes << 7 & kEntryMask));
     pairs[1] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 1 & kEntryMask));
     pairs[2] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 9 & kEntryMask));

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../../torch-ext/matrix.h"
+#include "../../../torch-ext/matrix.h"
 
 namespace fused_mlp {
 
@@ -18,7 +18,7 @@ struct CodedScales {
   float offset = 0.0f;
 };
 
-// torch-ext/quantized.h says how codes are packed, and what they stand for. Any block, any alignment.
+// torch-ext/quantized.h says how values and codes are packed, and what they stand for. Any block, any alignment.
 struct CodedElements {
   const uint8_t* data;
   const float* code;
@@ -26,8 +26,15 @@ struct CodedElements {
   int64_t elements, block;
 };
 
+struct Fp8Elements {
+  const uint8_t* data;
+  const float* scales;
+  int64_t n, k, block_rows, block;
+};
+
 // Writes all elements, rounded to the dtype.
 cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, cudaStream_t stream);
+cudaError_t launch_decode(const Fp8Elements& weight, void* out, DType dtype, cudaStream_t stream);
 
 // Scales that are written as floats: `count` of them.
 struct NestedScales {

@@ -35,6 +35,23 @@ cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, c
   return nested ? launch<true>(weight, out, dtype, stream) : launch<false>(weight, out, dtype, stream);
 }
 
+cudaError_t launch_decode(const Fp8Elements& weight, void* out, DType dtype, cudaStream_t stream) {
+  const int64_t elements = weight.n * weight.k;
+  if (elements == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(ceil_div(elements, kThreads * kCodes * kVectors));
+  const bool vectors = weight.k % kCodes == 0 && (weight.block % kCodes == 0 || weight.block >= weight.k) &&
+                       reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 &&
+                       reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0;
+  return visit_dtype(dtype, [&]<typename T>(T*) {
+    if (vectors) {
+      decode_fp8_vectors_kernel<T><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+    } else {
+      decode_fp8_kernel<T><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+    }
+    return cudaGetLastError();
+  });
+}
+
 cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_t stream) {
   AllNested all;
   int64_t most = 0;

@@ -1,7 +1,9 @@
 // The kernels that decode weights, and scales that are nested.
 #pragma once
 
-#include "../vector.cuh"
+#include <cuda_fp8.h>
+
+#include "../../vector.cuh"
 #include "decode.h"
 
 namespace fused_mlp::decoding {
@@ -78,6 +80,48 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, 
   constexpr int kOfCta = kThreads * kVectors * kCodes;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.elements, begin + kOfCta);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) decode_one<T, kNested>(weight, table, i, out);
+}
+
+__device__ __forceinline__ float fp8_value(uint8_t bits) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+}
+
+// Vectors of 8 values, each within a row and a block.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) decode_fp8_vectors_kernel(Fp8Elements weight, T* out) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kVectors + threadIdx.x;
+  const int64_t of_row = weight.k / kCodes, vectors = weight.n * of_row;
+  const int64_t blocks = ceil_div(weight.k, weight.block);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector >= vectors) continue;
+    const int64_t row = vector / of_row, column = vector % of_row * kCodes;
+    const float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block);
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(weight.data) + vector);
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+#pragma unroll
+    for (int part = 0; part < kCodes; part += kWidth) {
+      float elements[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const uint32_t word = part + j < 4 ? words.x : words.y;
+        elements[j] = fp8_value(static_cast<uint8_t>(word >> (part + j) % 4 * 8)) * scale;
+      }
+      store<T, kWidth>(out + vector * kCodes + part, elements);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) decode_fp8_kernel(Fp8Elements weight, T* out) {
+  constexpr int kOfCta = kThreads * kVectors * kCodes;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.n * weight.k, begin + kOfCta);
+  const int64_t blocks = ceil_div(weight.k, weight.block);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    const float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
+    out[i] = from_float<T>(fp8_value(weight.data[i]) * scale);
+  }
 }
 
 struct AllNested {

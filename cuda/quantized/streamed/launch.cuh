@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "../gemm/shared_memory.cuh"
-#include "choice.h"
-#include "streamed_gemm.cuh"
+#include "../../gemm/shared_memory.cuh"
+#include "../choice.h"
+#include "gemm.cuh"
 
 namespace fused_mlp {
 
