@@ -84,7 +84,8 @@ def _tensor(output):
 
 
 def operators(model, x):
-    """Names of the operators that a call runs."""
+    """Names of the operators that a call for inference runs."""
+    model.eval()
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(x)
     return " ".join(event.name for event in profile.events())

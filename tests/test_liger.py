@@ -206,7 +206,7 @@ def tanh_gelu_forward(self, x):
 
 
 def test_a_product_by_a_function(fused_mlp, device, tell_ops, dispatched, monkeypatch):
-    module, x = ByAFunction().to(device), torch.randn(3, 32, device=device)
+    module, x = ByAFunction().to(device).eval(), torch.randn(3, 32, device=device)
     expected, ops = module(x).detach(), ops_of(tell_ops)
     assert fused_mlp.fuse_mlps(module).fused
     with torch.no_grad():

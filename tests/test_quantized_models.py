@@ -25,6 +25,7 @@ from safety import run_with_gradients as run
 from tiny_models import LLM
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
+importlib.import_module("peft.tuners.lora.bnb")  # which PEFT imports when it first meets a layer of bitsandbytes
 
 WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
 # Model, configuration, its options, the pattern, and the names of the projections.

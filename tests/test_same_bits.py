@@ -108,3 +108,7 @@ def test_no_graph_is_kept_and_eval_is_left_alone(fused_mlp, device):
         assert mlp(x).is_inference()
     with torch.no_grad():
         assert mlp(x).grad_fn is None
+    with torch.inference_mode():
+        made_there = torch.randn(5, 32, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():  # where autograd takes none of these
+        assert mlp(made_there).grad_fn is None

@@ -51,15 +51,15 @@ def is_recording() -> bool:
     return _is_grad_enabled() and (_is_compiling() or not _is_inference())
 
 
-def is_as_recorded(module: Any) -> bool:
-    """True if a call of a module, which autograd does not record, is to have the bits of one that it does.
+def is_as_recorded(module: Any, x: Tensor) -> bool:
+    """True if a call of a module on x, which autograd does not record, is to have the bits of one that it does.
 
     So it is under ``no_grad`` in training mode: who compares the two, as by ratios of probabilities, or repeats one as
     the other, as a reentrant checkpoint does, takes them to be the same. In eval mode, and in inference mode, a call
     takes the fastest kernels.
     """
     is_off = not _is_grad_enabled() and module.training and not (_is_compiling() or _is_inference())
-    return is_off and not (is_transformed() or is_followed() or _tracing_state() is not None)
+    return is_off and not (x.is_inference() or is_transformed() or is_followed() or _tracing_state() is not None)
 
 
 def as_recorded(compute: Callable[[Tensor], Any], x: Tensor) -> Any:

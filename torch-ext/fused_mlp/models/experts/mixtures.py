@@ -74,7 +74,7 @@ def fused_method(method: FunctionType) -> FunctionType:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         is_off = not shortcut.is_grad_enabled() and self.training
-        if is_off and args and type(args[0]) is Tensor and shortcut.is_as_recorded(self):
+        if is_off and args and shortcut.is_as_recorded(self, args[0]):
             return training.as_recorded(lambda x: forward(self, x, *args[1:], **kwargs), args[0])
         if not _is_compiling() and len(args) == 3 and not kwargs:
             result = settled.output(self, *args)

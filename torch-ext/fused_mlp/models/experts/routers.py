@@ -159,7 +159,7 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     """The result of a router by one op; None where its forward is to run as it was written."""
     if (
         type(x) is not Tensor
-        or (not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module))
+        or (not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x))
         or dispatch._open_blocks[-1].name != "auto"
         or native.refusal("top_k_router", x) is not None
     ):

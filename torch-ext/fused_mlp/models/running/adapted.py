@@ -54,7 +54,7 @@ def obstacle(module: nn.Module) -> Optional[str]:
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
-    if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module):
+    if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
         return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
     if found is False:  # a dropout in front of its adapter is active, which no op takes

@@ -87,7 +87,7 @@ wholes: Dict[Callable[..., Any], Half] = {}
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
     """:func:`joined` of the children of a module under these names."""
-    is_left = not shortcut.is_grad_enabled() and owner.training and shortcut.is_as_recorded(owner)
+    is_left = not shortcut.is_grad_enabled() and owner.training and shortcut.is_as_recorded(owner, x)
     if _plain is not None and not is_left:
         found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
         if found is not None:

@@ -52,7 +52,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 def called(norm: nn.Module, x: Any) -> Optional[Tensor]:
     """The result of a norm of a known class that is being called, by an op; None where its own code has to run."""
-    if not shortcut.is_grad_enabled() and norm.training and shortcut.is_as_recorded(norm) and isinstance(x, Tensor):
+    if not shortcut.is_grad_enabled() and norm.training and shortcut.is_as_recorded(norm, x):
         return training.as_recorded(lambda given: called(norm, given), x)
     found = shortcut.plain.normed(norm, x)
     if type(found) is not tuple:

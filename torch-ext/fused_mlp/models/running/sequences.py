@@ -56,7 +56,7 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     """The result of ``for module in modules: x = module(x)``; ``memory`` selects the values that training keeps."""
     if type(modules) is nn.ModuleList:
         is_compiled = shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced()
-        is_left = not shortcut.is_grad_enabled() and modules.training and shortcut.is_as_recorded(modules)
+        is_left = not shortcut.is_grad_enabled() and modules.training and shortcut.is_as_recorded(modules, x)
         if is_compiled and not is_left:
             found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
             if type(found) is tuple:

@@ -181,7 +181,7 @@ _NO_ACTIVATION = get_activation("linear").function
 
 def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
     """The result of a plan by compiled code where there is one, else by ``forwards``; None where no op is taken."""
-    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, operands):
+    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return training.as_recorded(lambda given: fused(plan, module, given, operands), x)
     if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
         found = plain.fused(plan, module, x, operands)
@@ -203,11 +203,11 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
-def is_as_recorded(module: Optional[nn.Module], operands: Tuple[Any, ...] = ()) -> bool:
+def is_as_recorded(module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...] = ()) -> bool:
     """What ``training`` asks of a module, or of the first one among operands; asked where autograd is off."""
     if module is None:
         module = next((operand for operand in operands if isinstance(operand, nn.Module)), None)
-    return module is not None and training.is_as_recorded(module)
+    return module is not None and isinstance(x, Tensor) and training.is_as_recorded(module, x)
 
 
 def fused_parts(
@@ -266,7 +266,7 @@ def block(
     The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
     for all rows, or for rows that follow each other.
     """
-    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, operands):
+    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
     found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
     return of_operands(*found) if type(found) is tuple else found
