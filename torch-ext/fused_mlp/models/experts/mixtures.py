@@ -74,9 +74,8 @@ def fused_method(method: FunctionType) -> FunctionType:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         is_off = not shortcut.is_grad_enabled() and self.training
-        if is_off and args and shortcut.is_as_recorded(self, args[0]):
-            return training.as_recorded(lambda x: forward(self, x, *args[1:], **kwargs), args[0])
-        if not _is_compiling() and len(args) == 3 and not kwargs:
+        is_as_recorded = is_off and bool(args) and shortcut.is_as_recorded(self, args[0])
+        if not (is_as_recorded or _is_compiling() or len(args) != 3 or kwargs):
             result = settled.output(self, *args)
             if result is not None:
                 return result
@@ -84,7 +83,10 @@ def fused_method(method: FunctionType) -> FunctionType:
         if another is not None:
             return another(self, *args, **kwargs)
         given = args if len(args) == 3 and not kwargs else _in_order(names, args, kwargs)
-        result = None if given is None else _fused(self, *given)
+        if given is not None and is_as_recorded:
+            result = training.as_recorded(lambda x: _fused(self, x, *given[1:]), given[0])
+        else:
+            result = None if given is None else _fused(self, *given)
         return method(self, *args, **kwargs) if result is None else result
 
     functools.update_wrapper(forward, method)

@@ -12,7 +12,6 @@ from typing import Any, Dict, Optional, Set
 from torch import Tensor, nn
 
 from ... import norms as ops
-from ... import training
 from ...backends import native
 from ..parts import norms, obstacles
 from . import shortcut, switching
@@ -52,8 +51,6 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 def called(norm: nn.Module, x: Any) -> Optional[Tensor]:
     """The result of a norm of a known class that is being called, by an op; None where its own code has to run."""
-    if not shortcut.is_grad_enabled() and norm.training and shortcut.is_as_recorded(norm, x):
-        return training.as_recorded(lambda given: called(norm, given), x)
     found = shortcut.plain.normed(norm, x)
     if type(found) is not tuple:
         return found
