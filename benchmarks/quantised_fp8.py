@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Sizes of groups and widths are constants of what is compiled; rows are not.
-torch._dynamo.config.automatic_dynamic_shapes = False
-torch._dynamo.config.recompile_limit = 64
+# Sizes are constants of what is compiled: for a benchmark to patch torch._dynamo.config with.
+COMPILED = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
