@@ -51,17 +51,16 @@ Answer PastModes::pass() {
   return kYes;
 }
 
-Answer is_recording() {
-  if (!aoti_torch_grad_mode_is_enabled()) return kNo;
+// Whether autograd is on, or off, as asked, outside of inference mode.
+static Answer is_grad_mode(bool on) {
+  if (aoti_torch_grad_mode_is_enabled() != on) return kNo;
   const Answer inference = said_by(settings.is_inference);
   return inference == kError ? kError : answer(inference == kNo);
 }
 
-Answer is_unrecorded() {
-  if (aoti_torch_grad_mode_is_enabled()) return kNo;
-  const Answer inference = said_by(settings.is_inference);
-  return inference == kError ? kError : answer(inference == kNo);
-}
+Answer is_recording() { return is_grad_mode(true); }
+
+Answer is_unrecorded() { return is_grad_mode(false); }
 
 Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
 

@@ -33,7 +33,7 @@ class PastModes {
 // True if autograd records what needs gradients.
 Answer is_recording();
 
-// Whether no_grad() keeps autograd from recording operands that need gradients, and inference mode does not.
+// True if no_grad() has turned autograd off, and inference mode has not.
 Answer is_unrecorded();
 
 // True if autocast is on for some device.

@@ -124,8 +124,6 @@ def experts_refusal(
 # As in cuda/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-
-
 # Rows of an expert, on average, as in cuda/sm90/grouped.cpp.
 _MOST_TRANSPOSED_ROWS = 32
 

@@ -204,7 +204,10 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
 
 
 def is_as_recorded(module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...] = ()) -> bool:
-    """What ``training`` asks of a module, or of the first one among operands; asked where autograd is off."""
+    """``training.is_as_recorded`` of a module, or of the first one among operands.
+
+    Callers first ask for the two flags that most calls fail, autograd off and training mode: that takes no frame.
+    """
     if module is None:
         module = next((operand for operand in operands if isinstance(operand, nn.Module)), None)
     return module is not None and isinstance(x, Tensor) and training.is_as_recorded(module, x)
