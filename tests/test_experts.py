@@ -562,8 +562,9 @@ def test_what_is_chosen(fused_mlp, device, tokens):
     """The compiled kernels; where they do not take the operands, Triton's for few tokens, or the parts."""
     for form in ({}, {"transposed": True}):
         made = drawn(tokens, sizes=(64, 128, 24), dtype=torch.bfloat16, device=device, **form)
-        check(fused_mlp, "auto", made, **form)
-        found = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
+        with gemm_kernels.chosen(fused_mlp):
+            check(fused_mlp, "auto", made, **form)
+            found = fused_mlp.explain(fused_mlp.experts_mlp, **made, **form)
         way = "torch" if form and tokens == 1000 else "sm90"
         assert (found.implementation, {part.implementation for part in found.parts}) == ("cuda", {way})
     made = drawn(tokens, dtype=torch.bfloat16, device=device)

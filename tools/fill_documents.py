@@ -65,8 +65,8 @@ def parts() -> dict[str, str]:
         "training": training_table(),
         "training-steps": training_steps_table(),
         "adapters": adapters_table(),
-        "quantised": quantised_table(QUANTISED, "bitsandbytes"),
-        "quantised-fp8": quantised_table(FP8, "torch's FP8"),
+        "quantised": quantised_table(QUANTISED),
+        "quantised-fp8": quantised_table(FP8),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -422,17 +422,18 @@ def quantised_gains(name: str, kind: str, most_rows: int) -> list[float]:
     return [each["providers"]["eager"]["graph_us"] / each["providers"]["ours"]["graph_us"] for each in found]
 
 
-def quantised_table(name: str, eager_way: str) -> str:
-    """The times of another way, ours, and ours with weights of 16 bits."""
-    rows = []
+def quantised_table(name: str) -> str:
+    """A line for each width and format, a column for each number of rows: our time, and the speed-up."""
+    lines: dict[str, dict[int, str]] = {}
     for result in quantised_results(name):
+        rows, *width = result["shape"]
         eager, ours, wide = (result["providers"][way]["graph_us"] for way in ("eager", "ours", "ours-bf16"))
-        sizes = ", ".join(map(str, result["shape"]))
-        rows.append(
-            (f"{sizes}: {result['format']}", f"{eager:.0f}", f"{ours:.0f} ({gain(eager / ours)})", f"{wide:.0f}")
-        )
-    heads = ("M, D, H: format", f"{eager_way}, us", f"{HEADS['ours']}, us", "its bfloat16 weights, us")
-    return documents.table(heads, rows, left=1)
+        sizes = ", ".join(map(str, width))
+        lines.setdefault(f"{sizes}: {result['format']}", {})[rows] = f"{ours:.0f} ({gain(eager / ours)})"
+        lines.setdefault(f"{sizes}: bfloat16", {}).setdefault(rows, f"{wide:.0f} ({gain(eager / wide)})")
+    counts = sorted({rows for line in lines.values() for rows in line})
+    table = [(head, *(line.get(rows, "") for rows in counts)) for head, line in lines.items()]
+    return documents.table(("D, H: weights", *map(str, counts)), table, left=1)
 
 
 def quantised_machine(name: str) -> str:
