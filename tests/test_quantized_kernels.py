@@ -214,7 +214,7 @@ def test_rows_as_they_lie(ops, device):
     one = run_mlp(ops, rows[0, 0], weights, [None] * 3, True)
     several = run_mlp(ops, rows[:1, :1].expand(8, 5, 128), weights, [None] * 3, True)
     assert one.shape == (40,) and several.shape == (8, 5, 40) and torch.equal(several, several[:1, :1].expand(8, 5, 40))
-    for result in (one, several[0, 0]):  # a row is too little to compare errors, and other numbers of rows round elsewhere
+    for result in (one, several[0, 0]):  # too few values to compare errors; other numbers of rows round elsewhere
         torch.testing.assert_close(result, run_mlp(ops, rows, weights, [None] * 3, True)[0, 0], rtol=3e-2, atol=4e-2)
 
 
