@@ -9,21 +9,33 @@
 
 namespace fused_mlp {
 
+// The kernels of a few rows, of more, and of many, which round rows of a to e4m3.
+enum class CodedLoop { kStreamed, kTiled, kScaled };
+
+constexpr const char* name(CodedLoop loop) {
+  constexpr const char* kNames[] = {"streamed", "tiled", "scaled"};
+  return kNames[static_cast<int>(loop)];
+}
+
 struct CodedPlan {
-  MainLoop loop;
+  CodedLoop loop;
   int tokens;          // of a tile
-  int groups;          // warpgroups of a tiled kernel, which have 64 weight rows each
+  int groups;          // of a tile's weight rows: 64 for each warpgroup of a tiled kernel, 128 of a scaled one
   int split;           // CTAs of a cluster, which share k
   CodedKernel kernel;  // of a streamed one
+  int pair = 1;        // CTAs of a cluster that share weights, of a scaled one
+
+  bool scaled() const { return loop == CodedLoop::kScaled; }
 };
 
 // Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
-// up to the last. Weights are decoded before products of more rows (measured on an H200).
+// up to the last, but where scaled ones take more than kMostExactRows. Weights are decoded before products of more rows
+// (measured on an H200).
 constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
   return coding == Coding::kFourBits ? 32 : gated ? 8 : 16;
 }
 constexpr int64_t most_tokens(Coding coding) { return coding == Coding::kFourBits ? 64 : 32; }
-constexpr int64_t kMostTiledRows = 512;
+constexpr int64_t kMostTiledRows = 512, kMostExactRows = 32;
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

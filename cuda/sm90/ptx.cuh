@@ -93,6 +93,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// At the same barrier of CTA `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank))
+               : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -142,6 +148,23 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
+// To the same place in the CTAs of the cluster whose bits are set, and at the barrier of each.
+__device__ __forceinline__ void tma_load_to(uint16_t ctas, const CUtensorMap* map, uint32_t barrier, uint32_t shared,
+                                            int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ctas)
+      : "memory");
+}
+
+// Adjacent bytes, a multiple of 16 at a multiple of 16.
+__device__ __forceinline__ void bulk_load(const void* global, uint32_t barrier, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
                "r"(column), "r"(row)
@@ -149,6 +172,10 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t share
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 
 // Waits until at most `kPending` committed groups of stores still read their shared memory.
 template <int kPending>

@@ -1,0 +1,86 @@
+// Launches the products of scaled e4m3, and the rounding before them.
+#include <algorithm>
+
+#include "../../gemm/shared_memory.cuh"
+#include "../../sm90/launch.cuh"
+#include "gemm.cuh"
+#include "round.cuh"
+
+namespace fused_mlp {
+namespace {
+
+// Rows of bytes, as elements of 16 bits.
+bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t rows, int64_t columns, int box_rows) {
+  const Matrix words{const_cast<void*>(data), row_bytes / 2};
+  return sm90::encode_tensor_map(map, DType::kBFloat16, words, rows, columns / 2, box_rows, kScaledGroup / 2);
+}
+
+template <typename Gemm, int kVariant = 0>
+cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
+                        const Gpu& gpu, cudaStream_t stream) {
+  ScaledArgs args{};
+  args.a_scales = a.scales;
+  args.a_scale_stride = a.scale_stride;
+  args.of_weight = p.weight;
+  args.of_up_weight = p.up_weight;
+  args.rounded = rounded;
+  args.epilogue = p.epilogue;
+  args.m = static_cast<int>(p.m);
+  args.n = static_cast<int>(p.n);
+  args.k_blocks = static_cast<int>(ceil_div(p.k, Gemm::kBlockK));
+  args.halves = plan.groups;
+  args.pair = plan.pair;
+  args.split = plan.split;
+  args.units_m = static_cast<int>(ceil_div(p.m, Gemm::kTileM * plan.pair));
+  args.tiles_n = static_cast<int>(ceil_div(p.n, Gemm::kHalfN * (Gemm::kGated ? 1 : plan.groups)));
+  args.loaded_rows = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTileM));
+  args.by_rows = p.weight.scale_rows == 1;
+  const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
+    return encode_bytes(map, weight.data, p.k, p.n, p.k, Gemm::kHalfN);
+  };
+  const bool mapped =
+      encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows) &&
+      encode_weight(&args.weight, p.weight) && (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
+      (rounded.data != nullptr
+           ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
+           : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
+  if (!mapped) return cudaErrorInvalidValue;
+  constexpr auto kKernel = scaled_gemm_kernel<Gemm, kVariant>;
+  const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const int tiles = args.units_m * args.tiles_n;
+  const int clusters = plan.split > 1 ? tiles : std::min(tiles, gpu.multiprocessors / plan.pair);
+  return sm90::launch_kernel(kKernel, args, clusters * plan.pair * plan.split, Gemm::kThreads, Gemm::kSharedBytes,
+                             plan.pair * plan.split, true, stream);
+}
+
+template <typename Element>
+cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
+                      const Gpu& gpu, cudaStream_t stream) {
+  return p.gated() ? launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, gpu, stream)
+                   : launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, gpu, stream);
+}
+
+template <typename Element>
+cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream) {
+  using R = Rounding;
+  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k)};
+  const dim3 grid(ceil_div(p.m, R::kRows), ceil_div(ceil_div(p.k, kScaledGroup), R::kGroups));
+  round_kernel<Element><<<grid, R::kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_scaled(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
+                          const Gpu& gpu, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_of<__half>(p, plan, a, rounded, gpu, stream)
+                                    : launch_of<__nv_bfloat16>(p, plan, a, rounded, gpu, stream);
+}
+
+cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, stream)
+                                    : launch_rounding_of<__nv_bfloat16>(p, rounded, stream);
+}
+
+}  // namespace fused_mlp
