@@ -177,6 +177,9 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
     }
+    if (kVariant == 2 && group == 0 && block == tiles.k_begin() + 1 && tiles.index < tiles.step) {
+      sm90::named_barrier_arrive(2, Gemm::kConsumers);
+    }
     scale[0] = scale_behind[0];
     scale[1] = scale_behind[1];
   }
@@ -222,6 +225,7 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
   if (kVariant == 1 && warp >= 4) sm90::named_barrier_arrive(2, Gemm::kConsumers);
+  if (kVariant == 2 && warp >= 4) sm90::named_barrier_sync(2, Gemm::kConsumers);
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
