@@ -210,7 +210,7 @@ class Run {
     layer.problem.out.data = out.mutable_data_ptr();
     if (layer.scaled()) {
       const RoundedRows rounded(layer.problem, stream);
-      check(launch_scaled(layer.problem, layer.plan, rounded.rows(), {}, gpu(x.get_device_index()), stream));
+      multiply(layer, rounded.rows(), gpu(x.get_device_index()), stream);
     } else {
       layer.problem.starts_early = early;
       check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
@@ -227,17 +227,23 @@ class Run {
     const int64_t hidden = part.first.weight.n;
     const CodedLayer layer(part, scales_, matrix(rows), rows.rows, dtype, on);
     CodedLayer behind(second, scales_, {nullptr, hidden}, rows.rows, dtype, on);
-    if (!layer.scaled() || !behind.scaled() || !shares_format(part)) return {};
+    if (!layer.scaled() || layer.plan.split > 1 || !behind.scaled() || !shares_format(part)) return {};
     const cudaStream_t stream = current_stream(x);
     const Tensor out = new_dense(x, with_last_size(x, second.first.weight.n));
     behind.problem.out.data = out.mutable_data_ptr();
     const RoundedRows rounded(layer.problem, stream), between(rows.rows, hidden);
-    check(launch_scaled(layer.problem, layer.plan, rounded.rows(), between.rows(), on, stream));
-    check(launch_scaled(behind.problem, behind.plan, between.rows(), {}, on, stream));
+    check(launch_scaled(layer.problem, layer.plan, rounded.rows(), between.rows(), nullptr, on, stream));
+    multiply(behind, between.rows(), on, stream);
     return out;
   }
 
  private:
+  static void multiply(const CodedLayer& layer, const ScaledRows& a, const Gpu& gpu, cudaStream_t stream) {
+    const int64_t parts = layer.plan.split > 1 ? layer.plan.split * layer.problem.m * layer.problem.n : 0;
+    const Scratch sums(parts * static_cast<int64_t>(sizeof(float)));
+    check(launch_scaled(layer.problem, layer.plan, a, {}, static_cast<float*>(sums.data()), gpu, stream));
+  }
+
   static Tensor run_decoded(const Tensor& x, const Part& part) {
     const Tensor weight = decoded(part.first.weight, x.scalar_type());
     const OptionalTensor up =

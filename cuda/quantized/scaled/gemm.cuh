@@ -3,9 +3,9 @@
 // The tensor cores add up in fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies the
 // block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
-// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights may be a
-// cluster, and each brings one half to both. Where there are few tiles, the CTAs of a cluster share k instead, and their
-// sums are added in the order of their ranks.
+// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
+// cluster, and each brings one half to both: L2 would not keep up else. Where there are few tiles, several CTAs share k,
+// and another kernel adds their sums (parts.cuh).
 #pragma once
 
 #include "store.cuh"
@@ -14,9 +14,8 @@ namespace fused_mlp {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The tiles of a CTA, one after the other.
+// The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
 struct ScaledTiles {
-  static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
   const int rank;  // in the cluster
   int index;
@@ -24,22 +23,23 @@ struct ScaledTiles {
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
-        rank(args.pair * args.split > 1 ? sm90::cluster_rank() : 0),
-        index(blockIdx.x / (args.pair * args.split)),
-        step(gridDim.x / (args.pair * args.split)) {}
+        rank(args.pair > 1 ? sm90::cluster_rank() : 0),
+        index(blockIdx.x / args.pair),
+        step(gridDim.x / args.pair) {}
 
-  __device__ __forceinline__ bool done() const { return index >= args.units_m * args.tiles_n; }
+  __device__ __forceinline__ bool done() const { return index >= args.units_m * args.tiles_n * args.split; }
   __device__ __forceinline__ void advance() { index += step; }
-  __device__ __forceinline__ int k_begin() const { return args.split > 1 ? rank * args.k_blocks / args.split : 0; }
-  __device__ __forceinline__ int k_end() const {
-    return args.split > 1 ? (rank + 1) * args.k_blocks / args.split : args.k_blocks;
+  __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
+    return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
   }
 
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
-    const int2 at = grouped_tile<kGroupUnits>(index, args.units_m, args.tiles_n);
-    const int columns = Gemm::kGated ? Gemm::kHalfN : args.halves * Gemm::kHalfN;
-    return {(at.x * args.pair + (args.pair > 1 ? rank : 0)) * Gemm::kTileM, at.y * columns};
+    const int whole = index / args.split;
+    const int2 at = args.group == 0   ? grouped_tile<8>(whole, args.units_m, args.tiles_n)
+                    : args.group == 1 ? grouped_tile<4>(whole, args.units_m, args.tiles_n)
+                                      : grouped_tile<16>(whole, args.units_m, args.tiles_n);
+    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
   }
 };
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_weights(const ScaledArgs& args, const Scale
       if (half == rank) {
         sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
       }
-    } else if (half < args.halves) {
+    } else {
       sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
     }
   }
@@ -72,23 +72,25 @@ __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledSh
 // Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
-  const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + args.halves * Gemm::kHalfBytes + Gemm::kScaleBytes;
+  const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + Gemm::kHalves * Gemm::kHalfBytes + Gemm::kScaleBytes;
   ScaledTiles tiles(args);
   sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
   int early = 0;
   if (!tiles.done()) {
     const ScaledTile tile = tiles.tile<Gemm>();
-    early = min(Gemm::kStages, tiles.k_end() - tiles.k_begin());
+    const int2 blocks = tiles.blocks(tile);
+    early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) {
       sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, tiles.k_begin() + stage, tile, tiles.rank);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, tiles.rank);
     }
   }
   wait_for_previous_kernel();
   for (; !tiles.done(); tiles.advance()) {
     const ScaledTile tile = tiles.tile<Gemm>();
+    const int2 blocks = tiles.blocks(tile);
 #pragma unroll 1
-    for (int block = tiles.k_begin(); block < tiles.k_end(); ++block, at.advance()) {
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
         --early;
       } else {
@@ -117,9 +119,23 @@ struct ScalesOfHalf {
 };
 
 // sums = the products of the blocks of k, as they arrive.
+#define OUT64                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "    \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "     \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define O4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define O16(d, i) O4(d, i), O4(d, i + 4), O4(d, i + 8), O4(d, i + 12)
+__device__ __forceinline__ void multiply_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" OUT64
+               "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
+               : O16(d, 0), O16(d, 16), O16(d, 32), O16(d, 48)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
 template <typename Gemm, int kVariant>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                         const ScaledTiles& tiles, const ScaledTile& tile, sm90::RingPosition& at,
+                                         const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
                                          ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
@@ -132,11 +148,10 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
 #pragma unroll
     for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = 0.0f;
   }
-  const int end = tiles.k_end();
-  float scale[2] = {first(tiles.k_begin()), second(tiles.k_begin())};
+  float scale[2] = {first(blocks.x), second(blocks.x)};
 #pragma unroll 1
-  for (int block = tiles.k_begin(); block < end; ++block, at.advance()) {
-    const int next = min(block + 1, end - 1);
+  for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+    const int next = min(block + 1, blocks.y - 1);
     const float scale_behind[2] = {first(next), second(next)};
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
     float of_rows[2];
@@ -148,10 +163,17 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
                    : "memory");
     }
     const uint64_t rows = sm90::wgmma_descriptor(shared.a(at.stage) + group * 64 * Gemm::kBlockK);
+    uint32_t in_registers[4][4];
+    if constexpr (kVariant == 3) {
+      const uint32_t row = shared.a(at.stage) + (threadIdx.x / 32 * 16 + lane % 16) * 128;
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        sm90::load_matrix_x4(row | ((step * 2 + lane / 16) ^ lane % 8) * 16, in_registers[step]);
+      }
+    }
     float of_block[Gemm::kSums];
 #pragma unroll
     for (int half = 0; half < Gemm::kHalves; ++half) {
-      if (half > 0 && args.halves == 1) break;
       const uint64_t weights = sm90::wgmma_descriptor(shared.half(at.stage, half));
       if constexpr (kVariant == 1) sm90::named_barrier_sync(2 + group, Gemm::kConsumers);
       sm90::fence_accumulator(of_block);
@@ -159,14 +181,18 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
 #pragma unroll
       for (int step = 0; step < Gemm::kBlockK / 32; ++step) {
         constexpr int kStep = sm90::kWgmmaStepBytes >> 4;
-        Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
+        if constexpr (kVariant == 3) {
+          multiply_rs(of_block, in_registers[step], weights + step * kStep, step > 0);
+        } else {
+          Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
+        }
       }
       sm90::wgmma_commit();
       if constexpr (kVariant == 1) sm90::named_barrier_arrive(3 - group, Gemm::kConsumers);
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == args.halves - 1 && lane < args.pair) {
+      if (half == Gemm::kHalves - 1 && lane < args.pair) {
         if (args.pair > 1) {
           sm90::mbarrier_arrive_at(shared.empty(at.stage), lane);
         } else {
@@ -177,47 +203,9 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
     }
-    if (kVariant == 2 && group == 0 && block == tiles.k_begin() + 1 && tiles.index < tiles.step) {
-      sm90::named_barrier_arrive(2, Gemm::kConsumers);
-    }
     scale[0] = scale_behind[0];
     scale[1] = scale_behind[1];
   }
-}
-
-// Adds the cluster's sums, in the order of the ranks. Each CTA finishes the rows of some of its warps; returns true in
-// these.
-template <typename Gemm>
-__device__ __forceinline__ bool add_sums_of_cluster(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int rank,
-                                                    int warp, ScaledSums<Gemm>& sums) {
-  constexpr int kFours = Gemm::kSums / 4;
-  sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
-#pragma unroll
-  for (int i = 0; i < Gemm::kHalves * kFours; ++i) {
-    const float* const of = sums[i / kFours] + i % kFours * 4;
-    sm90::store_cluster_float4(shared.sums(warp, i), make_float4(of[0], of[1], of[2], of[3]));
-  }
-  sm90::cluster_sync();
-  if (warp * args.split / (Gemm::kConsumers / 32) != rank) return false;
-#pragma unroll
-  for (int half = 0; half < Gemm::kHalves; ++half) {
-#pragma unroll
-    for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = 0.0f;
-  }
-#pragma unroll 1
-  for (int source = 0; source < args.split; ++source) {
-#pragma unroll
-    for (int i = 0; i < Gemm::kHalves * kFours; ++i) {
-      const float4 four =
-          sm90::load_cluster_float4(sm90::map_to_rank(shared.sums(warp, i), static_cast<uint32_t>(source)));
-      float* const of = sums[i / kFours] + i % kFours * 4;
-      of[0] += four.x;
-      of[1] += four.y;
-      of[2] += four.z;
-      of[3] += four.w;
-    }
-  }
-  return true;
 }
 
 template <typename Gemm, int kVariant>
@@ -225,13 +213,11 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
   if (kVariant == 1 && warp >= 4) sm90::named_barrier_arrive(2, Gemm::kConsumers);
-  if (kVariant == 2 && warp >= 4) sm90::named_barrier_sync(2, Gemm::kConsumers);
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
-    multiply<Gemm, kVariant>(args, shared, tiles, tile, at, sums);
+    multiply<Gemm, kVariant>(args, shared, tile, tiles.blocks(tile), at, sums);
     tile.row += warp * Gemm::kBoxRows;
-    if (args.split > 1 && !add_sums_of_cluster<Gemm>(args, shared, tiles.rank, warp, sums)) continue;
     store_tile<Gemm>(args, sums, shared.box(warp), tile);
   }
   if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
@@ -245,7 +231,6 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_gemm_kernel(const __
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
-  const bool in_cluster = args.pair * args.split > 1;
   allow_next_kernel();
   if (threadIdx.x == 0) {
     sm90::prefetch_tensor_map(&args.a);
@@ -259,17 +244,16 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_gemm_kernel(const __
     sm90::fence_mbarrier_init();
   }
   __syncthreads();
-  if (in_cluster) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
+  if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
     if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
     __syncwarp();
-    if (args.split > 1) sm90::cluster_sync();  // where the others have laid down their sums
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();
     consume<Gemm, kVariant>(args, shared);
   }
-  if (in_cluster) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
+  if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
 #endif
 }
 

@@ -4,6 +4,7 @@
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/launch.cuh"
 #include "gemm.cuh"
+#include "parts.cuh"
 #include "round.cuh"
 
 namespace fused_mlp {
@@ -17,22 +18,23 @@ bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t
 
 template <typename Gemm, int kVariant = 0>
 cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                        const Gpu& gpu, cudaStream_t stream) {
+                        float* parts, const Gpu& gpu, cudaStream_t stream, int group = 0) {
   ScaledArgs args{};
+  args.group = group;
   args.a_scales = a.scales;
   args.a_scale_stride = a.scale_stride;
   args.of_weight = p.weight;
   args.of_up_weight = p.up_weight;
   args.rounded = rounded;
+  args.parts = plan.split > 1 ? parts : nullptr;
   args.epilogue = p.epilogue;
   args.m = static_cast<int>(p.m);
   args.n = static_cast<int>(p.n);
   args.k_blocks = static_cast<int>(ceil_div(p.k, Gemm::kBlockK));
-  args.halves = plan.groups;
   args.pair = plan.pair;
   args.split = plan.split;
   args.units_m = static_cast<int>(ceil_div(p.m, Gemm::kTileM * plan.pair));
-  args.tiles_n = static_cast<int>(ceil_div(p.n, Gemm::kHalfN * (Gemm::kGated ? 1 : plan.groups)));
+  args.tiles_n = static_cast<int>(ceil_div(p.n, Gemm::kColumns));
   args.loaded_rows = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTileM));
   args.by_rows = p.weight.scale_rows == 1;
   const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
@@ -48,17 +50,28 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   constexpr auto kKernel = scaled_gemm_kernel<Gemm, kVariant>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int tiles = args.units_m * args.tiles_n;
-  const int clusters = plan.split > 1 ? tiles : std::min(tiles, gpu.multiprocessors / plan.pair);
-  return sm90::launch_kernel(kKernel, args, clusters * plan.pair * plan.split, Gemm::kThreads, Gemm::kSharedBytes,
-                             plan.pair * plan.split, true, stream);
+  const int tiles = args.units_m * args.tiles_n * plan.split;
+  const int clusters = std::min(tiles, gpu.multiprocessors / plan.pair);
+  return sm90::launch_kernel(kKernel, args, clusters * plan.pair, Gemm::kThreads, Gemm::kSharedBytes, plan.pair, true,
+                             stream);
+}
+
+template <typename Element>
+cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float* parts, cudaStream_t stream) {
+  const float* const row_scales = p.weight.scale_rows == 1 ? p.weight.scales : nullptr;
+  const PartsArgs args{parts,      row_scales, p.epilogue.bias, p.out, plan.split, static_cast<int>(p.m),
+                       static_cast<int>(p.n)};
+  const int64_t vectors = p.m * (p.n / PartsSum::kValues);
+  return sm90::launch_kernel(add_parts_kernel<Element>, args, static_cast<int>(ceil_div(vectors, PartsSum::kThreads)),
+                             PartsSum::kThreads, 0, 1, true, stream);
 }
 
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                      const Gpu& gpu, cudaStream_t stream) {
-  return p.gated() ? launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, gpu, stream)
-                   : launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, gpu, stream);
+                      float* parts, const Gpu& gpu, cudaStream_t stream) {
+  if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream);
+  const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream);
+  return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
 }
 
 template <typename Element>
@@ -73,9 +86,9 @@ cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded,
 }  // namespace
 
 cudaError_t launch_scaled(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                          const Gpu& gpu, cudaStream_t stream) {
-  return p.dtype == DType::kFloat16 ? launch_of<__half>(p, plan, a, rounded, gpu, stream)
-                                    : launch_of<__nv_bfloat16>(p, plan, a, rounded, gpu, stream);
+                          float* parts, const Gpu& gpu, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_of<__half>(p, plan, a, rounded, parts, gpu, stream)
+                                    : launch_of<__nv_bfloat16>(p, plan, a, rounded, parts, gpu, stream);
 }
 
 cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream) {

@@ -17,10 +17,11 @@ struct ScaledArgs {
   int64_t a_scale_stride;
   CodedWeight of_weight, of_up_weight;
   ScaledRows rounded;
+  float* parts;  // [split, m, n]: where the sums of parts of k go as they are
   EpilogueArgs epilogue;
   int m, n, k_blocks;
   int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
-  int halves, pair, split;
+  int pair, split, group;
   int loaded_rows;  // of a tile; the rest of its places hold anything
   bool by_rows;     // each weight row has a scale, which the sums are multiplied by at the end
 };
@@ -32,6 +33,7 @@ struct ScaledGemm {
   static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
   static constexpr int kWarpgroups = 2, kConsumers = kWarpgroups * 128, kThreads = kConsumers + 128;
   static constexpr int kTileM = kWarpgroups * 64, kHalfN = 128, kHalves = 2;
+  static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
   static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -43,7 +45,6 @@ struct ScaledGemm {
   static constexpr int kSharedBytes =
       kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kConsumers / 32 * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(kConsumers * kHalves * kSums * 4 <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
 
 // The scale of a group, and its values are rounded by x / scale. It is never so small that its inverse is infinite.
@@ -70,10 +71,6 @@ struct ScaledShared {
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-  // Four sums of a thread of a warp, of CTAs that share k.
-  __device__ __forceinline__ uint32_t sums(int warp, int four) const {
-    return ring + ((warp * Gemm::kSums / 2 + four) * 32 + threadIdx.x % 32) * 16;
-  }
 };
 
 // The sums of a thread: of each half, as wgmma has them.
@@ -81,7 +78,7 @@ template <typename Gemm>
 using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 
 struct ScaledTile {
-  int row, column;
+  int row, column, part;  // of k
 };
 
 #endif

@@ -20,9 +20,10 @@ struct ScaledRows {
 };
 
 // Multiplies `a`, which stands for problem.a. The result is rounded to `rounded` where that has data, as x is, and else
-// goes to problem.out. Starts early behind the kernel that wrote a, which must be one of these.
+// goes to problem.out. Where the plan splits k, parts has room for [split, m, n] sums, and nothing is rounded. Starts
+// early behind the kernel that wrote a, which must be one of these.
 cudaError_t launch_scaled(const CodedProblem& problem, const CodedPlan& plan, const ScaledRows& a,
-                          const ScaledRows& rounded, const Gpu& gpu, cudaStream_t stream);
+                          const ScaledRows& rounded, float* parts, const Gpu& gpu, cudaStream_t stream);
 
 // Rounds problem.a, whose data and stride are whole vectors of 16 bytes.
 cudaError_t launch_rounding(const CodedProblem& problem, const ScaledRows& rounded, cudaStream_t stream);

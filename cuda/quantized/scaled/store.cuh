@@ -120,6 +120,21 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
   send_box(args.out, box, row, column / 2);  // in words of 16 bits
 }
 
+// Stores the sums of a half's columns of a part of k.
+template <typename Gemm>
+__device__ __forceinline__ void store_part(const ScaledArgs& args, const float (&sums)[Gemm::kSums], int part, int row,
+                                           int first_column) {
+  const int first_row = row + threadIdx.x % 32 / 4;
+  float* const out = args.parts + (static_cast<int64_t>(part) * args.m + first_row) * args.n;
+  for_each_column<Gemm>(first_column, [&](int i, int column) {
+    if (column >= args.n) return;
+    if (first_row < args.m) *reinterpret_cast<float2*>(out + column) = make_float2(sums[i], sums[i + 1]);
+    if (first_row + 8 < args.m) {
+      *reinterpret_cast<float2*>(out + int64_t{8} * args.n + column) = make_float2(sums[i + 2], sums[i + 3]);
+    }
+  });
+}
+
 // Stores the warp's 16 rows of a tile. Leaves the sums undefined.
 template <typename Gemm>
 __device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Gemm>& sums, uint32_t box,
@@ -127,11 +142,20 @@ __device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Ge
   if (tile.row >= args.m) return;
   using Element = typename Gemm::Element;
   constexpr int kOutputs = Gemm::kGated ? 1 : Gemm::kHalves;
+  if constexpr (!Gemm::kGated) {
+    if (args.parts != nullptr) {
+#pragma unroll
+      for (int half = 0; half < Gemm::kHalves; ++half) {
+        store_part<Gemm>(args, sums[half], tile.part, tile.row, tile.column + half * Gemm::kHalfN);
+      }
+      return;
+    }
+  }
   if constexpr (Gemm::kGated) {
     finish_sums<Gemm>(args, sums[1], args.of_up_weight, args.epilogue.up_bias, tile.column);
   }
 #pragma unroll 1
-  for (int output = 0; output < kOutputs && (Gemm::kGated || output < args.halves); ++output) {
+  for (int output = 0; output < kOutputs; ++output) {
     const int column = tile.column + output * Gemm::kHalfN;
     finish_sums<Gemm>(args, sums[0], args.of_weight, args.epilogue.bias, column);
     visit_activation(args.epilogue.activation, [&]<Activation A>() {
