@@ -227,7 +227,7 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
 #endif
 
 template <typename Gemm, int kVariant = 0>
-__global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_gemm_kernel(const __grid_constant__ ScaledArgs args) {
+__global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);

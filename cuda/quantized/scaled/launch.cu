@@ -47,7 +47,7 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
            ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
            : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
   if (!mapped) return cudaErrorInvalidValue;
-  constexpr auto kKernel = scaled_gemm_kernel<Gemm, kVariant>;
+  constexpr auto kKernel = scaled_kernel<Gemm, kVariant>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int tiles = args.units_m * args.tiles_n * plan.split;
