@@ -93,8 +93,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same barrier of CTA `rank` of the cluster, by a thread that has read what the other is to write over: a release
-// to the cluster would be a fence of all memory.
+// At the same barrier of CTA `rank` of the cluster, by a thread that has read what the other is to write over: a
+// release to the cluster would be a fence of all memory.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }

@@ -130,17 +130,17 @@ struct Wgmma;
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
 // Of e4m3 a step is 32 elements along K: as many bytes. Both operands are K-major.
-#define WGMMA_DEFINE_E4M3(N, R, A, B, P)                                                                      \
-  template <>                                                                                                 \
-  struct Wgmma<__nv_fp8_e4m3, N> {                                                                            \
-    static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                                    \
-                   ", 0;\n"                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_REGISTERS_##R           \
-                   "}, %" #A ", %" #B ", p, 1, 1;\n}"                                                         \
-                   : WGMMA_OUT_##R(d, 0)                                                                      \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                      \
-    }                                                                                                         \
+#define WGMMA_DEFINE_E4M3(N, R, A, B, P)                                                                               \
+  template <>                                                                                                          \
+  struct Wgmma<__nv_fp8_e4m3, N> {                                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {          \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                                             \
+                   ", 0;\n"                                                                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_REGISTERS_##R "}, %" #A ", %" #B \
+                                                                                                    ", p, 1, 1;\n}"    \
+                   : WGMMA_OUT_##R(d, 0)                                                                               \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                               \
+    }                                                                                                                  \
   };
 
 // WgmmaOfRegisters<Element, N>::multiply: d += A B, A 64 x 16 in registers: those of a thread hold row 16 (t / 32) +

@@ -165,7 +165,7 @@ def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> Optional[int]:
 
 
 def _may_round_rows(weight: Any) -> bool:
-    """True for a ``QuantizedWeight`` that kernels for Hopper multiply by x in FP8, as cuda/quantized/choice.cpp says."""
+    """True for a ``QuantizedWeight`` that Hopper multiplies by x in FP8, as cuda/quantized/choice.cpp says."""
     rows = weight.block[0]
     return rows % 128 == 0 or rows >= weight.shape[0]
 

@@ -4,8 +4,8 @@
 // block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
 // or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
-// cluster, and each brings one half to both: L2 would not keep up else. Where there are few tiles, several CTAs share k,
-// and another kernel adds their sums (parts.cuh).
+// cluster, and each brings one half to both: L2 would not keep up else. Where there are few tiles, several CTAs share
+// k, and another kernel adds their sums (parts.cuh).
 #pragma once
 
 #include "store.cuh"
@@ -16,6 +16,7 @@ namespace fused_mlp {
 
 // The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
 struct ScaledTiles {
+  static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
   const int rank;  // in the cluster
   int index;
@@ -36,9 +37,7 @@ struct ScaledTiles {
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int whole = index / args.split;
-    const int2 at = args.group == 0   ? grouped_tile<8>(whole, args.units_m, args.tiles_n)
-                    : args.group == 1 ? grouped_tile<4>(whole, args.units_m, args.tiles_n)
-                                      : grouped_tile<16>(whole, args.units_m, args.tiles_n);
+    const int2 at = grouped_tile<kGroupUnits>(whole, args.units_m, args.tiles_n);
     return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
   }
 };
@@ -109,9 +108,8 @@ struct ScalesOfHalf {
   const int shift;
 
   __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int column)
-      : scales(args.by_rows
-                   ? nullptr
-                   : weight.scales + min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
+      : scales(args.by_rows ? nullptr
+                            : weight.scales + min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
         shift(weight.scale_shift) {}
   __device__ __forceinline__ float operator()(int block) const {
     return scales == nullptr ? 1.0f : __ldg(scales + (block * (kScaledGroup / kCodedBlock) >> shift));
@@ -119,24 +117,10 @@ struct ScalesOfHalf {
 };
 
 // sums = the products of the blocks of k, as they arrive.
-#define OUT64                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "    \
-  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "     \
-  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define O4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define O16(d, i) O4(d, i), O4(d, i + 4), O4(d, i + 8), O4(d, i + 12)
-__device__ __forceinline__ void multiply_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" OUT64
-               "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
-               : O16(d, 0), O16(d, 16), O16(d, 32), O16(d, 48)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
 template <typename Gemm, int kVariant>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
                                          const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
-                                         ScaledSums<Gemm>& sums) {
+                                         ScaledSums<Gemm>& sums, uint32_t& turn) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4;
@@ -163,32 +147,27 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
                    : "memory");
     }
     const uint64_t rows = sm90::wgmma_descriptor(shared.a(at.stage) + group * 64 * Gemm::kBlockK);
-    uint32_t in_registers[4][4];
-    if constexpr (kVariant == 3) {
-      const uint32_t row = shared.a(at.stage) + (threadIdx.x / 32 * 16 + lane % 16) * 128;
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        sm90::load_matrix_x4(row | ((step * 2 + lane / 16) ^ lane % 8) * 16, in_registers[step]);
-      }
-    }
     float of_block[Gemm::kSums];
 #pragma unroll
     for (int half = 0; half < Gemm::kHalves; ++half) {
       const uint64_t weights = sm90::wgmma_descriptor(shared.half(at.stage, half));
-      if constexpr (kVariant == 1) sm90::named_barrier_sync(2 + group, Gemm::kConsumers);
+      if constexpr (kVariant > 0) {
+        sm90::mbarrier_wait(shared.turn(group), turn);
+        turn ^= 1;
+      }
       sm90::fence_accumulator(of_block);
       sm90::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < Gemm::kBlockK / 32; ++step) {
         constexpr int kStep = sm90::kWgmmaStepBytes >> 4;
-        if constexpr (kVariant == 3) {
-          multiply_rs(of_block, in_registers[step], weights + step * kStep, step > 0);
-        } else {
-          Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
-        }
+        Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
+        if (kVariant > 0 && step + 1 == kVariant) sm90::wgmma_commit();
       }
       sm90::wgmma_commit();
-      if constexpr (kVariant == 1) sm90::named_barrier_arrive(3 - group, Gemm::kConsumers);
+      if constexpr (kVariant > 0) {
+        sm90::wgmma_wait<1>();
+        if (lane == 0) sm90::mbarrier_arrive(shared.turn(1 - group));
+      }
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
@@ -212,11 +191,11 @@ template <typename Gemm, int kVariant>
 __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
-  if (kVariant == 1 && warp >= 4) sm90::named_barrier_arrive(2, Gemm::kConsumers);
+  uint32_t turn = warp < 4;  // the parity of the warpgroup's next turn: the first has it
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
-    multiply<Gemm, kVariant>(args, shared, tile, tiles.blocks(tile), at, sums);
+    multiply<Gemm, kVariant>(args, shared, tile, tiles.blocks(tile), at, sums, turn);
     tile.row += warp * Gemm::kBoxRows;
     store_tile<Gemm>(args, sums, shared.box(warp), tile);
   }
@@ -241,6 +220,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
       sm90::mbarrier_init(shared.full(stage), 1);
       sm90::mbarrier_init(shared.empty(stage), args.pair * (Gemm::kConsumers / 32));
     }
+    for (int group = 0; group < Gemm::kWarpgroups; ++group) sm90::mbarrier_init(shared.turn(group), 4);
     sm90::fence_mbarrier_init();
   }
   __syncthreads();

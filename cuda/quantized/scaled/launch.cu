@@ -1,5 +1,6 @@
 // Launches the products of scaled e4m3, and the rounding before them.
 #include <algorithm>
+#include <cstdlib>
 
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/launch.cuh"
@@ -18,9 +19,8 @@ bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t
 
 template <typename Gemm, int kVariant = 0>
 cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                        float* parts, const Gpu& gpu, cudaStream_t stream, int group = 0) {
+                        float* parts, const Gpu& gpu, cudaStream_t stream) {
   ScaledArgs args{};
-  args.group = group;
   args.a_scales = a.scales;
   args.a_scale_stride = a.scale_stride;
   args.of_weight = p.weight;
@@ -41,11 +41,10 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
     return encode_bytes(map, weight.data, p.k, p.n, p.k, Gemm::kHalfN);
   };
   const bool mapped =
-      encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows) &&
-      encode_weight(&args.weight, p.weight) && (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
-      (rounded.data != nullptr
-           ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
-           : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
+      encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows) && encode_weight(&args.weight, p.weight) &&
+      (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
+      (rounded.data != nullptr ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
+                               : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
   if (!mapped) return cudaErrorInvalidValue;
   constexpr auto kKernel = scaled_kernel<Gemm, kVariant>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
@@ -59,8 +58,8 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
 template <typename Element>
 cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float* parts, cudaStream_t stream) {
   const float* const row_scales = p.weight.scale_rows == 1 ? p.weight.scales : nullptr;
-  const PartsArgs args{parts,      row_scales, p.epilogue.bias, p.out, plan.split, static_cast<int>(p.m),
-                       static_cast<int>(p.n)};
+  const PartsArgs args{
+      parts, row_scales, p.epilogue.bias, p.out, plan.split, static_cast<int>(p.m), static_cast<int>(p.n)};
   const int64_t vectors = p.m * (p.n / PartsSum::kValues);
   return sm90::launch_kernel(add_parts_kernel<Element>, args, static_cast<int>(ceil_div(vectors, PartsSum::kThreads)),
                              PartsSum::kThreads, 0, 1, true, stream);
@@ -69,9 +68,15 @@ cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
                       float* parts, const Gpu& gpu, cudaStream_t stream) {
-  if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream);
-  const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream);
-  return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
+  static const int variant = getenv("FP8V") ? atoi(getenv("FP8V")) : 3;
+  const auto go = [&]<int kVariant>() {
+    return p.gated() ? launch_gemm<ScaledGemm<Element, true>, kVariant>(p, plan, a, rounded, parts, gpu, stream)
+                     : launch_gemm<ScaledGemm<Element, false>, kVariant>(p, plan, a, rounded, parts, gpu, stream);
+  };
+  const cudaError_t error = variant == 0   ? go.template operator()<0>()
+                            : variant == 2 ? go.template operator()<2>()
+                                           : go.template operator()<3>();
+  return error != cudaSuccess || p.gated() || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
 }
 
 template <typename Element>

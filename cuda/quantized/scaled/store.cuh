@@ -7,8 +7,8 @@
 
 namespace fused_mlp {
 
-// Calls take(i, column) for each of a thread's sums of a half with an even column: i and i + 1 are of one row, i + 2 and
-// i + 3 of the row 8 below it.
+// Calls take(i, column) for each of a thread's sums of a half with an even column: i and i + 1 are of one row, i + 2
+// and i + 3 of the row 8 below it.
 template <typename Gemm, typename Take>
 __device__ __forceinline__ void for_each_column(int first_column, Take&& take) {
 #pragma unroll
@@ -91,7 +91,8 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
   for (int half = 0; half < 2; ++half) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = half * 2; i < Gemm::kSums; i += 4) largest = fmaxf(largest, fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
+    for (int i = half * 2; i < Gemm::kSums; i += 4)
+      largest = fmaxf(largest, fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     const float scale = scale_of_group(largest);
