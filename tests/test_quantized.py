@@ -52,7 +52,7 @@ class Quantized(Case):
             if every or place == certain or chance.random() < 0.7:
                 if chance.random() < 0.4:
                     block = chance.choice(((128, 128), (1, layer[0].shape[1]), layer[0].shape))
-                    block = (64, 128) if more_rows else block
+                    block = (4, 128) if more_rows else block
                     self.packed[place] = of_fp8(kernel, layer[0], tuple(block))
                 else:
                     form = chance.choice(FORMATS), chance.random() < 0.5, chance.choice((32, 64, 128))

@@ -78,7 +78,7 @@ class Fp8:
     def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device):
         """Of more rows, in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others."""
         blocks = [(128, 128), (128, 128), (1, max(k, 1)), (max(n, 1), max(k, 1))] if rows <= 32 or not ON_GPU else []
-        return cls(n, k, device, draw.choice([*blocks, (64, 256), (64, 128)]))
+        return cls(n, k, device, draw.choice([*blocks, (4, 256), (4, 128)]))
 
     @property
     def operands(self) -> list[Tensor | None]:
@@ -229,7 +229,7 @@ def test_codes_of_their_own(ops, device):
 def test_formats_of_their_own(ops, device, rows):
     """Gate, up and down may have different formats."""
     x = torch.randn(rows, 128, device=device).bfloat16()
-    blocks = ((64, 128), (32, 64), (32, 128)) if rows > 32 else ((128, 128), (128, 128), (1, 128))
+    blocks = ((4, 128), (4, 64), (4, 128)) if rows > 32 else ((128, 128), (128, 128), (1, 128))
     fp8 = [lambda n, k, block=block: Fp8(n, k, device, block) for block in blocks]
     for weights in (
         (Weight(64, 128, device), fp8[0](64, 128), fp8[1](128, 64)),

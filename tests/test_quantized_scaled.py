@@ -105,11 +105,11 @@ class Call:
         assert found.shape == exact.shape
         if not self.whole:  # else values that differ in their last bits are rounded to FP8 again
             (norm, largest), (of_dtype, largest_of_dtype) = errors(found, fine), errors(in_dtype(fine), fine)
-            assert norm <= 1.1 * of_dtype + 5e-4, (norm, of_dtype)
+            assert norm <= 1.1 * of_dtype + 1e-3, (norm, of_dtype)
             assert largest <= 2 * largest_of_dtype + 3e-3, (largest, largest_of_dtype)
         (norm, largest), (of_own, largest_of_own) = errors(found, exact), errors(own, exact)
-        assert norm <= 1.02 * of_own + 1e-4, (norm, of_own)
-        assert largest <= 1.5 * largest_of_own + 1e-3, (largest, largest_of_own)
+        assert norm <= 1.1 * of_own + 1e-4, (norm, of_own)
+        assert largest <= 3 * largest_of_own + 1e-3, (largest, largest_of_own)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,16 +120,18 @@ def test_random_shapes(ops, device, dtype, function):
     for _ in range(30):
         torch.manual_seed(draw.getrandbits(32))
         n_in, hidden, out = (draw.choice([16, 128]) * draw.randint(1, 20) for _ in range(3))
-        rows = draw.choice([33, 64, 65, 127, 129, 250, 300, 513, 1100])
+        rows = draw.choice([65, 70, 100, 127, 129, 250, 300, 513, 1100])
         x = torch.randn(rows, n_in, device=device).to(dtype)
         activation = draw.choice(list(CODES))
         Call(function, x, (hidden, out), draw.choice(BLOCKS), draw.random() < 0.5, activation).check(ops)
 
 
-@pytest.mark.parametrize("rows", [40, 200, 1000])
+@pytest.mark.parametrize("rows", [100, 200, 1000])
 @pytest.mark.parametrize("sizes", [(4096, 1024, 4096), (1024, 8192, 256)], ids=str)
 def test_split_k_and_clusters(ops, device, rows, sizes):
-    """Few tiles, whose k is shared, and many."""
+    """Few tiles, whose k is shared, and many; of large weights fewer rows too."""
+    if rows == 100 and sizes[0] == 4096:
+        Call("linear", torch.randn(40, 8192, device=device).bfloat16(), (4096, 0), (128, 128), True).check(ops)
     x = torch.randn(rows, sizes[0], device=device).bfloat16()
     Call("gated_mlp", x, sizes[1:], (128, 128), True).check(ops)
 
@@ -138,33 +140,33 @@ def test_split_k_and_clusters(ops, device, rows, sizes):
 def test_values_of_any_size(ops, device, function):
     """Rows of zeros, large and small ones, and columns that others do not come near to."""
     for factor in (
-        (torch.arange(70, device=device) % 3 > 0)[:, None],
-        10.0 ** torch.randint(-6, 4, (70, 1), device=device),
+        (torch.arange(90, device=device) % 3 > 0)[:, None],
+        10.0 ** torch.randint(-6, 4, (90, 1), device=device),
         1 + 3e3 * (torch.arange(512, device=device) == 77),
     ):
-        x = (torch.randn(70, 512, device=device) * factor).bfloat16()
+        x = (torch.randn(90, 512, device=device) * factor).bfloat16()
         Call(function, x, (256, 128), (128, 128), False).check(ops)
     for size in (1e-30, 1e25):
-        x = (torch.randn(70, 512, device=device) * size).bfloat16()
+        x = (torch.randn(90, 512, device=device) * size).bfloat16()
         call = Call("linear", x, (256, 128), (128, 128), False, "gelu_pytorch_tanh")
         norm, _ = errors(call.run(ops), call.reference(rounded))
         assert norm <= 3e-3
-    nothing = Call("mlp", torch.zeros(70, 512, device=device).bfloat16(), (256, 128), (128, 128), False)
-    assert torch.equal(nothing.run(ops), torch.zeros(70, 128, device=device).bfloat16())
+    nothing = Call("mlp", torch.zeros(90, 512, device=device).bfloat16(), (256, 128), (128, 128), False)
+    assert torch.equal(nothing.run(ops), torch.zeros(90, 128, device=device).bfloat16())
 
 
 def test_what_is_no_number(ops, device):
-    x = torch.randn(70, 512, device=device).bfloat16()
+    x = torch.randn(90, 512, device=device).bfloat16()
     x[3, 5], x[40, 300] = torch.nan, torch.inf
     call = Call("gated_mlp", x, (256, 128), (128, 128), False)
     found = call.run(ops)
-    of_numbers = torch.tensor([row not in (3, 40) for row in range(70)], device=device)
+    of_numbers = torch.tensor([row not in (3, 40) for row in range(90)], device=device)
     assert found[of_numbers].isfinite().all() and not found[~of_numbers].isfinite().any()
 
 
 def test_rows_as_they_lie(ops, device):
     """Leading dimensions, and rows that are apart; others are not rounded."""
-    x = torch.randn(6, 8, 264, device=device).bfloat16()
+    x = torch.randn(6, 16, 264, device=device).bfloat16()
     for view, kernel in ((x[..., :256], "scaled"), (x[..., 8:].transpose(0, 1), "scaled"), (x[..., 3:259], "decoded")):
         call = Call("gated_mlp", view, (384, 128), (128, 128), False)
         assert set(call.kernels(ops)) <= {kernel, "scaled"} and call.kernels(ops)[0] == kernel
@@ -174,8 +176,8 @@ def test_rows_as_they_lie(ops, device):
 
 def test_left_to_others(ops, device):
     """Few rows, float32, low blocks, weights that are not aligned, and features that no tile has."""
-    x = torch.randn(64, 256, device=device).bfloat16()
-    assert Call("linear", x[:32], (128, 0), (128, 128), False).kernels(ops) != ["scaled"]
+    x = torch.randn(80, 256, device=device).bfloat16()
+    assert Call("linear", x[:64], (128, 0), (128, 128), False).kernels(ops) != ["scaled"]
     assert Call("linear", x.float(), (128, 0), (128, 128), False).kernels(ops) != ["scaled"]
     assert Call("linear", x, (128, 0), (64, 128), False).kernels(ops) != ["scaled"]
     assert Call("linear", x, (124, 0), (128, 128), False).kernels(ops) != ["scaled"]
@@ -187,7 +189,7 @@ def test_left_to_others(ops, device):
     assert errors(call.run(ops), call.reference())[0] <= 5e-3
 
 
-@pytest.mark.parametrize("rows", [64, 200, 1000])
+@pytest.mark.parametrize("rows", [80, 200, 1000])
 def test_same_bits_in_graphs_and_streams(ops, device, rows):
     x = torch.randn(rows, 1024, device=device).bfloat16()
     call = Call("gated_mlp", x, (4096, 1024), (128, 128), True)

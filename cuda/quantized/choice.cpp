@@ -116,7 +116,7 @@ bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTile = 128;
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.coding != Coding::kFp8 || p.dtype == DType::kFloat32 || gpu.major != 9 || gpu.minor != 0) return false;
-  if (p.m <= kMostExactRows || p.n == 0 || p.k == 0 || p.n % 8 != 0 || p.k % 16 != 0) return false;
+  if (p.m <= most_exact_rows(p.n, p.k) || p.n == 0 || p.k == 0 || p.n % 8 != 0 || p.k % 16 != 0) return false;
   if (std::max({p.m, p.n, p.k}) > kMost || !fits(p.a, p.m, p.k)) return false;
   const auto takes = [&](const CodedWeight& weight) {
     const bool whole = weight.scale_rows % kTile == 0 || weight.scale_rows >= p.n;

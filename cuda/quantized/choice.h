@@ -29,13 +29,15 @@ struct CodedPlan {
 };
 
 // Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
-// up to the last, but where scaled ones take more than kMostExactRows. Weights are decoded before products of more rows
-// (measured on an H200).
+// up to the last. Weights are decoded before products of more rows (measured on an H200).
 constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
   return coding == Coding::kFourBits ? 32 : gated ? 8 : 16;
 }
 constexpr int64_t most_tokens(Coding coding) { return coding == Coding::kFourBits ? 64 : 32; }
-constexpr int64_t kMostTiledRows = 512, kMostExactRows = 32;
+constexpr int64_t kMostTiledRows = 512;
+
+// Up to so many rows of a are multiplied as they are, where scaled kernels take more: small weights have few tiles.
+constexpr int64_t most_exact_rows(int64_t n, int64_t k) { return n * k < int64_t{1} << 25 ? 64 : 32; }
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

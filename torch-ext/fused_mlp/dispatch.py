@@ -153,15 +153,15 @@ def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     return None
 
 
-def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> Optional[int]:
-    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products, if any.
+def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> int:
+    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products.
 
     Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8, as the layers' own
     products do; elsewhere there are none.
     """
     if x.is_cuda and not native.is_hopper(x):
         return _MOST_FP8_ROWS_ELSEWHERE
-    return None if x.is_cuda and all(map(_may_round_rows, weights)) else MOST_EXACT_FP8_ROWS
+    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_FP8_ROWS
 
 
 def _may_round_rows(weight: Any) -> bool:
@@ -174,9 +174,8 @@ def _is_forced() -> bool:
     return _open_blocks[-1].name == native.DEVICE_TYPE
 
 
-# Rows up to which x is never rounded to FP8, as in cuda/quantized/choice.h, and GPUs without kernels that do are bound
-# by the weights' bytes.
-MOST_EXACT_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE = 32, 16
+# On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
+_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -117,10 +117,10 @@ struct ScalesOfHalf {
 };
 
 // sums = the products of the blocks of k, as they arrive.
-template <typename Gemm, int kVariant>
+template <typename Gemm>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
                                          const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
-                                         ScaledSums<Gemm>& sums, uint32_t& turn) {
+                                         ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4;
@@ -151,23 +151,14 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
 #pragma unroll
     for (int half = 0; half < Gemm::kHalves; ++half) {
       const uint64_t weights = sm90::wgmma_descriptor(shared.half(at.stage, half));
-      if constexpr (kVariant > 0) {
-        sm90::mbarrier_wait(shared.turn(group), turn);
-        turn ^= 1;
-      }
       sm90::fence_accumulator(of_block);
       sm90::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < Gemm::kBlockK / 32; ++step) {
         constexpr int kStep = sm90::kWgmmaStepBytes >> 4;
         Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
-        if (kVariant > 0 && step + 1 == kVariant) sm90::wgmma_commit();
       }
       sm90::wgmma_commit();
-      if constexpr (kVariant > 0) {
-        sm90::wgmma_wait<1>();
-        if (lane == 0) sm90::mbarrier_arrive(shared.turn(1 - group));
-      }
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
@@ -187,15 +178,14 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
   }
 }
 
-template <typename Gemm, int kVariant>
+template <typename Gemm>
 __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
-  uint32_t turn = warp < 4;  // the parity of the warpgroup's next turn: the first has it
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
-    multiply<Gemm, kVariant>(args, shared, tile, tiles.blocks(tile), at, sums, turn);
+    multiply<Gemm>(args, shared, tile, tiles.blocks(tile), at, sums);
     tile.row += warp * Gemm::kBoxRows;
     store_tile<Gemm>(args, sums, shared.box(warp), tile);
   }
@@ -205,7 +195,7 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
 
 #endif
 
-template <typename Gemm, int kVariant = 0>
+template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
@@ -220,7 +210,6 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
       sm90::mbarrier_init(shared.full(stage), 1);
       sm90::mbarrier_init(shared.empty(stage), args.pair * (Gemm::kConsumers / 32));
     }
-    for (int group = 0; group < Gemm::kWarpgroups; ++group) sm90::mbarrier_init(shared.turn(group), 4);
     sm90::fence_mbarrier_init();
   }
   __syncthreads();
@@ -231,7 +220,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     __syncwarp();
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();
-    consume<Gemm, kVariant>(args, shared);
+    consume<Gemm>(args, shared);
   }
   if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
 #endif

@@ -1,6 +1,5 @@
 // Launches the products of scaled e4m3, and the rounding before them.
 #include <algorithm>
-#include <cstdlib>
 
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/launch.cuh"
@@ -17,7 +16,7 @@ bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t
   return sm90::encode_tensor_map(map, DType::kBFloat16, words, rows, columns / 2, box_rows, kScaledGroup / 2);
 }
 
-template <typename Gemm, int kVariant = 0>
+template <typename Gemm>
 cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
                         float* parts, const Gpu& gpu, cudaStream_t stream) {
   ScaledArgs args{};
@@ -46,7 +45,7 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
       (rounded.data != nullptr ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
                                : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
   if (!mapped) return cudaErrorInvalidValue;
-  constexpr auto kKernel = scaled_kernel<Gemm, kVariant>;
+  constexpr auto kKernel = scaled_kernel<Gemm>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int tiles = args.units_m * args.tiles_n * plan.split;
@@ -68,15 +67,9 @@ cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
                       float* parts, const Gpu& gpu, cudaStream_t stream) {
-  static const int variant = getenv("FP8V") ? atoi(getenv("FP8V")) : 3;
-  const auto go = [&]<int kVariant>() {
-    return p.gated() ? launch_gemm<ScaledGemm<Element, true>, kVariant>(p, plan, a, rounded, parts, gpu, stream)
-                     : launch_gemm<ScaledGemm<Element, false>, kVariant>(p, plan, a, rounded, parts, gpu, stream);
-  };
-  const cudaError_t error = variant == 0   ? go.template operator()<0>()
-                            : variant == 2 ? go.template operator()<2>()
-                                           : go.template operator()<3>();
-  return error != cudaSuccess || p.gated() || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
+  if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream);
+  const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream);
+  return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
 }
 
 template <typename Element>

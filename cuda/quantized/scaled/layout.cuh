@@ -43,7 +43,7 @@ struct ScaledGemm {
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
   static constexpr int kAlignment = 1024;
   static constexpr int kSharedBytes =
-      kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kWarpgroups * 8 + kConsumers / 32 * kBoxBytes;
+      kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kConsumers / 32 * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -71,7 +71,6 @@ struct ScaledShared {
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
-  __device__ __forceinline__ uint32_t turn(int group) const { return empty(Gemm::kStages + group); }
 };
 
 // The sums of a thread: of each half, as wgmma has them.

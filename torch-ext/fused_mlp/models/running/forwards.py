@@ -86,8 +86,7 @@ def _takes_fp8(x: Tensor, layers: Sequence[Layer]) -> bool:
         return False
     if calls.autograd_follows(x, *(layer.bias for layer in layers)):
         return False
-    most = dispatch.most_fp8_rows(x, [layer.weight for layer in layers])
-    return most is None or x.shape[:-1].numel() <= most
+    return x.shape[:-1].numel() <= dispatch.most_fp8_rows(x, [layer.weight for layer in layers])
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:
