@@ -387,18 +387,18 @@ def adapted(fused_mlp) -> int:
 
 
 def quantized(fused_mlp) -> int:
-    """Quantised weights: few rows streamed, more in tiles, many decoded first; how many calls."""
+    """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
-    cases = list(itertools.product(rows, shapes, DTYPES, ("nf4", "nested", "fp8")))
+    cases = list(itertools.product(rows, shapes, DTYPES, ("nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows")))
     for rows, (width, hidden), dtype, kind in cases:
         print(f"quantised weights: {rows}, {width}, {hidden}, {dtype}, {kind}", flush=True)
 
         def made(n, k, kind=kind):
-            if kind == "fp8":
-                scales = torch.rand(-(-n // 128), -(-k // 128), device="cuda")
-                return fused_mlp.QuantizedWeight.from_fp8(
-                    torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn), scales
-                )
+            if kind.startswith("fp8"):
+                block = {"fp8": (128, 128), "fp8 lower blocks": (64, 128), "fp8 rows": (1, k)}[kind]
+                scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
+                values = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+                return fused_mlp.QuantizedWeight.from_fp8(values, scales, block)
             data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
             blocks = n * k // 64
             if kind == "nf4":

@@ -18,15 +18,19 @@ constexpr Listed kKernels[] = {
 
 bool aligned(const void* data, int64_t to) { return reinterpret_cast<uintptr_t>(data) % to == 0; }
 
+// True if rows of 16 bits are whole vectors, none of which is a part of another row.
+bool fits(const Matrix& rows, int64_t count, int64_t columns) {
+  return aligned(rows.data, 16) && (count == 1 || (rows.row_stride % 8 == 0 && rows.row_stride >= columns));
+}
+
 Refusal refusal_of_operands(const CodedProblem& p) {
   if (p.dtype == DType::kFloat32) return Refusal::kFloat32;
   if (p.m == 0 || p.n == 0 || p.k == 0) return Refusal::kEmpty;
   if (p.k % kCodedBlock != 0) return Refusal::kOddFeatures;
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.n > kMost || p.k > kMost) return Refusal::kTooLarge;
-  const auto fits = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
-  const bool rows = aligned(p.a.data, 16) && (p.m == 1 || (p.a.row_stride % 8 == 0 && p.a.row_stride >= p.k));
-  return rows && fits(p.weight) && fits(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
+  const auto aligns = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
+  return fits(p.a, p.m, p.k) && aligns(p.weight) && aligns(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
 // The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an
@@ -59,7 +63,7 @@ CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, cons
   const int64_t blocks = ceil_div(p.k, kernel.block_k());
   Best best;
   for (int split = 1; split <= (gpu.major < 9 ? 1 : 8) && split <= blocks; ++split) {
-    best.offer({MainLoop::kStreamed, kernel.tokens, 0, split, kernel}, rounds.time(tiles, blocks, split));
+    best.offer({CodedLoop::kStreamed, kernel.tokens, 0, split, kernel}, rounds.time(tiles, blocks, split));
   }
   return best.plan;
 }
@@ -94,7 +98,7 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu, const Tile (&tiles
     const int64_t columns = (p.gated() ? 32 : 64) * tile.groups;
     const int64_t count = ceil_div(p.n, columns) * ceil_div(p.m, tile.tokens);
     for (int split = 1; split <= most_split && split <= blocks; ++split) {
-      best.offer({MainLoop::kTiled, tile.tokens, tile.groups, split, {}}, rounds.time(count, blocks, split));
+      best.offer({CodedLoop::kTiled, tile.tokens, tile.groups, split, {}}, rounds.time(count, blocks, split));
     }
   }
   return best.plan;
@@ -106,10 +110,51 @@ bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
          p.m <= kMostTiledRows && kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
+// Scaled kernels have one scale for a block of 128 x 128, or one for each row; they multiply by wgmma, and rows of a
+// may lie as their rounding reads them.
+bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
+  constexpr int kTile = 128;
+  constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
+  if (p.coding != Coding::kFp8 || p.dtype == DType::kFloat32 || gpu.major != 9 || gpu.minor != 0) return false;
+  if (p.m <= most_exact_rows(p.n, p.k) || p.n == 0 || p.k == 0 || p.n % 8 != 0 || p.k % 16 != 0) return false;
+  if (std::max({p.m, p.n, p.k}) > kMost || !fits(p.a, p.m, p.k)) return false;
+  const auto takes = [&](const CodedWeight& weight) {
+    const bool whole = weight.scale_rows % kTile == 0 || weight.scale_rows >= p.n;
+    const bool by_rows = weight.scale_rows == 1 && weight.scale_stride == 1;
+    return aligned(weight.data, 16) && aligned(weight.scales, 4) && (whole || by_rows) &&
+           kCodedBlock << std::min(weight.scale_shift, 16) >= kTile;
+  };
+  return takes(p.weight) && (!p.gated() || takes(p.up_weight));
+}
+
+// In microseconds, as measured on an H200: of a block of 128 of k, of a tile, and of the sum of parts of k; weights
+// come at three quarters of what memory gives nominally. Two CTAs with the same weights bring these together where
+// there are more rows than a tile's.
+CodedPlan choose_scaled(const CodedProblem& p, const Gpu& gpu) {
+  constexpr int kTokens = 128, kGroups = 2, kMostSplit = 16;
+  constexpr double kBlock = 0.7, kTile = 3.0, kSum = 3.0, kSumOfBytes = 0.65e-6, kOfMemory = 0.75;
+  const int64_t tiles = ceil_div(p.m, kTokens) * ceil_div(p.n, p.gated() ? 128 : 256), blocks = ceil_div(p.k, 128);
+  const double weights = p.n * p.k * (p.gated() ? 2 : 1) / (kOfMemory * gpu.bytes_per_microsecond);
+  const bool splits = !p.gated() && p.epilogue.activation == static_cast<int64_t>(Activation::kLinear);
+  Best best;
+  for (int split = 1; split <= (splits ? kMostSplit : 1) && split <= blocks; ++split) {
+    const double rounds = ceil_div(tiles * split, gpu.multiprocessors),
+                 sum_bytes = static_cast<double>(split * p.m * p.n * 4);
+    const double product = std::max(rounds * ceil_div(blocks, split) * kBlock, weights) + rounds * kTile;
+    best.offer({CodedLoop::kScaled, kTokens, kGroups, split, {}},
+               product + (split > 1 ? kSum + kSumOfBytes * sum_bytes : 0.0));
+  }
+  return best.plan;
+}
+
 }  // namespace
 
 Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
+  if (takes_scaled(p, gpu)) {
+    *plan = choose_scaled(p, gpu);
+    return Refusal::kNone;
+  }
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
   if (takes_tiles(p, gpu)) {
     *plan = p.coding == Coding::kFp8 ? choose_tiled(p, gpu, kFp8Tiles, 6) : choose_tiled(p, gpu, kFourBitTiles, 4);
@@ -128,7 +173,7 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
 }
 
 cudaError_t launch_coded(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  if (plan.loop == MainLoop::kTiled) return launch_coded_tiled(p, plan, gpu, stream);
+  if (plan.loop == CodedLoop::kTiled) return launch_coded_tiled(p, plan, gpu, stream);
   return p.dtype == DType::kFloat16 ? launch_coded_fp16(p, plan, gpu, stream) : launch_coded_bf16(p, plan, gpu, stream);
 }
 

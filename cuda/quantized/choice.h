@@ -9,12 +9,22 @@
 
 namespace fused_mlp {
 
+// The kernels of a few rows, of more, and of many, which round rows of a to e4m3.
+enum class CodedLoop { kStreamed, kTiled, kScaled };
+
+constexpr const char* name(CodedLoop loop) {
+  constexpr const char* kNames[] = {"streamed", "tiled", "scaled"};
+  return kNames[static_cast<int>(loop)];
+}
+
 struct CodedPlan {
-  MainLoop loop;
+  CodedLoop loop;
   int tokens;          // of a tile
-  int groups;          // warpgroups of a tiled kernel, which have 64 weight rows each
-  int split;           // CTAs of a cluster, which share k
+  int groups;          // of a tile's weight rows: 64 for each warpgroup of a tiled kernel, 128 of a scaled one
+  int split;           // parts of k: of CTAs of a cluster, but of a scaled one
   CodedKernel kernel;  // of a streamed one
+
+  bool scaled() const { return loop == CodedLoop::kScaled; }
 };
 
 // Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
@@ -24,6 +34,9 @@ constexpr int64_t most_streamed_rows(Coding coding, bool gated) {
 }
 constexpr int64_t most_tokens(Coding coding) { return coding == Coding::kFourBits ? 64 : 32; }
 constexpr int64_t kMostTiledRows = 512;
+
+// Up to so many rows of a are multiplied as they are, where scaled kernels take more: small weights have few tiles.
+constexpr int64_t most_exact_rows(int64_t n, int64_t k) { return n * k < int64_t{1} << 25 ? 64 : 32; }
 
 // Chooses a kernel, or says why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

@@ -13,6 +13,7 @@
 #include "../pointwise.h"
 #include "choice.h"
 #include "decode/decode.h"
+#include "scaled/scaled.h"
 
 namespace fused_mlp {
 namespace {
@@ -112,6 +113,7 @@ struct CodedLayer {
       : refusal(choose(part, scales, a, rows, dtype, gpu)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
+  bool scaled() const { return fused() && plan.scaled(); }
 
  private:
   Refusal choose(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype,
@@ -158,6 +160,31 @@ bool shares_format(const Part& part) {
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
 Part second_of(const QuantizedLayers& layers) { return {*layers.second(), nullptr, kNoActivation}; }
 
+// Rows of e4m3 and their scales.
+class RoundedRows {
+ public:
+  RoundedRows(int64_t rows, int64_t columns)
+      : groups_(ceil_div(columns, kScaledGroup)),
+        row_bytes_(groups_ * kScaledGroup),
+        stride_(ceil_div(rows, kScaledRows) * kScaledRows),
+        bytes_(rows * row_bytes_),
+        memory_(bytes_ + groups_ * stride_ * sizeof(float)) {}
+
+  // Those of the problem's a.
+  RoundedRows(const CodedProblem& problem, cudaStream_t stream) : RoundedRows(problem.m, problem.k) {
+    check(launch_rounding(problem, rows(), stream));
+  }
+
+  ScaledRows rows() const {
+    auto* const data = static_cast<uint8_t*>(memory_.data());
+    return {data, reinterpret_cast<float*>(data + bytes_), row_bytes_, stride_};
+  }
+
+ private:
+  const int64_t groups_, row_bytes_, stride_, bytes_;
+  const Scratch memory_;
+};
+
 // The parts of a call, one after the other.
 class Run {
  public:
@@ -181,13 +208,42 @@ class Run {
     }
     const Tensor out = new_dense(x, with_last_size(x, part.first.weight.n));
     layer.problem.out.data = out.mutable_data_ptr();
-    layer.problem.starts_early = early;
-    check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
+    if (layer.scaled()) {
+      const RoundedRows rounded(layer.problem, stream);
+      multiply(layer, rounded.rows(), gpu(x.get_device_index()), stream);
+    } else {
+      layer.problem.starts_early = early;
+      check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
+    }
     behind_ours_ = true;
     return out;
   }
 
+  // Both parts, with hidden values of e4m3 between them; nothing where a part does not take them.
+  std::optional<Tensor> with_rounded_hidden(const Tensor& x, const Part& part, const Part& second) const {
+    const TensorRows rows(x);
+    const Gpu& on = gpu(x.get_device_index());
+    const DType dtype = dtype_of(x, "x");
+    const int64_t hidden = part.first.weight.n;
+    const CodedLayer layer(part, scales_, matrix(rows), rows.rows, dtype, on);
+    CodedLayer behind(second, scales_, {nullptr, hidden}, rows.rows, dtype, on);
+    if (!layer.scaled() || layer.plan.split > 1 || !behind.scaled() || !shares_format(part)) return {};
+    const cudaStream_t stream = current_stream(x);
+    const Tensor out = new_dense(x, with_last_size(x, second.first.weight.n));
+    behind.problem.out.data = out.mutable_data_ptr();
+    const RoundedRows rounded(layer.problem, stream), between(rows.rows, hidden);
+    check(launch_scaled(layer.problem, layer.plan, rounded.rows(), between.rows(), nullptr, on, stream));
+    multiply(behind, between.rows(), on, stream);
+    return out;
+  }
+
  private:
+  static void multiply(const CodedLayer& layer, const ScaledRows& a, const Gpu& gpu, cudaStream_t stream) {
+    const int64_t parts = layer.plan.split > 1 ? layer.plan.split * layer.problem.m * layer.problem.n : 0;
+    const Scratch sums(parts * static_cast<int64_t>(sizeof(float)));
+    check(launch_scaled(layer.problem, layer.plan, a, {}, static_cast<float*>(sums.data()), gpu, stream));
+  }
+
   static Tensor run_decoded(const Tensor& x, const Part& part) {
     const Tensor weight = decoded(part.first.weight, x.scalar_type());
     const OptionalTensor up =
@@ -218,8 +274,11 @@ class Run {
 Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   const DeviceGuard device_guard(x.get_device_index());
   Run part(layers);
-  const Tensor hidden = part(x, first_of(layers, activation));
-  return layers.second() == nullptr ? hidden : part(hidden, second_of(layers));
+  const Part first = first_of(layers, activation);
+  if (layers.second() == nullptr) return part(x, first);
+  const Part second = second_of(layers);
+  if (std::optional<Tensor> out = part.with_rounded_hidden(x, first, second)) return *out;
+  return part(part(x, first), second);
 }
 
 namespace {

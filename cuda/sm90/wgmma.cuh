@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -128,6 +129,20 @@ struct Wgmma;
   WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 1) \
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
+// Of e4m3 a step is 32 elements along K: as many bytes. Both operands are K-major.
+#define WGMMA_DEFINE_E4M3(N, R, A, B, P)                                                                               \
+  template <>                                                                                                          \
+  struct Wgmma<__nv_fp8_e4m3, N> {                                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {          \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                                             \
+                   ", 0;\n"                                                                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_REGISTERS_##R "}, %" #A ", %" #B \
+                                                                                                    ", p, 1, 1;\n}"    \
+                   : WGMMA_OUT_##R(d, 0)                                                                               \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                               \
+    }                                                                                                                  \
+  };
+
 // WgmmaOfRegisters<Element, N>::multiply: d += A B, A 64 x 16 in registers: those of a thread hold row 16 (t / 32) +
 // (t % 32) / 4 and the one 8 behind it, of columns 2 (t % 4) and the next, and then of those 8 behind these.
 template <typename Element, int N>
@@ -151,6 +166,7 @@ WGMMA_DEFINE_BOTH_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20)
 WGMMA_DEFINE_BOTH_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36)
 WGMMA_DEFINE_BOTH_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 WGMMA_DEFINE_BOTH_OF_REGISTERS(256, 128, 128, 129, 130, 131, 132)
+WGMMA_DEFINE_E4M3(128, 64, 64, 65, 66)
 WGMMA_DEFINE_BOTH(8, 4, 4, 5, 6)
 WGMMA_DEFINE_BOTH(16, 8, 8, 9, 10)
 WGMMA_DEFINE_BOTH(32, 16, 16, 17, 18)
@@ -178,6 +194,7 @@ WGMMA_DEFINE_TRANSPOSED_A(16, 8, 8, 9, 10)
 WGMMA_DEFINE_TRANSPOSED_A(32, 16, 16, 17, 18)
 WGMMA_DEFINE_TRANSPOSED_A(64, 32, 32, 33, 34)
 
+#undef WGMMA_DEFINE_E4M3
 #undef WGMMA_DEFINE_BOTH_OF_REGISTERS
 #undef WGMMA_DEFINE_OF_REGISTERS
 #undef WGMMA_DEFINE_TRANSPOSED_A

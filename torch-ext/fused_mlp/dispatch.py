@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -144,8 +144,7 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
 def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     """The same for a weight of FP8 ``[out, width]``, which no kernel reads: to decode it first may take longer.
 
-    Kernels compute with x as it is. The layers' own ones, which round it to FP8, are left the products of many rows:
-    :func:`most_fp8_rows`.
+    Of how many rows kernels take it, says :func:`most_fp8_rows`.
     """
     if width % 64 != 0 or out % 8 != 0:
         return f"of [{out}, {width}] features, which no kernel reads"
@@ -154,17 +153,29 @@ def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     return None
 
 
-def most_fp8_rows(x: Tensor) -> int:
-    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products."""
-    return _MOST_FP8_ROWS if not x.is_cuda or native.is_hopper(x) else _MOST_FP8_ROWS_ELSEWHERE
+def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> int:
+    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products.
+
+    Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8, as the layers' own
+    products do; elsewhere there are none.
+    """
+    if x.is_cuda and not native.is_hopper(x):
+        return _MOST_FP8_ROWS_ELSEWHERE
+    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_FP8_ROWS
+
+
+def _may_round_rows(weight: Any) -> bool:
+    """True for a ``QuantizedWeight`` that Hopper multiplies by x in FP8, as cuda/quantized/choice.cpp says."""
+    rows = weight.block[0]
+    return rows % 128 == 0 or rows >= weight.shape[0]
 
 
 def _is_forced() -> bool:
     return _open_blocks[-1].name == native.DEVICE_TYPE
 
 
-# On an H200, as measured beside torch's products in FP8; the others are bound by the weights' bytes up to these.
-_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE = 32, 16
+# On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
+_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
 
 
 def has_few_rows(x: Tensor) -> bool:

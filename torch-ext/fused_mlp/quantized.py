@@ -37,7 +37,9 @@ class QuantizedWeight(NamedTuple):
     """A quantised weight ``[out, in]``, which functions take in the place of a tensor. It has no gradient.
 
     Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous, and ``scales`` float32, contiguous, an
-    element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``.
+    element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On Hopper
+    GPUs products of more than 32 rows of x (64 of a small weight) round these to float8_e4m3fn too, each 128 columns
+    of a row by their largest value, as ``explain`` says.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
     row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``

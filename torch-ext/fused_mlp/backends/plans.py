@@ -67,6 +67,9 @@ class Part:
     def __str__(self) -> str:
         if self.implementation == "decoded":
             return "decoded first" + ("" if self.refusal is None else f": {REFUSALS[self.refusal]}")
+        if self.implementation == "quantized" and self.kernel == "scaled":
+            split = f", k split in {self.split_k}" if self.split_k > 1 else ""
+            return f"read packed: x rounded to FP8, products of FP8 in tiles of {self.block_m} rows{split}"
         if self.implementation == "quantized":
             how = "stream" if self.kernel == "streamed" else "are decoded on their way"
             split = f", k split in {self.split_k}" if self.split_k > 1 else ""

@@ -185,7 +185,7 @@ def _number(offset: Tensor) -> Optional[float]:
 def words_of(weights: Iterable[Any]) -> str:
     """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
     found = [each for each in weights if type(each) is quantized.QuantizedWeight]
-    rows = f" up to {dispatch.most_fp8_rows(found[0].data)} rows" if quantized.are_fp8(*found) else ""
+    rows = f" up to {dispatch.most_fp8_rows(found[0].data, found)} rows" if quantized.are_fp8(*found) else ""
     return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 

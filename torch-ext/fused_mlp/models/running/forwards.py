@@ -79,14 +79,14 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
 
 
 def _takes_fp8(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers are not left to their own products in FP8: of few rows, which autograd and autocast do not see."""
+    """True if layers are not left to their own products in FP8, as they are where autograd or autocast follows."""
     if any(layer.adapter is not None or not quantized.are_fp8(layer.weight) for layer in layers):
         return False
     if (x.is_cuda and x.dtype is torch.float32) or autocasts(x) or any(_of_another_dtype(layer, x) for layer in layers):
         return False
     if calls.autograd_follows(x, *(layer.bias for layer in layers)):
         return False
-    return x.shape[:-1].numel() <= dispatch.most_fp8_rows(x)
+    return x.shape[:-1].numel() <= dispatch.most_fp8_rows(x, [layer.weight for layer in layers])
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:

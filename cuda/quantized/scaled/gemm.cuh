@@ -1,0 +1,206 @@
+// The GEMM of e4m3 with scales, for many rows on Hopper: wgmma multiplies e4m3 by e4m3.
+//
+// The tensor cores add up in fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies the
+// block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
+// is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
+// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent. Where there are few tiles, several CTAs
+// share k, and another kernel adds their sums (parts.cuh).
+#pragma once
+
+#include "store.cuh"
+
+namespace fused_mlp {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
+struct ScaledTiles {
+  static constexpr int kGroupM = 16;
+  const ScaledArgs& args;
+  int index = blockIdx.x;
+
+  __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args) : args(args) {}
+
+  __device__ __forceinline__ bool done() const { return index >= args.tiles_m * args.tiles_n * args.split; }
+  __device__ __forceinline__ void advance() { index += gridDim.x; }
+  __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
+    return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
+  }
+
+  template <typename Gemm>
+  __device__ __forceinline__ ScaledTile tile() const {
+    const int2 at = grouped_tile<kGroupM>(index / args.split, args.tiles_m, args.tiles_n);
+    return {at.x * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
+  }
+};
+
+template <typename Gemm>
+__device__ __forceinline__ void load_weights(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
+                                             int block, const ScaledTile& tile) {
+  constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
+#pragma unroll
+  for (int half = 0; half < Gemm::kHalves; ++half) {
+    const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
+    const int row = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+  }
+}
+
+template <typename Gemm>
+__device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
+                                          int block, const ScaledTile& tile) {
+  sm90::tma_load(&args.a, shared.full(stage), shared.a(stage), block * (Gemm::kBlockK / 2), tile.row);
+  sm90::bulk_load(args.a_scales + block * args.a_scale_stride + tile.row, shared.full(stage), shared.scales(stage),
+                  Gemm::kScaleBytes);
+}
+
+// Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
+template <typename Gemm>
+__device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
+  const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + Gemm::kHalves * Gemm::kHalfBytes + Gemm::kScaleBytes;
+  ScaledTiles tiles(args);
+  sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
+  int early = 0;
+  if (!tiles.done()) {
+    const ScaledTile tile = tiles.tile<Gemm>();
+    const int2 blocks = tiles.blocks(tile);
+    early = min(Gemm::kStages, blocks.y - blocks.x);
+    for (int stage = 0; stage < early; ++stage) {
+      sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile);
+    }
+  }
+  wait_for_previous_kernel();
+  for (; !tiles.done(); tiles.advance()) {
+    const ScaledTile tile = tiles.tile<Gemm>();
+    const int2 blocks = tiles.blocks(tile);
+#pragma unroll 1
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+      if (early > 0) {
+        --early;
+      } else {
+        sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+        sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
+        load_weights<Gemm>(args, shared, at.stage, block, tile);
+      }
+      load_rows<Gemm>(args, shared, at.stage, block, tile);
+    }
+  }
+}
+
+// The scales of blocks of k of the rows of one half; 1 where rows have scales of their own.
+struct ScalesOfHalf {
+  const float* scales;
+  const int shift;
+
+  __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int column)
+      : scales(args.by_rows ? nullptr
+                            : weight.scales + min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
+        shift(weight.scale_shift) {}
+  __device__ __forceinline__ float operator()(int block) const {
+    return scales == nullptr ? 1.0f : __ldg(scales + (block * (kScaledGroup / kCodedBlock) >> shift));
+  }
+};
+
+// sums = the products of the blocks of k, as they arrive.
+template <typename Gemm>
+__device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
+                                         const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
+                                         ScaledSums<Gemm>& sums) {
+  using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
+  const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
+  const int local = threadIdx.x / 32 * 16 + lane / 4;
+  const ScalesOfHalf first(args, args.of_weight, tile.column);
+  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight,
+                            Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
+#pragma unroll
+  for (int half = 0; half < Gemm::kHalves; ++half) {
+#pragma unroll
+    for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = 0.0f;
+  }
+  float scale[2] = {first(blocks.x), second(blocks.x)};
+#pragma unroll 1
+  for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+    const int next = min(block + 1, blocks.y - 1);
+    const float scale_behind[2] = {first(next), second(next)};
+    sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+    float of_rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(of_rows[i])
+                   : "r"(shared.scales(at.stage) + (local + i * 8) * 4)
+                   : "memory");
+    }
+    const uint64_t rows = sm90::wgmma_descriptor(shared.a(at.stage) + group * 64 * Gemm::kBlockK);
+    float of_block[Gemm::kSums];
+#pragma unroll
+    for (int half = 0; half < Gemm::kHalves; ++half) {
+      const uint64_t weights = sm90::wgmma_descriptor(shared.half(at.stage, half));
+      sm90::fence_accumulator(of_block);
+      sm90::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < Gemm::kBlockK / 32; ++step) {
+        constexpr int kStep = sm90::kWgmmaStepBytes >> 4;
+        Mma::multiply(of_block, rows + step * kStep, weights + step * kStep, step > 0);
+      }
+      sm90::wgmma_commit();
+      sm90::fence_accumulator(of_block);
+      sm90::wgmma_wait<0>();
+      sm90::fence_accumulator(of_block);
+      if (half == Gemm::kHalves - 1 && lane == 0) sm90::mbarrier_arrive(shared.empty(at.stage));
+      const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
+#pragma unroll
+      for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
+    }
+    scale[0] = scale_behind[0];
+    scale[1] = scale_behind[1];
+  }
+}
+
+template <typename Gemm>
+__device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
+  const int warp = sm90::warp_uniform(threadIdx.x / 32);
+  sm90::RingPosition at(Gemm::kStages);
+  for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
+    ScaledTile tile = tiles.tile<Gemm>();
+    ScaledSums<Gemm> sums;
+    multiply<Gemm>(args, shared, tile, tiles.blocks(tile), at, sums);
+    tile.row += warp * Gemm::kBoxRows;
+    store_tile<Gemm>(args, sums, shared.box(warp), tile);
+  }
+  if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
+  __syncwarp();
+}
+
+#endif
+
+template <typename Gemm>
+__global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t raw_shared[];
+  const ScaledShared<Gemm> shared(raw_shared);
+  allow_next_kernel();
+  if (threadIdx.x == 0) {
+    sm90::prefetch_tensor_map(&args.a);
+    sm90::prefetch_tensor_map(&args.weight);
+    if (Gemm::kGated) sm90::prefetch_tensor_map(&args.up_weight);
+    sm90::prefetch_tensor_map(&args.out);
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+      sm90::mbarrier_init(shared.full(stage), 1);
+      sm90::mbarrier_init(shared.empty(stage), Gemm::kConsumers / 32);
+    }
+    sm90::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= Gemm::kConsumers) {
+    sm90::shrink_registers<Gemm::kProducerRegisters>();
+    if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
+  } else {
+    sm90::grow_registers<Gemm::kConsumerRegisters>();
+    consume<Gemm>(args, shared);
+  }
+#endif
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,85 @@
+// The tiles, the ring and the operands of the GEMM of scaled e4m3.
+#pragma once
+
+#include "../../gemm/epilogue.cuh"
+#include "../../gemm/tile_order.cuh"
+#include "../../overlap.cuh"
+#include "../../sm90/ptx.cuh"
+#include "../../sm90/ring.cuh"
+#include "../../sm90/wgmma.cuh"
+#include "scaled.h"
+
+namespace fused_mlp {
+
+struct ScaledArgs {
+  CUtensorMap a, weight, up_weight, out;
+  const float* a_scales;
+  int64_t a_scale_stride;
+  CodedWeight of_weight, of_up_weight;
+  ScaledRows rounded;
+  float* parts;  // [split, m, n]: where the sums of parts of k go as they are
+  EpilogueArgs epilogue;
+  int m, n, k_blocks;
+  int tiles_m, tiles_n, split;
+  int loaded_rows;  // of a tile; the rest of its places hold anything
+  bool by_rows;     // each weight row has a scale, which the sums are multiplied by at the end
+};
+
+template <typename Element_, bool kGated_>
+struct ScaledGemm {
+  using Element = Element_;
+  static constexpr bool kGated = kGated_;
+  static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
+  static constexpr int kWarpgroups = 2, kConsumers = kWarpgroups * 128, kThreads = kConsumers + 128;
+  static constexpr int kTileM = kWarpgroups * 64, kHalfN = 128, kHalves = 2;
+  static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
+  static constexpr int kBlockK = kScaledGroup, kStages = 4;
+  static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+
+  static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
+  static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
+  static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
+  static constexpr int kAlignment = 1024;
+  static constexpr int kSharedBytes =
+      kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kConsumers / 32 * kBoxBytes;
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// The scale of a group, and its values are rounded by x / scale. It is never so small that its inverse is infinite.
+__device__ __forceinline__ float scale_of_group(float largest) { return fmaxf(__fdiv_rn(largest, 448.0f), 1e-36f); }
+
+__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Gemm>
+struct ScaledShared {
+  const uint32_t ring;
+  __device__ __forceinline__ explicit ScaledShared(const void* raw)
+      : ring((sm90::shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
+  __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
+  __device__ __forceinline__ uint32_t half(int stage, int half) const {
+    return a(stage) + Gemm::kBytesA + half * Gemm::kHalfBytes;
+  }
+  __device__ __forceinline__ uint32_t box(int warp) const { return a(Gemm::kStages) + warp * Gemm::kBoxBytes; }
+  __device__ __forceinline__ uint32_t scales(int stage) const {
+    return box(Gemm::kConsumers / 32) + stage * Gemm::kScaleBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+};
+
+// The sums of a thread: of each half, as wgmma has them.
+template <typename Gemm>
+using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
+
+struct ScaledTile {
+  int row, column, part;  // of k
+};
+
+#endif
+
+}  // namespace fused_mlp
