@@ -12,24 +12,42 @@ constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1;
 // How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
 constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
 // CTAs of a multiprocessor: with two, those of a centred norm spill registers.
-constexpr int gradient_ctas(int vectors, bool centred) { return vectors == 1 && !centred ? 2 : 1; }
-constexpr int gradient_shared_bytes(int vectors) {
-  return gradient_stages(vectors) * kTeamThreads * (3 * vectors * kVectorBytes + 2 * static_cast<int>(sizeof(float)));
+constexpr int gradient_ctas(int vectors, bool centred, bool behind) {
+  return vectors == 1 && !centred && !behind ? 2 : 1;
 }
+// `kept_bytes`: those of a pack's mask, or 0.
+constexpr int gradient_shared_bytes(int vectors, int kept_bytes) {
+  const int of_packs = vectors * (3 * kVectorBytes + kept_bytes);
+  return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
+}
+
+// Whether each element of a pack was kept: torch's masks hold a byte for each.
+template <int Width>
+struct alignas(Width) KeptBytes {
+  static_assert(Width % 4 == 0);
+  uint32_t words[Width / 4];
+
+  __device__ __forceinline__ bool operator[](int i) const { return (words[i / 4] >> i % 4 * 8 & 0xff) != 0; }
+};
 
 // Each thread of a team has `Vectors` packs of all rows that come to the team: weights and sums over rows stay in its
 // registers. It copies rows to shared memory, where no other thread reads them, while it computes one. At the end the
-// teams of a CTA add up their sums one after the other.
-template <typename T, int Width, int Vectors, bool Centred>
-__global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
+// teams of a CTA add up their sums one after the other. `Behind`: with the gradient in front of a dropout, or a sum over
+// its rows.
+template <typename T, int Width, int Vectors, bool Centred, bool Behind>
+__global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kStages = gradient_stages(Vectors), kSums = Centred ? 2 : 1;
+  constexpr int kStages = gradient_stages(Vectors), kSums = 1 + Centred + Behind;
   using Pack = Packed<T, Width>;
-  struct Operands {
+  struct Rows {
     Pack x[Vectors][kTeamThreads], grad[Vectors][kTeamThreads], residual[Vectors][kTeamThreads];
     float scale[kTeamThreads], mean[kTeamThreads];
   };
-  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors));
+  struct RowsBehind : Rows {
+    KeptBytes<Width> kept[Vectors][kTeamThreads];
+  };
+  using Operands = std::conditional_t<Behind, RowsBehind, Rows>;
+  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors, Behind ? Width : 0));
   extern __shared__ __align__(16) char memory[];
   Operands* const stages = reinterpret_cast<Operands*>(memory);
   __shared__ float2 places[2][kTeamWarps];
@@ -54,6 +72,10 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
       copy_ahead<sizeof(Pack)>(&to.x[v][thread], element(p.x), real);
       copy_ahead<sizeof(Pack)>(&to.grad[v][thread], element(p.grad), real);
       if (adds) copy_ahead<sizeof(Pack)>(&to.residual[v][thread], element(p.residual_grad), real);
+      if constexpr (Behind) {
+        const int64_t first = real ? ahead * p.cols + column(v) : 0;
+        if (p.kept != nullptr) copy_ahead<Width>(&to.kept[v][thread], p.kept + first, real);
+      }
     }
     copy_ahead<sizeof(float)>(&to.scale[thread], p.statistics + (is_row ? ahead : 0), is_row);
     if (Centred) copy_ahead<sizeof(float)>(&to.mean[thread], p.statistics + (is_row ? p.rows + ahead : 0), is_row);
@@ -81,7 +103,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
     for (int v = 0; v < Vectors; ++v) x[v] = from.x[v][thread], grad[v] = from.grad[v][thread];
     const float scale = from.scale[thread], row_mean = Centred ? from.mean[thread] : 0.0f;
     const auto normed = [&](int v, int i) { return (x[v].lane(i) - row_mean) * scale; };
-    float of_row[kSums] = {};
+    float of_row[1 + Centred] = {};
 #pragma unroll
     for (int v = 0; v < Vectors; ++v) {
 #pragma unroll
@@ -92,7 +114,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
       }
     }
     team.add(of_row, turn++);
-    const float slope = of_row[0] * share, mean = Centred ? of_row[kSums - 1] * share : 0.0f;
+    const float slope = of_row[0] * share, mean = Centred ? of_row[Centred] * share : 0.0f;
 #pragma unroll
     for (int v = 0; v < Vectors; ++v) {
       float values[Width];
@@ -109,8 +131,23 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
 #pragma unroll
         for (int i = 0; i < Width; ++i) values[i] += residual.lane(i);
       }
-      if (row < p.rows && column(v) < p.cols && p.dx.data != nullptr) {
+      const bool there = row < p.rows && column(v) < p.cols;
+      if (there && p.dx.data != nullptr) {
         store(static_cast<T*>(p.dx.data) + row * p.dx.row_stride + column(v), values);
+      }
+      if constexpr (Behind) {
+        if (p.kept != nullptr) {
+          const KeptBytes<Width> kept = from.kept[v][thread];
+#pragma unroll
+          for (int i = 0; i < Width; ++i) values[i] = kept[i] ? values[i] * p.kept_scale : 0.0f;
+        }
+        if (there) {
+#pragma unroll
+          for (int i = 0; i < Width; ++i) sums[kSums - 1][v].lane[i] += values[i];
+        }
+        if (there && p.dropped.data != nullptr) {
+          store(static_cast<T*>(p.dropped.data) + row * p.dropped.row_stride + column(v), values);
+        }
       }
     }
   }
@@ -145,11 +182,12 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
 // twice, and its sums are in memory.
 template <typename T, bool Centred>
 __global__ void __launch_bounds__(kTeamThreads) any_norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kSums = Centred ? 2 : 1;
+  const bool behind = p.is_behind();
+  const int kinds = 1 + Centred + behind;
   __shared__ float2 places[2][kTeamWarps];
   const Team team{&places};
   const float share = 1.0f / static_cast<float>(p.cols);
-  float* const sums = p.sums == nullptr ? nullptr : p.sums + blockIdx.x * kSums * p.cols;
+  float* const sums = p.sums == nullptr ? nullptr : p.sums + int64_t{blockIdx.x} * kinds * p.cols;
   unsigned turn = 0;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, ++turn) {
     const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
@@ -174,6 +212,14 @@ __global__ void __launch_bounds__(kTeamThreads) any_norm_gradients_kernel(const 
         if (Centred) sums[p.cols + col] = turn == 0 ? grad : sums[p.cols + col] + grad;
       }
       if (p.dx.data != nullptr) static_cast<T*>(p.dx.data)[row * p.dx.row_stride + col] = from_float<T>(change);
+      if (!behind) continue;
+      if (p.kept != nullptr) change = p.kept[row * p.cols + col] != 0 ? change * p.kept_scale : 0.0f;
+      if (sums != nullptr) {
+        float& sum = sums[(kinds - 1) * p.cols + col];
+        sum = turn == 0 ? change : sum + change;
+      }
+      if (p.dropped.data == nullptr) continue;
+      static_cast<T*>(p.dropped.data)[row * p.dropped.row_stride + col] = from_float<T>(change);
     }
   }
 }

@@ -37,20 +37,29 @@ Shares shares_of(const NormGradients& p) {
   const int64_t packs = p.cols / width_of(p.dtype);
   const int vectors = packs > kTeamThreads ? 2 : 1;
   const Matrix weight{const_cast<void*>(p.norm.weight.data), 0};
-  const bool whole = are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, weight);
+  const Matrix kept{const_cast<uint8_t*>(p.kept), 0};
+  const bool whole =
+      are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, p.dropped, weight, kept);
   if (packs > 2 * kTeamThreads || !whole) return {kTeamThreads, 1, 0};
   const unsigned lanes = lanes_of(ceil_div(packs, vectors));
   return {lanes, kTeamThreads / lanes, vectors};
 }
 
-template <typename T, int Vectors, bool Centred>
+template <typename T, int Vectors, bool Centred, bool Behind>
 cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
-  constexpr int kBytes = gradient_shared_bytes(Vectors);
-  constexpr auto kKernel = norm_gradients_kernel<T, kVectorBytes / sizeof(T), Vectors, Centred>;
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  constexpr int kBytes = gradient_shared_bytes(Vectors, Behind ? kWidth : 0);
+  constexpr auto kKernel = norm_gradients_kernel<T, kWidth, Vectors, Centred, Behind>;
   const cudaError_t error = allow_shared_memory<kKernel>(kBytes);
   if (error != cudaSuccess) return error;
   kKernel<<<parts, dim3(shares.lanes, shares.teams), kBytes, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename T, int Vectors, bool Centred>
+cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
+  return p.is_behind() ? launch<T, Vectors, Centred, true>(p, shares, parts, stream)
+                       : launch<T, Vectors, Centred, false>(p, shares, parts, stream);
 }
 
 template <typename T, bool Centred>
@@ -91,7 +100,7 @@ cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_
 
 int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors) {
   const Shares shares = shares_of(rows);
-  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred());
+  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred(), rows.is_behind());
   return std::max<int64_t>(std::min(ceil_div(rows.rows, shares.teams), beside * multiprocessors), 1);
 }
 

@@ -8,7 +8,7 @@ namespace fused_mlp {
 constexpr int kTeamThreads = 512;
 constexpr int kTeamWarps = kTeamThreads / 32;
 
-// Copies 16 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
+// Copies 16, 8 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
 template <int Bytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real) {
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -16,7 +16,8 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real
   if constexpr (Bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(Bytes), "r"(bytes)
+                 : "memory");
   }
 }
 

@@ -12,7 +12,7 @@ constexpr const char* kSettings[] = {
     "method",     "module",    "module_list",  "call",       "mark",        "known",     "known_by", "kernels",
     "composites", "adapters",  "adapted",      "drops",      "module_dict", "linears",   "norms",    "ops",
     "dtypes",     "float32",   "is_narrowed",  "on_device",  "refusal",     "every_gpu", "parts",    "least_recorded",
-    "least_work", "blocks",    "is_inference", "quiet",      "autocast",    "composed",  "modes",    "empty",
+    "least_work", "least_sum", "blocks",    "is_inference", "quiet",      "autocast",    "composed",  "modes",    "empty",
     "unchanged",  "exchange",  "is_negated",   "empty_like", "is_profiled"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
