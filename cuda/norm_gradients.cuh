@@ -9,16 +9,20 @@ namespace fused_mlp {
 // Columns of a row that several teams of a CTA have, each with one pack of it.
 constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1; }
 
-// How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
-constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
+// How many rows of a team are in shared memory: one, and the next ones where there is room for them on all GPUs. Where
+// a dropout is behind the norm, no residual's gradient is added.
+constexpr int gradient_stages(int vectors, bool behind) {
+  if (vectors == 1) return behind ? 4 : 3;
+  return behind ? 2 : 1;
+}
 // CTAs of a multiprocessor: with two, those of a centred norm spill registers.
 constexpr int gradient_ctas(int vectors, bool centred, bool behind) {
   return vectors == 1 && !centred && !behind ? 2 : 1;
 }
-// `kept_bytes`: those of a pack's mask, or 0.
-constexpr int gradient_shared_bytes(int vectors, int kept_bytes) {
-  const int of_packs = vectors * (3 * kVectorBytes + kept_bytes);
-  return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
+// `kept_bytes`: those of a pack's mask, where a dropout is behind the norm.
+constexpr int gradient_shared_bytes(int vectors, bool behind, int kept_bytes) {
+  const int of_packs = vectors * (2 * kVectorBytes + (behind ? kept_bytes : kVectorBytes));
+  return gradient_stages(vectors, behind) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
 }
 
 // Whether each element of a pack was kept: torch's masks hold a byte for each.
@@ -37,25 +41,25 @@ struct alignas(Width) KeptBytes {
 template <typename T, int Width, int Vectors, bool Centred, bool Behind>
 __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kStages = gradient_stages(Vectors), kSums = 1 + Centred + Behind;
+  constexpr int kStages = gradient_stages(Vectors, Behind), kSums = 1 + Centred + Behind;
   using Pack = Packed<T, Width>;
-  struct Rows {
-    Pack x[Vectors][kTeamThreads], grad[Vectors][kTeamThreads], residual[Vectors][kTeamThreads];
+  using Other = std::conditional_t<Behind, KeptBytes<Width>, Pack>;
+  struct Operands {
+    Pack x[Vectors][kTeamThreads], grad[Vectors][kTeamThreads];
+    Other other[Vectors][kTeamThreads];  // the mask, or the residual's gradient
     float scale[kTeamThreads], mean[kTeamThreads];
   };
-  struct RowsBehind : Rows {
-    KeptBytes<Width> kept[Vectors][kTeamThreads];
-  };
-  using Operands = std::conditional_t<Behind, RowsBehind, Rows>;
-  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors, Behind ? Width : 0));
+  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors, Behind, Width));
   extern __shared__ __align__(16) char memory[];
   Operands* const stages = reinterpret_cast<Operands*>(memory);
+  using Shared = float[kSums][most_shared_columns(Vectors)];
+  static_assert(sizeof(Shared) <= kStages * sizeof(Operands));
+  Shared& of_teams = *reinterpret_cast<Shared*>(memory);  // at the end
   __shared__ float2 places[2][kTeamWarps];
-  __shared__ float of_teams[kSums][most_shared_columns(Vectors)];
   const Team team{&places};
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
-  const bool adds = p.residual_grad.data != nullptr;
+  const bool takes_other = Behind ? p.kept != nullptr : p.residual_grad.data != nullptr;
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, ahead = row;
   unsigned put = 0, get = 0, turn = 0;
 
@@ -71,10 +75,11 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, 
       };
       copy_ahead<sizeof(Pack)>(&to.x[v][thread], element(p.x), real);
       copy_ahead<sizeof(Pack)>(&to.grad[v][thread], element(p.grad), real);
-      if (adds) copy_ahead<sizeof(Pack)>(&to.residual[v][thread], element(p.residual_grad), real);
+      if (!takes_other) continue;
       if constexpr (Behind) {
-        const int64_t first = real ? ahead * p.cols + column(v) : 0;
-        if (p.kept != nullptr) copy_ahead<Width>(&to.kept[v][thread], p.kept + first, real);
+        copy_ahead<Width>(&to.other[v][thread], p.kept + (real ? ahead * p.cols + column(v) : 0), real);
+      } else {
+        copy_ahead<sizeof(Pack)>(&to.other[v][thread], element(p.residual_grad), real);
       }
     }
     copy_ahead<sizeof(float)>(&to.scale[thread], p.statistics + (is_row ? ahead : 0), is_row);
@@ -126,18 +131,20 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, 
         const float change = fmaf(-value, slope, each * weights[v].lane[i]);
         values[i] = (Centred ? change - mean : change) * scale;
       }
-      if (adds) {
-        const Pack residual = from.residual[v][thread];
+      if constexpr (!Behind) {
+        if (takes_other) {
+          const Pack residual = from.other[v][thread];
 #pragma unroll
-        for (int i = 0; i < Width; ++i) values[i] += residual.lane(i);
+          for (int i = 0; i < Width; ++i) values[i] += residual.lane(i);
+        }
       }
       const bool there = row < p.rows && column(v) < p.cols;
       if (there && p.dx.data != nullptr) {
         store(static_cast<T*>(p.dx.data) + row * p.dx.row_stride + column(v), values);
       }
       if constexpr (Behind) {
-        if (p.kept != nullptr) {
-          const KeptBytes<Width> kept = from.kept[v][thread];
+        if (takes_other) {
+          const KeptBytes<Width> kept = from.other[v][thread];
 #pragma unroll
           for (int i = 0; i < Width; ++i) values[i] = kept[i] ? values[i] * p.kept_scale : 0.0f;
         }
@@ -152,6 +159,8 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, 
     }
   }
   if (p.sums == nullptr) return;
+  wait_for_copies<0>();
+  __syncthreads();
 
   float* const out = p.sums + blockIdx.x * kSums * p.cols;
   for (unsigned each = 0; each < blockDim.y; ++each) {

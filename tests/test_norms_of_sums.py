@@ -232,13 +232,13 @@ def test_memory_is_saved_as_asked(fused_mlp, device):
 
 def test_autocast_and_accumulation(fused_mlp, device):
     plain, fused, batch = pair(fused_mlp, device, TYPES["bert"][0])
-    for found, right in zip(*(step(model, batch, autocast=torch.bfloat16).values() for model in (fused, plain))):
-        assert right.norm() < 1e-4 or error(found, right) < 0.1
+    found, by_torch = (step(model, batch, autocast=torch.bfloat16).values() for model in (fused, plain))
+    assert error(*(torch.cat([each.flatten() for each in of]) for of in (found, by_torch))) < 0.05
     expected = step(fused, batch)
     torch.manual_seed(11)
     fused(**batch).loss.backward()
     for name, parameter in fused.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * expected[name])
+        torch.testing.assert_close(parameter.grad, 2 * expected[name], rtol=1e-3, atol=1e-5)
 
 
 def halves(device, p=P):

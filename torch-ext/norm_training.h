@@ -121,6 +121,8 @@ std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Op
   }
   STD_TORCH_CHECK(Backend::kSums || !(kept || wanted.dropped || wanted.dropped_bias),
                   "gradients in front of a dropout are for GPUs alone");
+  STD_TORCH_CHECK(!residual_grad || !(kept || wanted.dropped || wanted.dropped_bias),
+                  "residual_grad must be None where gradients in front of a dropout are asked for");
   Backend::gradients(rows, grads, others ? &*others : nullptr, norm, statistics, kept, dropout, wanted);
   std::vector<Tensor> found;
   for (const OptionalTensor* each :

@@ -162,8 +162,7 @@ class _OfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        there = [each for each in (grad, sum_grad) if each is not None]
-        if not there:
+        if grad is None and sum_grad is None:
             return (None,) * 8
         (total, weight, bias, statistics, *kept), (eps, code, dropout) = ctx.saved_tensors, ctx.how
         mask = kept[0] if kept else None
@@ -184,12 +183,12 @@ class _OfSum(torch.autograd.Function):
             found += [dropped, dropped.reshape(-1, dropped.shape[-1]).sum(0)]
             return tuple([each for each, want in zip(found, wanted) if want])
 
-        if grad is None or any([training.is_gradient_seen(each) for each in there]):
+        if grad is None or sum_grad is not None or training.is_gradient_seen(grad):
             gradients = composed()
         else:
             backward = native.norm_backward if _dispatch_modes() else _plain_backward
             bits = sum([want << place for place, want in enumerate(wanted)])
-            arguments = (grad, total, weight, statistics, sum_grad, mask, dropout, code, bits)
+            arguments = (grad, total, weight, statistics, None, mask, dropout, code, bits)
             gradients = dispatch.op_or_parts(backward, arguments, composed)
         gradients = iter(gradients)
         both, of_weight, of_bias, dropped, of_behind = [next(gradients) if want else None for want in wanted]
