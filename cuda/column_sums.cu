@@ -8,7 +8,8 @@ namespace {
 template <typename In, int Width, typename Sums>
 cudaError_t launch(Matrix x, int64_t rows, int64_t cols, const Sums& out, int64_t parts, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, kSumColumns)), static_cast<unsigned>(parts));
-  column_sums_kernel<In, Sums, Width><<<grid, kColumnSumThreads, 0, stream>>>(x, rows, cols, ceil_div(rows, parts), out);
+  column_sums_kernel<In, Sums, Width>
+      <<<grid, kColumnSumThreads, 0, stream>>>(x, rows, cols, ceil_div(rows, parts), out);
   return cudaGetLastError();
 }
 

@@ -30,8 +30,9 @@ cudaError_t launch_team_norm(const NormRows& rows, int multiprocessors, cudaStre
 
 // The backward of norm(x), all of whose rows share a weight: dx = dnorm + the gradient of the residual, if its data is
 // not null. Where x was a sum with what came out of a dropout, `dropped` is its gradient: kept_scale dx where `kept`,
-// torch's mask of adjacent rows, is not 0; then there is no gradient of the residual. With `sums`, memory for [parts, kinds_of_sums(), cols], each CTA stores its
-// sums for the gradients of the weight, of the bias of a centred norm, and of a bias in front of the dropout.
+// torch's mask of adjacent rows, is not 0; then there is no gradient of the residual. With `sums`, memory for [parts,
+// kinds_of_sums(), cols], each CTA stores its sums for the gradients of the weight, of the bias of a centred norm, and
+// of a bias in front of the dropout.
 struct NormGradients {
   Matrix x, grad, residual_grad, dx, dropped;
   int64_t rows, cols;

@@ -36,8 +36,8 @@ struct alignas(Width) KeptBytes {
 
 // Each thread of a team has `Vectors` packs of all rows that come to the team: weights and sums over rows stay in its
 // registers. It copies rows to shared memory, where no other thread reads them, while it computes one. At the end the
-// teams of a CTA add up their sums one after the other. `Behind`: with the gradient in front of a dropout, or a sum over
-// its rows.
+// teams of a CTA add up their sums one after the other. `Behind`: with the gradient in front of a dropout, or a sum
+// over its rows.
 template <typename T, int Width, int Vectors, bool Centred, bool Behind>
 __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {

@@ -38,8 +38,7 @@ Shares shares_of(const NormGradients& p) {
   const int vectors = packs > kTeamThreads ? 2 : 1;
   const Matrix weight{const_cast<void*>(p.norm.weight.data), 0};
   const Matrix kept{const_cast<uint8_t*>(p.kept), 0};
-  const bool whole =
-      are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, p.dropped, weight, kept);
+  const bool whole = are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, p.dropped, weight, kept);
   if (packs > 2 * kTeamThreads || !whole) return {kTeamThreads, 1, 0};
   const unsigned lanes = lanes_of(ceil_div(packs, vectors));
   return {lanes, kTeamThreads / lanes, vectors};
@@ -84,7 +83,8 @@ bool are_sums(const NormRows& p) {
 template <typename T, int Packs>
 cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
-  const auto kernel = p.norm.centred() ? sum_norm_kernel<T, kWidth, Packs, true> : sum_norm_kernel<T, kWidth, Packs, false>;
+  const auto kernel =
+      p.norm.centred() ? sum_norm_kernel<T, kWidth, Packs, true> : sum_norm_kernel<T, kWidth, Packs, false>;
   kernel<<<static_cast<unsigned>(ceil_div(p.rows, kSumWarps)), dim3(32, kSumWarps), 0, stream>>>(p);
   return cudaGetLastError();
 }

@@ -95,7 +95,9 @@ def test_rows_of_any_strides(ops, device):
     dense, of_dense = ops.norm_forward(rows.contiguous(), weight[:2048], None, 1e-6, RMS, True)
     torch.testing.assert_close(y, dense)
     found = ops.norm_backward(others, rows, weight[:2048], statistics, None, None, 0.0, RMS, 3)
-    expected = ops.norm_backward(others.contiguous(), rows.contiguous(), weight[:2048], of_dense, None, None, 0.0, RMS, 3)
+    expected = ops.norm_backward(
+        others.contiguous(), rows.contiguous(), weight[:2048], of_dense, None, None, 0.0, RMS, 3
+    )
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got, right)
 

@@ -73,8 +73,8 @@ std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const Bl
   if (dropout > 0 && x.numel() > 0) std::tie(dropped, kept) = Backend::drop(x, dropout);
   const TensorRows rows(dropped ? *dropped : x), others(residual);
   const RowFeatures weight(given.weight, x), bias(given.bias, x);
-  const Norm norm{static_cast<NormKind>(given.kind), weight.get(), bias.get(), static_cast<float>(given.eps),
-                  Residual::kNormed, 1.0f};
+  const Norm norm{static_cast<NormKind>(given.kind), weight.get(),      bias.get(),
+                  static_cast<float>(given.eps),     Residual::kNormed, 1.0f};
   const Tensor y = new_dense(x, x.sizes()), statistics = new_statistics(x, rows.rows, given.kind);
   const Tensor sum = dropped ? *dropped : new_dense(x, x.sizes());
   Backend::sum_norm(rows, others, norm, sum, y, statistics);
@@ -125,8 +125,7 @@ std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Op
                   "residual_grad must be None where gradients in front of a dropout are asked for");
   Backend::gradients(rows, grads, others ? &*others : nullptr, norm, statistics, kept, dropout, wanted);
   std::vector<Tensor> found;
-  for (const OptionalTensor* each :
-       {&wanted.x, &wanted.weight, &wanted.bias, &wanted.dropped, &wanted.dropped_bias}) {
+  for (const OptionalTensor* each : {&wanted.x, &wanted.weight, &wanted.bias, &wanted.dropped, &wanted.dropped_bias}) {
     if (*each) found.push_back(**each);
   }
   return found;

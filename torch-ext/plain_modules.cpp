@@ -68,7 +68,11 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   if (!given.add(parts[0])) return nullptr;
   Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{Py_None, Py_None, passing.subspan(in_front), names().one, PyTuple_GetItem(rest, 0),
+    const Block block{Py_None,
+                      Py_None,
+                      passing.subspan(in_front),
+                      names().one,
+                      PyTuple_GetItem(rest, 0),
                       normed ? parts.back() : Py_None};
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
@@ -174,9 +178,7 @@ PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool reco
   const bool there = modules != nullptr && PyDict_Check(modules);
   PyObject* const list = there ? item(modules, PyTuple_GetItem(turns, 1)) : nullptr;
   if (list == nullptr) return nullptr;
-  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
-    return fused_before(rest, mlp, recording, block);
-  };
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* { return fused_before(rest, mlp, recording, block); };
   PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
   return in_turn(list, places, heads, PyTuple_GetItem(turns, 4), x, recording, use);
 }

@@ -39,7 +39,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, int norm, bool rounded) -> (Tensor, Tensor)");
   ops.def(
-      "sum_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, int norm, float dropout) -> "
+      "sum_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, int norm, float dropout) "
+      "-> "
       "Tensor[]");
   ops.def(
       "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, Tensor? kept, "

@@ -6,6 +6,7 @@ input of the norm is that too, in the same kernel. A gradient that is differenti
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
@@ -156,8 +157,8 @@ class _OfSum(torch.autograd.Function):
         with _below_autograd():
             y, total, statistics, *kept = _plain_sum_forward(x, residual, weight, bias, *how)
         ctx.how = how
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, weight, bias, statistics, *kept)
+        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+        ctx.materialize_grads, ctx.to_save = False, (total, weight, bias, statistics, *kept)
         return y, total
 
     @staticmethod
@@ -166,17 +167,16 @@ class _OfSum(torch.autograd.Function):
             return (None,) * 8
         (total, weight, bias, statistics, *kept), (eps, code, dropout) = ctx.saved_tensors, ctx.how
         mask = kept[0] if kept else None
-        of_x, of_residual, of_weight, of_bias, of_behind = ctx.needs_input_grad[:5]
-        of_sum, of_dropped = of_residual or (of_x and mask is None), of_x and mask is not None
-        wanted = of_sum, of_weight, of_bias, of_dropped, of_behind
+        of_x, of_residual, of_weight, of_bias, _ = needs = ctx.needs_input_grad[:5]
+        wanted, bits = _wanted(needs, mask is not None)
 
         def composed() -> Tuple[Optional[Tensor], ...]:
             found = [sum_grad, None, None]
             if grad is not None:
-                needs = True, of_weight, of_bias
+                of_norm = True, of_weight, of_bias
                 given = Given(total, weight, bias, eps, code, False)
-                gradients = iter(_composed(given, grad, sum_grad, needs))
-                found = [next(gradients) if need else None for need in needs]
+                gradients = iter(_composed(given, grad, sum_grad, of_norm))
+                found = [next(gradients) if need else None for need in of_norm]
             dropped = found[0]
             if mask is not None:
                 dropped = torch.ops.aten.native_dropout_backward(dropped, mask, 1.0 / (1.0 - dropout))
@@ -187,13 +187,20 @@ class _OfSum(torch.autograd.Function):
             gradients = composed()
         else:
             backward = native.norm_backward if _dispatch_modes() else _plain_backward
-            bits = sum([want << place for place, want in enumerate(wanted)])
             arguments = (grad, total, weight, statistics, None, mask, dropout, code, bits)
             gradients = dispatch.op_or_parts(backward, arguments, composed)
         gradients = iter(gradients)
         both, of_weight, of_bias, dropped, of_behind = [next(gradients) if want else None for want in wanted]
         of_x = (both if mask is None else dropped) if of_x else None
         return of_x, both if of_residual else None, of_weight, of_bias, of_behind, None, None, None
+
+
+@functools.cache
+def _wanted(needs: Tuple[bool, ...], drops: bool) -> Tuple[Tuple[bool, ...], int]:
+    """The gradients that the op of the backward is asked for, in its order, and their bits."""
+    of_x, of_residual, of_weight, of_bias, of_behind = needs
+    wanted = of_residual or (of_x and not drops), of_weight, of_bias, of_x and drops, of_behind
+    return wanted, sum(want << place for place, want in enumerate(wanted))
 
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.

@@ -105,7 +105,9 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
     return joined(memory, tail, head, x, *rest, **named)
 
 
-def _joined(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]) -> Any:
+def _joined(
+    memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]
+) -> Any:
     """The result of two halves, or of the MLP alone with the half and the module of the tail; None if none is known.
 
     ``old`` stands for x among the ``rest``.
