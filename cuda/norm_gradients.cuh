@@ -9,20 +9,16 @@ namespace fused_mlp {
 // Columns of a row that several teams of a CTA have, each with one pack of it.
 constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1; }
 
-// How many rows of a team are in shared memory: one, and the next ones where there is room for them on all GPUs. Where
-// a dropout is behind the norm, no residual's gradient is added.
-constexpr int gradient_stages(int vectors, bool behind) {
-  if (vectors == 1) return behind ? 4 : 3;
-  return behind ? 2 : 1;
-}
+// How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
+constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
 // CTAs of a multiprocessor: with two, those of a centred norm spill registers.
 constexpr int gradient_ctas(int vectors, bool centred, bool behind) {
   return vectors == 1 && !centred && !behind ? 2 : 1;
 }
-// `kept_bytes`: those of a pack's mask, where a dropout is behind the norm.
+// `kept_bytes`: those of a pack's mask. Where a dropout is behind the norm, no residual's gradient is added.
 constexpr int gradient_shared_bytes(int vectors, bool behind, int kept_bytes) {
   const int of_packs = vectors * (2 * kVectorBytes + (behind ? kept_bytes : kVectorBytes));
-  return gradient_stages(vectors, behind) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
+  return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
 }
 
 // Whether each element of a pack was kept: torch's masks hold a byte for each.
@@ -41,7 +37,7 @@ struct alignas(Width) KeptBytes {
 template <typename T, int Width, int Vectors, bool Centred, bool Behind>
 __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kStages = gradient_stages(Vectors, Behind), kSums = 1 + Centred + Behind;
+  constexpr int kStages = gradient_stages(Vectors), kSums = 1 + Centred + Behind;
   using Pack = Packed<T, Width>;
   using Other = std::conditional_t<Behind, KeptBytes<Width>, Pack>;
   struct Operands {

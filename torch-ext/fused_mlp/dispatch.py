@@ -48,8 +48,8 @@ LEAST_WORK: Dict[Tuple[bool, bool], int] = (
     else {}
 )
 
-# A dropout, the sum with a residual and the norm of that as one op where autograd follows: from so many elements on. The
-# host takes 1.05 to 1.2 of eager's time for it, so on a GPU it pays where that has more to do than the host: about where
+# A dropout, the sum with a residual and the norm of that as one op where autograd follows: from so many elements on.
+# The host takes 1.05 to 1.2 of eager's time for it, so it pays where a GPU has more to do than the host: about where
 # LEAST_WORK begins for MLPs of four times the width. On a CPU it was not measured.
 LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, 1 << 62 if native.DEVICE_TYPE == "cpu" else 1 << 22)
 
