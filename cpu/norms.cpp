@@ -22,9 +22,27 @@ struct Cpu {
               static_cast<float*>(statistics.mutable_data_ptr()));
   }
 
+  static constexpr bool kSums = false;
+
+  static std::pair<Tensor, Tensor> drop(const Tensor&, double) {
+    STD_TORCH_CHECK(false, "dropout must be 0 in this build");
+  }
+
+  static void sum_norm(const TensorRows& x, const TensorRows& residual, const Norm& norm, const Tensor& sum,
+                       const Tensor& y, const Tensor& statistics) {
+    const PointwiseShape shape{dtype_of(x.tensor, "x"), x.rows, x.cols};
+    const Matrix added{sum.mutable_data_ptr(), x.cols};
+    norm_rows(shape, {NormKind::kNone, kNoFeatures, kNoFeatures, 0.0f, Residual::kAdded, 1.0f}, matrix(x),
+              matrix(residual), added);
+    Norm alone = norm;
+    alone.residual = Residual::kNone;
+    norm_rows(shape, alone, added, kNoMatrix, {y.mutable_data_ptr(), x.cols},
+              static_cast<float*>(statistics.mutable_data_ptr()));
+  }
+
   static void gradients(const TensorRows& x, const TensorRows& grad, const TensorRows* residual_grad, const Norm& norm,
-                        const Tensor& statistics, const OptionalTensor& dx, const OptionalTensor& dweight,
-                        const OptionalTensor& dbias) {
+                        const Tensor& statistics, const OptionalTensor&, double, const NormGradientsOf& wanted) {
+    const auto& [dx, dweight, dbias, dropped, dropped_bias] = wanted;
     const DType dtype = dtype_of(x.tensor, "x");
     const bool centred = norm.centred();
     const int64_t stride = ceil_div(x.cols, kSumsStep) * kSumsStep, parts = parts_of(x.rows);
@@ -67,10 +85,15 @@ std::tuple<Tensor, Tensor> norm_forward(const Tensor& x, const OptionalTensor& w
   return normed<Cpu>(x, given, rounded);
 }
 
+std::vector<Tensor> sum_norm_forward(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                     const OptionalTensor& bias, double eps, int64_t norm, double dropout) {
+  return sum_normed<Cpu>(x, residual, {weight, bias, eps, norm}, dropout);
+}
+
 std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
-                                  const Tensor& statistics, const OptionalTensor& residual_grad, int64_t norm,
-                                  int64_t needs) {
-  return norm_gradients<Cpu>(grad, x, weight, statistics, residual_grad, norm, needs);
+                                  const Tensor& statistics, const OptionalTensor& residual_grad,
+                                  const OptionalTensor& kept, double dropout, int64_t norm, int64_t needs) {
+  return norm_gradients<Cpu>(grad, x, weight, statistics, residual_grad, kept, dropout, norm, needs);
 }
 
 }  // namespace fused_mlp

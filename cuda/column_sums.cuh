@@ -15,11 +15,48 @@ constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 template <int Width>
 constexpr int kSumRows = kColumnSumThreads / (kSumColumns / Width);
 
+// Where sums go: each part's rows are adjacent in memory.
+template <typename Out>
+struct AdjacentSums {
+  Out* out;
+  int64_t cols;
+
+  __device__ __forceinline__ void put(unsigned part, int64_t col, float sum) const {
+    out[part * cols + col] = from_float<Out>(sum);
+  }
+};
+
+// Each group of columns has a target of its own.
+struct GroupedSums {
+  SumTargets targets;
+  int64_t cols;
+
+  __device__ __forceinline__ void put(unsigned, int64_t col, float sum) const {
+    const int64_t group = col / cols, at = col - group * cols;
+#pragma unroll
+    for (int i = 0; i < kMostSumGroups; ++i) {
+      void* const target = targets.of[i];
+      if (i != group || target == nullptr) continue;
+      switch (targets.dtypes[i]) {
+        case DType::kFloat32:
+          static_cast<float*>(target)[at] = sum;
+          break;
+        case DType::kFloat16:
+          static_cast<__half*>(target)[at] = from_float<__half>(sum);
+          break;
+        case DType::kBFloat16:
+          static_cast<__nv_bfloat16*>(target)[at] = from_float<__nv_bfloat16>(sum);
+          break;
+      }
+    }
+  }
+};
+
 // A block sums `part_rows` rows of its columns. A thread adds up a few rows and then adds that to its sums, always in
 // the same order: results are the same in every call, and rounding errors stay small with many rows.
-template <typename In, typename Out, int Width>
+template <typename In, typename Sums, int Width>
 __global__ void __launch_bounds__(kColumnSumThreads, 2)
-    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Out* out) {
+    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Sums out) {
   using Vec = Packed<In, Width>;
   constexpr int kLanes = kSumColumns / Width, kWarps = kColumnSumThreads / 32;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
@@ -59,7 +96,7 @@ __global__ void __launch_bounds__(kColumnSumThreads, 2)
 #pragma unroll
   for (const auto& of_warp : of_warps) total += of_warp[threadIdx.x];
   const int64_t summed = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
-  if (summed < cols) out[blockIdx.y * cols + summed] = from_float<Out>(total);
+  if (summed < cols) out.put(blockIdx.y, summed, total);
 }
 
 }  // namespace fused_mlp

@@ -155,7 +155,13 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     Values values;
 #pragma unroll
     for (int i = 0; i < Width; ++i) values.lane[i] = terms.x.lane(i);
-    if (Place == Residual::kNormed) add_residual(values, terms);
+    if (Place == Residual::kNormed) {
+      add_residual(values, terms);
+      if (p.sum != nullptr) {
+#pragma unroll
+        for (float& value : values.lane) value = to_float(from_float<T>(value));
+      }
+    }
     return values;
   };
   Terms kept[kNormVectors];
@@ -210,6 +216,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     if (Centred) p.statistics[p.rows + row] = mean + left;
   }
   for_each([&](int64_t col, Values values, const Terms& terms) {
+    if (Place == Residual::kNormed && p.sum != nullptr) store(static_cast<T*>(p.sum) + row * p.cols + col, values.lane);
 #pragma unroll
     for (float& value : values.lane) value = (Centred ? value - mean - left : value) * scale;
     if (norm.rounded) {

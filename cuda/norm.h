@@ -10,7 +10,8 @@
 namespace fused_mlp {
 
 // norm.h has what is computed of the rows of x, and of those of the residual. out may be x itself. `statistics` is
-// null, or memory for what norm_training.h has of each row.
+// null, or memory for what norm_training.h has of each row. `sum` is null, or memory for the adjacent rows of the sum
+// that is normed, which is rounded first then; it may be that of x.
 struct NormRows {
   Matrix x, residual, out;
   int64_t rows, cols;
@@ -18,6 +19,7 @@ struct NormRows {
   Norm norm;
   bool overlaps;  // the kernel before, as far as that lets it
   float* statistics = nullptr;
+  void* sum = nullptr;
 };
 cudaError_t launch_norm(const NormRows& rows, cudaStream_t stream);
 
@@ -27,15 +29,23 @@ bool have_teams(const NormRows& rows);
 cudaError_t launch_team_norm(const NormRows& rows, int multiprocessors, cudaStream_t stream);
 
 // The backward of norm(x), all of whose rows share a weight: dx = dnorm + the gradient of the residual, if its data is
-// not null. With `sums`, memory for [parts, cols], or [parts, 2, cols] of a centred norm, each CTA stores its sums for
-// the gradients of the weight and the bias.
+// not null. Where x was a sum with what came out of a dropout, `dropped` is its gradient: kept_scale dx where `kept`,
+// torch's mask of adjacent rows, is not 0; then there is no gradient of the residual. With `sums`, memory for [parts,
+// kinds_of_sums(), cols], each CTA stores its sums for the gradients of the weight, of the bias of a centred norm, and
+// of a bias in front of the dropout.
 struct NormGradients {
-  Matrix x, grad, residual_grad, dx;
+  Matrix x, grad, residual_grad, dx, dropped;
   int64_t rows, cols;
   DType dtype;
   Norm norm;
   const float* statistics;
+  const uint8_t* kept;
+  float kept_scale;
+  bool sums_dropped;
   float* sums;
+
+  constexpr bool is_behind() const { return kept != nullptr || sums_dropped; }
+  constexpr int64_t kinds_of_sums() const { return 1 + norm.centred() + is_behind(); }
 };
 // How many CTAs there will be.
 int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors);

@@ -12,32 +12,50 @@ constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1;
 // How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
 constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
 // CTAs of a multiprocessor: with two, those of a centred norm spill registers.
-constexpr int gradient_ctas(int vectors, bool centred) { return vectors == 1 && !centred ? 2 : 1; }
-constexpr int gradient_shared_bytes(int vectors) {
-  return gradient_stages(vectors) * kTeamThreads * (3 * vectors * kVectorBytes + 2 * static_cast<int>(sizeof(float)));
+constexpr int gradient_ctas(int vectors, bool centred, bool behind) {
+  return vectors == 1 && !centred && !behind ? 2 : 1;
 }
+// `kept_bytes`: those of a pack's mask. Where a dropout is behind the norm, no residual's gradient is added.
+constexpr int gradient_shared_bytes(int vectors, bool behind, int kept_bytes) {
+  const int of_packs = vectors * (2 * kVectorBytes + (behind ? kept_bytes : kVectorBytes));
+  return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
+}
+
+// Whether each element of a pack was kept: torch's masks hold a byte for each.
+template <int Width>
+struct alignas(Width) KeptBytes {
+  static_assert(Width % 4 == 0);
+  uint32_t words[Width / 4];
+
+  __device__ __forceinline__ bool operator[](int i) const { return (words[i / 4] >> i % 4 * 8 & 0xff) != 0; }
+};
 
 // Each thread of a team has `Vectors` packs of all rows that come to the team: weights and sums over rows stay in its
 // registers. It copies rows to shared memory, where no other thread reads them, while it computes one. At the end the
-// teams of a CTA add up their sums one after the other.
-template <typename T, int Width, int Vectors, bool Centred>
-__global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
+// teams of a CTA add up their sums one after the other. `Behind`: with the gradient in front of a dropout, or a sum
+// over its rows.
+template <typename T, int Width, int Vectors, bool Centred, bool Behind>
+__global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kStages = gradient_stages(Vectors), kSums = Centred ? 2 : 1;
+  constexpr int kStages = gradient_stages(Vectors), kSums = 1 + Centred + Behind;
   using Pack = Packed<T, Width>;
+  using Other = std::conditional_t<Behind, KeptBytes<Width>, Pack>;
   struct Operands {
-    Pack x[Vectors][kTeamThreads], grad[Vectors][kTeamThreads], residual[Vectors][kTeamThreads];
+    Pack x[Vectors][kTeamThreads], grad[Vectors][kTeamThreads];
+    Other other[Vectors][kTeamThreads];  // the mask, or the residual's gradient
     float scale[kTeamThreads], mean[kTeamThreads];
   };
-  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors));
+  static_assert(kStages * sizeof(Operands) == gradient_shared_bytes(Vectors, Behind, Width));
   extern __shared__ __align__(16) char memory[];
   Operands* const stages = reinterpret_cast<Operands*>(memory);
+  using Shared = float[kSums][most_shared_columns(Vectors)];
+  static_assert(sizeof(Shared) <= kStages * sizeof(Operands));
+  Shared& of_teams = *reinterpret_cast<Shared*>(memory);  // at the end
   __shared__ float2 places[2][kTeamWarps];
-  __shared__ float of_teams[kSums][most_shared_columns(Vectors)];
   const Team team{&places};
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
-  const bool adds = p.residual_grad.data != nullptr;
+  const bool takes_other = Behind ? p.kept != nullptr : p.residual_grad.data != nullptr;
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y, ahead = row;
   unsigned put = 0, get = 0, turn = 0;
 
@@ -53,7 +71,12 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
       };
       copy_ahead<sizeof(Pack)>(&to.x[v][thread], element(p.x), real);
       copy_ahead<sizeof(Pack)>(&to.grad[v][thread], element(p.grad), real);
-      if (adds) copy_ahead<sizeof(Pack)>(&to.residual[v][thread], element(p.residual_grad), real);
+      if (!takes_other) continue;
+      if constexpr (Behind) {
+        copy_ahead<Width>(&to.other[v][thread], p.kept + (real ? ahead * p.cols + column(v) : 0), real);
+      } else {
+        copy_ahead<sizeof(Pack)>(&to.other[v][thread], element(p.residual_grad), real);
+      }
     }
     copy_ahead<sizeof(float)>(&to.scale[thread], p.statistics + (is_row ? ahead : 0), is_row);
     if (Centred) copy_ahead<sizeof(float)>(&to.mean[thread], p.statistics + (is_row ? p.rows + ahead : 0), is_row);
@@ -81,7 +104,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
     for (int v = 0; v < Vectors; ++v) x[v] = from.x[v][thread], grad[v] = from.grad[v][thread];
     const float scale = from.scale[thread], row_mean = Centred ? from.mean[thread] : 0.0f;
     const auto normed = [&](int v, int i) { return (x[v].lane(i) - row_mean) * scale; };
-    float of_row[kSums] = {};
+    float of_row[1 + Centred] = {};
 #pragma unroll
     for (int v = 0; v < Vectors; ++v) {
 #pragma unroll
@@ -92,7 +115,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
       }
     }
     team.add(of_row, turn++);
-    const float slope = of_row[0] * share, mean = Centred ? of_row[kSums - 1] * share : 0.0f;
+    const float slope = of_row[0] * share, mean = Centred ? of_row[Centred] * share : 0.0f;
 #pragma unroll
     for (int v = 0; v < Vectors; ++v) {
       float values[Width];
@@ -104,17 +127,36 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
         const float change = fmaf(-value, slope, each * weights[v].lane[i]);
         values[i] = (Centred ? change - mean : change) * scale;
       }
-      if (adds) {
-        const Pack residual = from.residual[v][thread];
+      if constexpr (!Behind) {
+        if (takes_other) {
+          const Pack residual = from.other[v][thread];
 #pragma unroll
-        for (int i = 0; i < Width; ++i) values[i] += residual.lane(i);
+          for (int i = 0; i < Width; ++i) values[i] += residual.lane(i);
+        }
       }
-      if (row < p.rows && column(v) < p.cols && p.dx.data != nullptr) {
+      const bool there = row < p.rows && column(v) < p.cols;
+      if (there && p.dx.data != nullptr) {
         store(static_cast<T*>(p.dx.data) + row * p.dx.row_stride + column(v), values);
+      }
+      if constexpr (Behind) {
+        if (takes_other) {
+          const KeptBytes<Width> kept = from.other[v][thread];
+#pragma unroll
+          for (int i = 0; i < Width; ++i) values[i] = kept[i] ? values[i] * p.kept_scale : 0.0f;
+        }
+        if (there) {
+#pragma unroll
+          for (int i = 0; i < Width; ++i) sums[kSums - 1][v].lane[i] += values[i];
+        }
+        if (there && p.dropped.data != nullptr) {
+          store(static_cast<T*>(p.dropped.data) + row * p.dropped.row_stride + column(v), values);
+        }
       }
     }
   }
   if (p.sums == nullptr) return;
+  wait_for_copies<0>();
+  __syncthreads();
 
   float* const out = p.sums + blockIdx.x * kSums * p.cols;
   for (unsigned each = 0; each < blockDim.y; ++each) {
@@ -145,11 +187,12 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred))
 // twice, and its sums are in memory.
 template <typename T, bool Centred>
 __global__ void __launch_bounds__(kTeamThreads) any_norm_gradients_kernel(const __grid_constant__ NormGradients p) {
-  constexpr int kSums = Centred ? 2 : 1;
+  const bool behind = p.is_behind();
+  const int kinds = 1 + Centred + behind;
   __shared__ float2 places[2][kTeamWarps];
   const Team team{&places};
   const float share = 1.0f / static_cast<float>(p.cols);
-  float* const sums = p.sums == nullptr ? nullptr : p.sums + blockIdx.x * kSums * p.cols;
+  float* const sums = p.sums == nullptr ? nullptr : p.sums + int64_t{blockIdx.x} * kinds * p.cols;
   unsigned turn = 0;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, ++turn) {
     const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
@@ -174,6 +217,14 @@ __global__ void __launch_bounds__(kTeamThreads) any_norm_gradients_kernel(const 
         if (Centred) sums[p.cols + col] = turn == 0 ? grad : sums[p.cols + col] + grad;
       }
       if (p.dx.data != nullptr) static_cast<T*>(p.dx.data)[row * p.dx.row_stride + col] = from_float<T>(change);
+      if (!behind) continue;
+      if (p.kept != nullptr) change = p.kept[row * p.cols + col] != 0 ? change * p.kept_scale : 0.0f;
+      if (sums != nullptr) {
+        float& sum = sums[(kinds - 1) * p.cols + col];
+        sum = turn == 0 ? change : sum + change;
+      }
+      if (p.dropped.data == nullptr) continue;
+      static_cast<T*>(p.dropped.data)[row * p.dropped.row_stride + col] = from_float<T>(change);
     }
   }
 }

@@ -37,20 +37,28 @@ Shares shares_of(const NormGradients& p) {
   const int64_t packs = p.cols / width_of(p.dtype);
   const int vectors = packs > kTeamThreads ? 2 : 1;
   const Matrix weight{const_cast<void*>(p.norm.weight.data), 0};
-  const bool whole = are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, weight);
+  const Matrix kept{const_cast<uint8_t*>(p.kept), 0};
+  const bool whole = are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, p.dropped, weight, kept);
   if (packs > 2 * kTeamThreads || !whole) return {kTeamThreads, 1, 0};
   const unsigned lanes = lanes_of(ceil_div(packs, vectors));
   return {lanes, kTeamThreads / lanes, vectors};
 }
 
-template <typename T, int Vectors, bool Centred>
+template <typename T, int Vectors, bool Centred, bool Behind>
 cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
-  constexpr int kBytes = gradient_shared_bytes(Vectors);
-  constexpr auto kKernel = norm_gradients_kernel<T, kVectorBytes / sizeof(T), Vectors, Centred>;
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  constexpr int kBytes = gradient_shared_bytes(Vectors, Behind, kWidth);
+  constexpr auto kKernel = norm_gradients_kernel<T, kWidth, Vectors, Centred, Behind>;
   const cudaError_t error = allow_shared_memory<kKernel>(kBytes);
   if (error != cudaSuccess) return error;
   kKernel<<<parts, dim3(shares.lanes, shares.teams), kBytes, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename T, int Vectors, bool Centred>
+cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
+  return p.is_behind() ? launch<T, Vectors, Centred, true>(p, shares, parts, stream)
+                       : launch<T, Vectors, Centred, false>(p, shares, parts, stream);
 }
 
 template <typename T, bool Centred>
@@ -64,6 +72,42 @@ cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
 
 }  // namespace
 
+namespace {
+
+// Whether rows of a sum, whose norm's backward is to come, are a warp's each.
+bool are_sums(const NormRows& p) {
+  return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr &&
+         p.cols <= 32 * kMostSumPacks * width_of(p.dtype);
+}
+
+template <typename T, int Packs>
+cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  const auto kernel =
+      p.norm.centred() ? sum_norm_kernel<T, kWidth, Packs, true> : sum_norm_kernel<T, kWidth, Packs, false>;
+  kernel<<<static_cast<unsigned>(ceil_div(p.rows, kSumWarps)), dim3(32, kSumWarps), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// Launches the kernel whose lanes have as many packs as this row, or some more.
+template <typename T>
+cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
+  switch (ceil_div(p.cols, 32 * width_of(p.dtype))) {
+    case 1:
+      return launch_sum_norm<T, 1>(p, stream);
+    case 2:
+      return launch_sum_norm<T, 2>(p, stream);
+    case 3:
+      return launch_sum_norm<T, 3>(p, stream);
+    case 4:
+      return launch_sum_norm<T, 4>(p, stream);
+    default:
+      return launch_sum_norm<T, kMostSumPacks>(p, stream);
+  }
+}
+
+}  // namespace
+
 bool have_teams(const NormRows& p) {
   constexpr int64_t kLeastRows = 1024;  // few rows start early behind a GEMM in the other kernel; not tuned
   const Features &weight = p.norm.weight, &bias = p.norm.bias;
@@ -71,16 +115,18 @@ bool have_teams(const NormRows& p) {
   // an H200).
   const int64_t most = p.norm.centred() ? 32 : kTeamThreads;
   const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
-  return p.rows >= kLeastRows && p.cols <= most * width_of(p.dtype) && p.norm.normed() &&
-         p.norm.residual == Residual::kNone && weight.stride == 0 && bias.stride == 0 &&
-         (p.norm.centred() || bias.data == nullptr) &&
-         are_vectors(p.dtype, p.rows, p.cols, p.x, p.out, matrix(weight), matrix(bias));
+  const bool are_alone = p.norm.residual == Residual::kNone && p.cols <= most * width_of(p.dtype);
+  return p.rows >= kLeastRows && (are_alone || are_sums(p)) && p.norm.normed() && weight.stride == 0 &&
+         bias.stride == 0 && (p.norm.centred() || bias.data == nullptr) &&
+         are_vectors(p.dtype, p.rows, p.cols, p.x, p.residual, Matrix{p.sum, p.cols}, p.out, matrix(weight),
+                     matrix(bias));
 }
 
 cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_t stream) {
   return visit_dtype(p.dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kWidth = kVectorBytes / sizeof(T);
+    if (p.norm.residual != Residual::kNone) return launch_sum_norm<T>(p, stream);
     const auto kernel = p.norm.centred() ? team_norm_kernel<T, kWidth, true> : team_norm_kernel<T, kWidth, false>;
     const unsigned lanes = lanes_of(p.cols / kWidth), teams = kTeamThreads / lanes;
     const int64_t ctas = std::min<int64_t>(ceil_div(p.rows, teams), 2 * multiprocessors);
@@ -91,7 +137,7 @@ cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_
 
 int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors) {
   const Shares shares = shares_of(rows);
-  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred());
+  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred(), rows.is_behind());
   return std::max<int64_t>(std::min(ceil_div(rows.rows, shares.teams), beside * multiprocessors), 1);
 }
 

@@ -8,7 +8,7 @@ namespace fused_mlp {
 constexpr int kTeamThreads = 512;
 constexpr int kTeamWarps = kTeamThreads / 32;
 
-// Copies 16 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
+// Copies 16, 8 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
 template <int Bytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real) {
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -16,7 +16,8 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real
   if constexpr (Bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(Bytes), "r"(bytes)
+                 : "memory");
   }
 }
 
@@ -164,6 +165,76 @@ __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid
       if (Centred) values[i] += biases.lane[i];
     }
     if (there) store(static_cast<T*>(p.out.data) + row * p.out.row_stride + col, values);
+  }
+}
+
+constexpr int kSumWarps = 8;
+constexpr int kMostSumPacks = 6;  // of a lane
+
+// norm(residual + x) of many rows, all of which share weight and bias: a warp has a row, of which each lane keeps
+// `Packs` packs in registers, so that no thread waits at a barrier.
+template <typename T, int Width, int Packs, bool Centred>
+__global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_constant__ NormRows p) {
+  using Pack = Packed<T, Width>;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kSumWarps + threadIdx.y;
+  if (row >= p.rows) return;
+  const auto column = [&](int v) { return (v * 32 + threadIdx.x) * Width; };
+  const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
+  const T* const residual = static_cast<const T*>(p.residual.data) + row * p.residual.row_stride;
+  Pack of_x[Packs], of_residual[Packs];
+#pragma unroll
+  for (int v = 0; v < Packs; ++v) {
+    if (column(v) >= p.cols) continue;
+    of_x[v] = read_pack<T, Width>(x, column(v)), of_residual[v] = read_pack<T, Width>(residual, column(v));
+  }
+  float values[Packs][Width];
+  const float share = 1.0f / static_cast<float>(p.cols);
+  float sums[1] = {};
+#pragma unroll
+  for (int v = 0; v < Packs; ++v) {
+#pragma unroll
+    for (int i = 0; i < Width; ++i) {
+      const bool there = column(v) < p.cols;
+      values[v][i] = there ? to_float(from_float<T>(of_x[v].lane(i) + of_residual[v].lane(i))) : 0.0f;
+      sums[0] = Centred ? fmaf(values[v][i], share, sums[0]) : fmaf(values[v][i], values[v][i], sums[0]);
+    }
+    if (column(v) < p.cols) store(static_cast<T*>(p.sum) + row * p.cols + column(v), values[v]);
+  }
+  add_over_warp(sums);
+  float mean = 0.0f, variance = sums[0] * share;
+  if constexpr (Centred) {
+    float moments[2] = {};
+#pragma unroll
+    for (int v = 0; v < Packs; ++v) {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        const float value = column(v) < p.cols ? values[v][i] - sums[0] : 0.0f;
+        moments[0] += value;
+        moments[1] = fmaf(value, value, moments[1]);
+      }
+    }
+    add_over_warp(moments);
+    const float left = moments[0] * share;
+    variance = variance_of(moments[1] * share, left);
+    mean = sums[0] + left;
+  }
+  const float scale = __frsqrt_rn(variance + p.norm.eps);
+  if (threadIdx.x == 0) {
+    p.statistics[row] = scale;
+    if (Centred) p.statistics[p.rows + row] = mean;
+  }
+#pragma unroll
+  for (int v = 0; v < Packs; ++v) {
+    if (column(v) >= p.cols) continue;
+    const auto weights = read_weights<T, Width>(p.norm, column(v));
+    const auto biases = read_features<T, Width>(p.norm.bias, column(v), 0.0f);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) {
+      values[v][i] = fmaf((values[v][i] - mean) * scale, weights.lane[i], biases.lane[i]);
+    }
+    store(static_cast<T*>(p.out.data) + row * p.out.row_stride + column(v), values[v]);
   }
 }
 

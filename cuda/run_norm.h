@@ -11,11 +11,11 @@ inline void run_norm(const NormRows& rows, const Gpu& gpu, cudaStream_t stream) 
 }
 
 inline void run_norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out,
-                     float* statistics = nullptr) {
+                     float* statistics = nullptr, void* sum = nullptr) {
   const Gpu& its = gpu(x.tensor.get_device_index());
   const Matrix results{out.mutable_data_ptr(), x.cols};
   run_norm({matrix(x), residual, results, x.rows, x.cols, dtype_of(x.tensor, "x"), norm, norms_overlap(its.major),
-            statistics},
+            statistics, sum},
            its, current_stream(x.tensor));
 }
 

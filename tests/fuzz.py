@@ -406,7 +406,9 @@ def assert_enough(counts: collections.Counter, cases: int) -> None:
 def load_kernel():
     from kernels import get_kernel
 
-    return get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+    kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
+    sys.modules[f"{kernel.__name__}.dispatch"].LEAST_SUM.clear()  # small ones too are one op
+    return kernel
 
 
 _worker = {}

@@ -355,9 +355,14 @@ def norms(ops) -> int:
         bias = bias if kind in (1, 5) else None
         _, statistics = ops.norm_forward(x, weight, bias, 1e-5, kind, False)
         for added in (None, residual):
-            ops.norm_backward(grad, x, weight, statistics, added, kind, 3 if bias is None else 7)
+            ops.norm_backward(grad, x, weight, statistics, added, None, 0.0, kind, 3 if bias is None else 7)
+        for dropout in (0.0, 0.3):
+            _, total, statistics, *kept = ops.sum_norm_forward(x, residual, weight, bias, 1e-5, kind, dropout)
+            mask, needs = (kept[0], 27) if kept else (None, 19)
+            needs |= 0 if bias is None else 4
+            ops.norm_backward(grad, total, weight, statistics, None, mask, dropout, kind, needs)
         torch.cuda.synchronize()
-    return 3 * len(cases)
+    return 7 * len(cases)
 
 
 def adapted(fused_mlp) -> int:

@@ -73,6 +73,7 @@ def fused_mlp():
         least.update(mlp=0, linear=0, gated_linear=0, gated_mlp=0)
     dispatch.LEAST_PRODUCT.clear()
     dispatch.LEAST_WORK.clear()
+    dispatch.LEAST_SUM.clear()
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
         yield kernel

@@ -69,12 +69,12 @@ def test_ops_are_no_less_exact_than_torch(ops, written, device, shape, kind, wid
         expected = gradients(written, given, grad, kind, torch.float64)
         eager = gradients(written, given, grad, kind)
         y, statistics = ops.norm_forward(*given, 1e-6, kind, False)
-        found = ops.norm_backward(grad, x, weight, statistics, None, kind, needs)
+        found = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         for got, right, by_torch in zip((y, *found), expected, eager, strict=True):
             assert got.dtype == by_torch.dtype
             # Of float32, whose sums are added up in some other order.
             assert error(got, right) <= max(1.05 * error(by_torch, right), 6e-7), dtype
-        again = ops.norm_backward(grad, x, weight, statistics, None, kind, needs)
+        again = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         assert all(map(torch.equal, found, again))
 
 
@@ -83,8 +83,8 @@ def test_the_gradient_of_the_residual_is_added(ops, device, kind):
     for dtype in dtypes_on(device):
         x, weight, bias, grad, residual = made((333, 2048), dtype, kind, device)
         _, statistics = ops.norm_forward(x, weight, bias, 1e-6, kind, False)
-        (alone,) = ops.norm_backward(grad.float(), x.float(), weight.float(), statistics, None, kind, 1)
-        (both,) = ops.norm_backward(grad, x, weight, statistics, residual, kind, 1)
+        (alone,) = ops.norm_backward(grad.float(), x.float(), weight.float(), statistics, None, None, 0.0, kind, 1)
+        (both,) = ops.norm_backward(grad, x, weight, statistics, residual, None, 0.0, kind, 1)
         torch.testing.assert_close(both, (alone + residual.float()).to(dtype))
 
 
@@ -94,8 +94,10 @@ def test_rows_of_any_strides(ops, device):
     y, statistics = ops.norm_forward(rows, weight[:2048], None, 1e-6, RMS, True)
     dense, of_dense = ops.norm_forward(rows.contiguous(), weight[:2048], None, 1e-6, RMS, True)
     torch.testing.assert_close(y, dense)
-    found = ops.norm_backward(others, rows, weight[:2048], statistics, None, RMS, 3)
-    expected = ops.norm_backward(others.contiguous(), rows.contiguous(), weight[:2048], of_dense, None, RMS, 3)
+    found = ops.norm_backward(others, rows, weight[:2048], statistics, None, None, 0.0, RMS, 3)
+    expected = ops.norm_backward(
+        others.contiguous(), rows.contiguous(), weight[:2048], of_dense, None, None, 0.0, RMS, 3
+    )
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got, right)
 
@@ -108,9 +110,9 @@ def test_bad_operands_are_named(ops, device):
     with pytest.raises(RuntimeError, match="code of a norm"):
         ops.norm_forward(x, weight, None, 1e-6, 4, False)
     with pytest.raises(RuntimeError, match="grad differs in shape"):
-        ops.norm_backward(x[:2], x, weight, statistics, None, RMS, 3)
+        ops.norm_backward(x[:2], x, weight, statistics, None, None, 0.0, RMS, 3)
     with pytest.raises(RuntimeError, match="statistics must be those of the forward"):
-        ops.norm_backward(x, x, weight, statistics, None, LAYER, 3)
+        ops.norm_backward(x, x, weight, statistics, None, None, 0.0, LAYER, 3)
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)

@@ -12,11 +12,17 @@
 #include "tensor_rows.h"
 #include "torch_binding.h"
 
-// A norm by itself, forward and backward, by a backend's kernels.
+// A norm by itself, or of a sum, forward and backward, by a backend's kernels.
 namespace fused_mlp {
 
 // Bits of `needs`.
-enum NormNeeds : int64_t { kNeedsX = 1, kNeedsNormWeight = 2, kNeedsNormBias = 4 };
+enum NormNeeds : int64_t {
+  kNeedsX = 1,
+  kNeedsNormWeight = 2,
+  kNeedsNormBias = 4,
+  kNeedsDropped = 8,
+  kNeedsDroppedBias = 16
+};
 
 inline void check_norm_alone(const BlockNorm& norm, const Tensor& x) {
   STD_TORCH_CHECK(x.dim() > 0, "x must be [..., features]");
@@ -54,12 +60,39 @@ std::tuple<Tensor, Tensor> normed(const Tensor& x, const BlockNorm& given, bool 
   return {y, statistics};
 }
 
-// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, dx or null,
-//                    dweight or null, dbias or null)
+// Backend::kSums: whether there are sums behind a dropout, and their gradients.
+// Backend::drop(x, p): x behind torch's dropout, and the mask
+// Backend::sum_norm(rows of x, of the residual, norm, sum, y, statistics): sum may be x
+template <typename Backend>
+std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const BlockNorm& given, double dropout) {
+  check_norm_alone(given, x);
+  check_same_shape(residual, "residual", x);
+  STD_TORCH_CHECK(dropout >= 0 && dropout < 1, "dropout must be at least 0 and less than 1, not ", dropout);
+  STD_TORCH_CHECK(dropout == 0 || x.is_contiguous(), "x must be contiguous where it is dropped");
+  OptionalTensor dropped, kept;
+  if (dropout > 0 && x.numel() > 0) std::tie(dropped, kept) = Backend::drop(x, dropout);
+  const TensorRows rows(dropped ? *dropped : x), others(residual);
+  const RowFeatures weight(given.weight, x), bias(given.bias, x);
+  const Norm norm{static_cast<NormKind>(given.kind), weight.get(),      bias.get(),
+                  static_cast<float>(given.eps),     Residual::kNormed, 1.0f};
+  const Tensor y = new_dense(x, x.sizes()), statistics = new_statistics(x, rows.rows, given.kind);
+  const Tensor sum = dropped ? *dropped : new_dense(x, x.sizes());
+  Backend::sum_norm(rows, others, norm, sum, y, statistics);
+  if (!kept) return {y, sum, statistics};
+  return {y, sum, statistics, *kept};
+}
+
+// The gradients that are asked for, in the order of their bits.
+struct NormGradientsOf {
+  OptionalTensor x, weight, bias, dropped, dropped_bias;
+};
+
+// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, mask, dropout, those
+//                    that are asked for)
 template <typename Backend>
 std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
-                                   const Tensor& statistics, const OptionalTensor& residual_grad, int64_t kind,
-                                   int64_t needs) {
+                                   const Tensor& statistics, const OptionalTensor& residual_grad,
+                                   const OptionalTensor& kept, double dropout, int64_t kind, int64_t needs) {
   check_norm_alone({weight, std::nullopt, 0.0, kind}, x);
   check_same_shape(grad, "grad", x);
   if (residual_grad) check_same_shape(*residual_grad, "residual_grad", x);
@@ -78,11 +111,21 @@ std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Op
   };
   const std::vector<int64_t> features{x.size(-1)};
   const Tensor& like = weight ? *weight : x;
-  const OptionalTensor dx = made(kNeedsX, x.sizes(), x), dweight = made(kNeedsNormWeight, features, like),
-                       dbias = made(kNeedsNormBias, features, like);
-  Backend::gradients(rows, grads, others ? &*others : nullptr, norm, statistics, dx, dweight, dbias);
+  const NormGradientsOf wanted{made(kNeedsX, x.sizes(), x), made(kNeedsNormWeight, features, like),
+                               made(kNeedsNormBias, features, like), made(kNeedsDropped, x.sizes(), x),
+                               made(kNeedsDroppedBias, features, x)};
+  if (kept) {
+    STD_TORCH_CHECK(kept->is_contiguous() && kept->scalar_type() == torch::headeronly::ScalarType::Bool &&
+                        kept->numel() == x.numel() && kept->device() == x.device(),
+                    "kept must be the mask of the forward");
+  }
+  STD_TORCH_CHECK(Backend::kSums || !(kept || wanted.dropped || wanted.dropped_bias),
+                  "gradients in front of a dropout are for GPUs alone");
+  STD_TORCH_CHECK(!residual_grad || !(kept || wanted.dropped || wanted.dropped_bias),
+                  "residual_grad must be None where gradients in front of a dropout are asked for");
+  Backend::gradients(rows, grads, others ? &*others : nullptr, norm, statistics, kept, dropout, wanted);
   std::vector<Tensor> found;
-  for (const OptionalTensor* each : {&dx, &dweight, &dbias}) {
+  for (const OptionalTensor* each : {&wanted.x, &wanted.weight, &wanted.bias, &wanted.dropped, &wanted.dropped_bias}) {
     if (*each) found.push_back(**each);
   }
   return found;

@@ -354,16 +354,20 @@ Answer read_running_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, P
   return may_be_wide ? has_attribute(weight, names().dtype, settings.float32) : alike;
 }
 
-PyObject* norm_behind(Objects parts, bool recording) {
+PyObject* norm_behind(Objects parts, bool recording, PyObject** dropped) {
   PyObject* norm = Py_None;
   for (PyObject* part : parts) {
     if (norm == Py_None && item(settings.norms, class_of(part)) != nullptr) {
       norm = part;
-    } else if (PyErr_Occurred() || passes(part, recording) != kYes) {
-      return nullptr;
+      continue;
     }
+    const Answer said = PyErr_Occurred() ? kError : passes(part, recording);
+    if (said == kYes) continue;
+    if (said == kError || *dropped != nullptr || class_of(part) != settings.dropout) return nullptr;
+    *dropped = active_dropout(part, recording);
+    if (*dropped == nullptr) return nullptr;
   }
-  return norm;
+  return *dropped != nullptr && norm != Py_None ? nullptr : norm;
 }
 
 Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {

@@ -90,8 +90,9 @@ Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool reco
 Answer read_running_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, PyObject* operands, Py_ssize_t place);
 
 // The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
-// where another part does not pass values on.
-PyObject* norm_behind(Objects parts, bool recording);
+// where another part does not pass values on. A single dropout that is active, of a probability below 1, is let
+// through where there is no norm: `*dropped` is that probability then, borrowed.
+PyObject* norm_behind(Objects parts, bool recording, PyObject** dropped);
 
 // A module, whose children and own attributes are found by their names, as Python finds them, and the operands of a
 // call, which are found by their indices.

@@ -63,10 +63,12 @@ Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, P
   return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
 }
 
-// Puts what is around an MLP into a tuple, as the op has it from a place on.
-Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place) {
+// Puts what is around an MLP into a tuple, as the op has it from a place on; the probability of an active dropout
+// behind it into `dropped`.
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place,
+                  PyObject** dropped) {
   if (class_of(block.residual) != settings.tensor) return kNo;
-  PyObject* last = norm_behind(block.behind, recording);
+  PyObject* last = norm_behind(block.behind, recording, dropped);
   if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool norms_sum = block.last != Py_None;
   if (norms_sum && last != Py_None) return kNo;
@@ -99,13 +101,6 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
-// Whether a block that autograd follows is the norm of x, the MLP and the sum with x, which Python records as such.
-Answer is_recorded_block(const Block& block, PyObject* x, PyObject* operands, Py_ssize_t place) {
-  if (block.first == Py_None || block.modulation != Py_None || block.residual != x) return kNo;
-  PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
-  return answer(last == names().no_norm && PyFloat_AsDouble(factor) == 1.0);
-}
-
 // Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little.
 Answer is_little(const Mlp& mlp, PyObject* operands) {
   if (PyObject_Size(settings.least_work) == 0) return kNo;
@@ -116,6 +111,22 @@ Answer is_little(const Mlp& mlp, PyObject* operands) {
   const Py_ssize_t features = elements < 0 ? -1 : PyObject_Size(PyTuple_GetItem(operands, 1));
   if (features < 0) return kError;
   return is_little_work(gated == kYes, mlp.in_eval, elements * features);
+}
+
+// Whether a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
+// and the sum with x, or the norm of a sum with the result of an MLP or a layer.
+Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+  PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
+  if (block.modulation != Py_None || PyFloat_AsDouble(factor) != 1.0) return kNo;
+  const bool norms_sum = block.last != Py_None;
+  if (norms_sum ? block.first != Py_None : block.first == Py_None || block.residual != mlp.x) return kNo;
+  if (!norms_sum && last != names().no_norm) return kNo;
+  PyObject* const least = norms_sum ? item(settings.least_sum, dtype) : nullptr;
+  if (least != nullptr && number_of_elements(block.residual) < PyLong_AsSsize_t(least)) return kNo;
+  if (PyErr_Occurred()) return kError;
+  if (mlp.projections.size() == 1) return answer(norms_sum);
+  const Answer little = is_little(mlp, operands);
+  return little == kError ? kError : answer(little == kNo);
 }
 
 // Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
@@ -268,16 +279,19 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
     if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
-  if (block != nullptr && read_block(*block, dtype, recording, operands, plain) != kYes) return nullptr;
+  PyObject* dropped = nullptr;
+  if (block != nullptr && read_block(*block, dtype, recording, operands, plain, &dropped) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
   if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError) return nullptr;
   if (followed == kYes && block != nullptr) {
-    const bool recorded = is_recorded_block(*block, mlp.x, operands, plain) == kYes && is_little(mlp, operands) == kNo;
-    return recorded ? PyTuple_Pack(2, mlp.pattern, operands) : nullptr;
+    const bool drops = dropped == nullptr || settings.drops == Py_True;
+    const bool recorded = drops && is_recorded_block(*block, mlp, dtype, operands, plain) == kYes;
+    return recorded ? PyTuple_Pack(3, mlp.pattern, operands, drops && dropped ? dropped : names().zero) : nullptr;
   }
+  if (dropped != nullptr) return nullptr;
   if (followed == kYes) {
     const Answer little = is_little(mlp, operands);
     if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);

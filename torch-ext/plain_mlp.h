@@ -57,8 +57,9 @@ int64_t size_of_last(PyObject* tensor);
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
-// answer: it is not known. With a block, the result is that of the block, and what is left is a pair: the pattern and
-// the operands, where gate and up are packed or autograd follows.
+// answer: it is not known. With a block, the result is that of the block, and what is left is the pattern and the
+// operands, where gate and up are packed or autograd follows, and then also the probability of an active dropout behind
+// the MLP.
 //
 // Where `adapted`, it is known only if a projection has an adapter.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);

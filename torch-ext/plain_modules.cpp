@@ -11,7 +11,7 @@ namespace fused_mlp {
 namespace {
 
 // Parts of a half (models/running/halves.py).
-constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7;
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
 // of it is None.
@@ -41,8 +41,8 @@ Answer is_followed(PyObject* x, Answer recording) {
 
 // `rest` are the arguments of the tail behind its first one.
 PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
-  const Answer asked = is_recording();
-  if (is_followed(x, asked) != kNo) return nullptr;
+  const Answer asked = is_recording(), followed = is_followed(x, asked);
+  if (followed == kError || (followed == kYes && PyTuple_Size(rest) != 1)) return nullptr;
   const bool recording = asked == kYes;
   PyObject* state = state_of(owner);
   Few both, starts, ends;
@@ -61,16 +61,26 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
   const bool normed = PyObject_IsTrue(ending) == 1;
-  const Objects parts = ends.all(), between = parts.subspan(1, parts.size() - 1 - normed);
+  if (followed == kYes && !normed) return nullptr;
+  const Objects parts = ends.all(), passing = parts.subspan(1, parts.size() - 1 - normed);
+  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
-  const Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], between};
+  Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
-    const Block block{Py_None, Py_None, {}, names().one, PyTuple_GetItem(rest, 0), normed ? parts.back() : Py_None};
+    const Block block{Py_None,
+                      Py_None,
+                      passing.subspan(in_front),
+                      names().one,
+                      PyTuple_GetItem(rest, 0),
+                      normed ? parts.back() : Py_None};
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
-    if (whole && class_of(whole.get()) == settings.tensor) return whole.release();  // or operands, as below
+    const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
+    if (recorded || (whole && class_of(whole.get()) == settings.tensor)) return whole.release();  // or as below
   }
+  if (followed == kYes) return nullptr;
+  mlp.between = passing;
   const Owned result(fused(mlp, recording));
   if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
   return PyTuple_Pack(3, result.get(), last, tail);
@@ -148,6 +158,19 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* p
   return use(Mlp{PyTuple_GetItem(handed.get(), 0), x, projections.all(), act.get(), between}, rest);
 }
 
+// The block of an MLP, behind whose last projection these parts come before the block's own.
+PyObject* fused_before(Objects parts, const Mlp& mlp, bool recording, const Block& block) {
+  Few behind;
+  for (Objects each : {parts, block.behind}) {
+    for (PyObject* part : each) {
+      if (!behind.add(part)) return nullptr;
+    }
+  }
+  const Block whole{block.first,    block.modulation, behind.all(), block.factor,
+                    block.residual, block.last,       block.wide,   block.modulation_wide};
+  return fused(mlp, recording, &whole);
+}
+
 // The block of a module that runs a list of modules in turn: behind None `turns` has the name of the list, and what
 // in_turn() is given.
 PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool recording, const Block& block) {
@@ -155,17 +178,7 @@ PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool reco
   const bool there = modules != nullptr && PyDict_Check(modules);
   PyObject* const list = there ? item(modules, PyTuple_GetItem(turns, 1)) : nullptr;
   if (list == nullptr) return nullptr;
-  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
-    Few behind;
-    for (Objects each : {rest, block.behind}) {
-      for (PyObject* part : each) {
-        if (!behind.add(part)) return nullptr;
-      }
-    }
-    const Block whole{block.first,    block.modulation, behind.all(), block.factor,
-                      block.residual, block.last,       block.wide,   block.modulation_wide};
-    return fused(mlp, recording, &whole);
-  };
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* { return fused_before(rest, mlp, recording, block); };
   PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
   return in_turn(list, places, heads, PyTuple_GetItem(turns, 4), x, recording, use);
 }
@@ -183,8 +196,10 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();
   const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
-  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], parts.subspan(1 + layers)};
-  return fused(mlp, recording, &block);
+  const Objects passing = parts.subspan(1 + layers);
+  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(half, kCountBehind));
+  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front)};
+  return fused_before(passing.subspan(in_front), mlp, recording, block);
 }
 
 // The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
@@ -427,8 +442,8 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   Owner owner;
   Few behind;
   const Answer recording = is_recording(), followed = is_followed(of[2], recording);
-  const bool ends_normed = field(plan, kFirst) == Py_None || field(plan, kLast) != Py_None;
-  if (followed == kError || (followed == kYes && ends_normed)) return nullptr;
+  const bool norms_one = (field(plan, kFirst) == Py_None) != (field(plan, kLast) == Py_None);
+  if (followed == kError || (followed == kYes && !norms_one)) return nullptr;
   if (is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) return nullptr;
   PyObject *const first = owner.part(field(plan, kFirst)), *const last = owner.part(field(plan, kLast));
   const bool known = first != nullptr && last != nullptr && owner.add_all(field(plan, kBehind), &behind);

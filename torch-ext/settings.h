@@ -41,7 +41,9 @@ struct Settings {
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
   PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
-  PyObject* least_work;    // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
+  PyObject* least_work;  // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
+  PyObject*
+      least_sum;  // by dtype: from how many elements on the sum and the norm behind an MLP or a layer pay in training
   PyObject* blocks;        // a list of one element while no backend is forced
   PyObject* is_inference;  // the function of torch
   PyObject* quiet;         // functions that return something true where every call is disturbed

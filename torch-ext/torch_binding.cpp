@@ -39,8 +39,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, int norm, bool rounded) -> (Tensor, Tensor)");
   ops.def(
-      "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, int norm, "
-      "int needs) -> Tensor[]");
+      "sum_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, int norm, float dropout) "
+      "-> "
+      "Tensor[]");
+  ops.def(
+      "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, Tensor? kept, "
+      "float dropout, int norm, int needs) -> Tensor[]");
   ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
@@ -106,6 +110,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("residual_mlp", TORCH_BOX(&fused_mlp::residual_mlp));
   ops.impl("residual_gated_mlp", TORCH_BOX(&fused_mlp::residual_gated_mlp));
   ops.impl("norm_forward", TORCH_BOX(&fused_mlp::norm_forward));
+  ops.impl("sum_norm_forward", TORCH_BOX(&fused_mlp::sum_norm_forward));
   ops.impl("norm_backward", TORCH_BOX(&fused_mlp::norm_backward));
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));

@@ -78,11 +78,18 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
 std::tuple<Tensor, Tensor> norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                         double eps, int64_t norm, bool rounded);
 
+// The same of residual + dropout(x), which is rounded first: returns the norm, that sum, what a backward needs of each
+// row, and the mask of a dropout that is not 0, which draws torch's random numbers. On a CPU it is 0.
+std::vector<Tensor> sum_norm_forward(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                     const OptionalTensor& bias, double eps, int64_t norm, double dropout);
+
 // The gradients that the bits of `needs` ask for: of x, to which that of a residual is added, in one kernel; of the
-// weight; of the bias. Sums over rows are added in an order that depends on the shape and the device alone.
+// weight; of the bias. Where x was a sum with what came out of a dropout, whose mask is `kept`, on a GPU also of what
+// went into that, and of a bias that had been added to that. Sums over rows are added in an order that depends on the
+// shape and the device alone.
 std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
-                                  const Tensor& statistics, const OptionalTensor& residual_grad, int64_t norm,
-                                  int64_t needs);
+                                  const Tensor& statistics, const OptionalTensor& residual_grad,
+                                  const OptionalTensor& kept, double dropout, int64_t norm, int64_t needs);
 
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.

@@ -130,7 +130,8 @@ class Output(nn.Module):
     their kin, and the end of their attention.
 
     hidden_states ``[..., in]``, input_tensor ``[..., out]`` -> ``[..., out]``, where possible in one call: a GEMM, and
-    a kernel for the sum and the norm. All parts are called as they are where dropout is active or a part is hooked.
+    a kernel for the sum and the norm. All parts are called as they are where a part is hooked, or dropout is active
+    on a CPU or where autograd does not follow.
     """
 
     has_backward = True

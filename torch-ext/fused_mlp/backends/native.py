@@ -32,6 +32,7 @@ training_forward = ops.training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 norm_forward = ops.norm_forward.default
+sum_norm_forward = ops.sum_norm_forward.default
 norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
@@ -327,6 +328,16 @@ def _(
     return x.new_empty(x.shape), statistics
 
 
+@torch.library.register_fake(add_op_namespace_prefix("sum_norm_forward"))
+def _(
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, norm: int, dropout: float
+) -> List[Tensor]:
+    kinds = 2 if norm in operands.CENTRED_NORMS else 1
+    statistics = x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
+    masks = [x.new_empty(x.shape, dtype=torch.bool)] if dropout > 0.0 else []
+    return [x.new_empty(x.shape), x.new_empty(x.shape), statistics, *masks]
+
+
 @torch.library.register_fake(add_op_namespace_prefix("norm_backward"))
 def _(
     grad: Tensor,
@@ -334,12 +345,14 @@ def _(
     weight: Optional[Tensor],
     statistics: Tensor,
     residual_grad: Optional[Tensor],
+    kept: Optional[Tensor],
+    dropout: float,
     norm: int,
     needs: int,
 ) -> List[Tensor]:
-    like = x if weight is None else weight
-    made = (lambda: x.new_empty(x.shape), *(2 * (lambda: like.new_empty(x.shape[-1:]),)))
-    return [make() for index, make in enumerate(made) if needs >> index & 1]
+    like, features = x if weight is None else weight, x.shape[-1:]
+    made = ((x, x.shape), (like, features), (like, features), (x, x.shape), (x, features))
+    return [of.new_empty(shape) for index, (of, shape) in enumerate(made) if needs >> index & 1]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("experts_mlp"))

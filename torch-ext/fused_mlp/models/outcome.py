@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import dispatch, quantized, training
-from ..adapters import Layer
+from ..adapters import DROPS, Layer
 from ..backends import reference
 from .experts import mixtures, routers
 from .parts import adapters, norms, obstacles, recognition
@@ -227,16 +227,28 @@ def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
     """The outcome of a layer followed by a residual sum and a norm: full if one call computes them.
 
-    The layer is the first of the parts and the norm the last. The parts between them must be inactive.
+    The layer is the first of the parts and the norm the last. The parts between them must be inactive, but for a
+    dropout that an op takes in training.
     """
     (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
     found = {projection: obstacles.of_projection(layer)}
-    found.update({name: forwards.alteration(part) for name, part in behind})
+    found.update({name: _before_sum(part) for name, part in behind})
     found[last] = unknown or of_call(norm)
     around = obstacles.of_surroundings()
     reasons = called(found if around is None else dict.fromkeys(found, around))
-    return Outcome(NONE if reasons else FULL, reasons, _SUM)
+    if reasons:
+        return Outcome(NONE, reasons, _SUM)
+    weight = attribute_of(norm, norms.known[type(norm)].weight)
+    if not (DROPS and norm.training and isinstance(weight, Tensor) and weight.requires_grad):
+        return Outcome(FULL, (), _SUM)
+    rows = -(-dispatch.LEAST_SUM.get(weight.dtype, 0) // max(weight.numel(), 1))
+    return Outcome(FULL, (Reason(FEW_ROWS, "", f"{rows:,}"),) if rows > 1 else (), _SUM)
+
+
+def _before_sum(part: nn.Module) -> Optional[str]:
+    reason = forwards.alteration(part)
+    return of_call(part) if reason == forwards.ACTIVE and DROPS and part.p < 1.0 else reason
 
 
 _SUM = f"{forwards.LINEAR} with residual and norm"

@@ -115,7 +115,9 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
     names = halves.Parts(site.pattern, parts, len(site.projections), bool(dropouts))
-    return halves.Half(forward, names, None, site, guards=Guards((*read_of(forward, _NOTHING), *unchanged)))
+    guards = Guards((*read_of(forward, _NOTHING), *unchanged))
+    last = 0 if casts or dropouts else len(behind)
+    return halves.Half(forward, names, None, site, guards=guards, behind=last)
 
 
 def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:

@@ -491,8 +491,10 @@ def _half_of(
     norm = () if ending is None or ending.norm is None else (ending.norm,)
     names = names_of((start.projection, *start.between, *behind, *norm), forward)
     ends = None if ending is None else bool(norm)
-    behind, read = function_of(rest, forward, {}), read_of(forward, whole, rest)
-    return Role.TAIL, halves.Half(forward, names, ends, start, function, behind, guards=Guards(read))
+    read = read_of(forward, whole, rest)
+    rest = function_of(rest, forward, {})
+    half = halves.Half(forward, names, ends, start, function, rest, guards=Guards(read), behind=len(behind))
+    return Role.TAIL, half
 
 
 # Sequences.

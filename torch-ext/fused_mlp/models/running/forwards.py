@@ -171,6 +171,9 @@ def cast(hidden: Tensor) -> Tensor:
     raise NotImplementedError
 
 
+ACTIVE = "active in training"
+
+
 def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
     """The reason why a part before a projection changes hidden values of a dtype; None if it does not."""
     if isinstance(part, FunctionType):
@@ -181,13 +184,13 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
     if part is None:
         return "None, which cannot be called"
     if not isinstance(part, nn.Module):
-        return "active in training" if part else None
+        return ACTIVE if part else None
     kind = type(part)
     if kind not in _PASSING:
         return f"a {kind.__name__}"
     if kind.forward is not _PASSING[kind] or kind.__call__ is not nn.Linear.__call__:
         return f"a patched {kind.__name__}"
-    return "active in training" if kind is nn.Dropout and part.training and part.p > 0.0 else of_call(part)
+    return ACTIVE if kind is nn.Dropout and part.training and part.p > 0.0 else of_call(part)
 
 
 def dtype_of(projection: Any) -> Optional[torch.dtype]:

@@ -66,7 +66,8 @@ class Half(NamedTuple):
     a gate). ``rest`` is a tail's forward from behind its projection on, given the result of that, where its parts have
     names. ``ending`` is whether a norm follows, where the rest is a sum with the tail's other argument.
     ``before_a_norm`` is a head's ``function`` for a call whose x has yet to go through a norm: it does nothing with x
-    but to hand it over, and returns None in branches without an MLP.
+    but to hand it over, and returns None in branches without an MLP. ``behind``: how many parts, the last of those that
+    hand on what they are given, come behind a tail's projection, or the last one of a whole MLP.
     """
 
     forward: FunctionType
@@ -77,6 +78,7 @@ class Half(NamedTuple):
     rest: Optional[Callable[..., Any]] = None
     before_a_norm: Optional[Callable[..., Any]] = None
     guards: Guards = Guards(())
+    behind: int = 0
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
@@ -87,9 +89,13 @@ wholes: Dict[Callable[..., Any], Half] = {}
 
 def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
     """:func:`joined` of the children of a module under these names."""
-    is_left = not shortcut.is_grad_enabled() and owner.training and shortcut.is_as_recorded(owner, x)
-    if _plain is not None and not is_left:
-        found = _plain.joined(heads, tails, owner, names, x, () if named else rest)
+    is_off = not shortcut.is_grad_enabled() and owner.training
+    if _plain is not None:
+        given = () if named else rest
+        if is_off and shortcut.is_as_recorded(owner, x):
+            found = training.as_recorded(lambda new: _joined(memory, owner, names, new, x, given), x)
+        else:
+            found = _joined(memory, owner, names, x, x, given)
         if found is not None:
             if type(found) is not tuple:
                 return found
@@ -97,6 +103,20 @@ def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Te
             return half.rest(tail, result, *rest, **named)
     tail, head = (getattr(owner, name) for name in names)
     return joined(memory, tail, head, x, *rest, **named)
+
+
+def _joined(
+    memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]
+) -> Any:
+    """The result of two halves, or of the MLP alone with the half and the module of the tail; None if none is known.
+
+    ``old`` stands for x among the ``rest``.
+    """
+    found = _plain.joined(heads, tails, owner, names, x, tuple([x if each is old else each for each in rest]))
+    if type(found) is not tuple or type(found[0]) is not Pattern:
+        return found
+    pattern, *others = found
+    return shortcut.of_operands(pattern if memory == training.KEPT else replace(pattern, memory=memory), *others)
 
 
 def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:

@@ -130,6 +130,7 @@ _settings = {
     "parts": {training.KEPT: _parts},
     "least_recorded": dispatch.LEAST_RECORDED,
     "least_work": dispatch.LEAST_WORK,
+    "least_sum": dispatch.LEAST_SUM,
     "blocks": dispatch._open_blocks,
     "is_inference": torch.is_inference_mode_enabled,
     "autocast": (
@@ -287,16 +288,20 @@ def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Option
     return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
-def of_operands(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
-    """The block whose operands compiled code gives back; None if no op computes it."""
-    is_recorded = training.is_recording() and _needs_gradient(*(each for each in operands if isinstance(each, Tensor)))
-    return (_recorded_block if is_recorded else _packed_block)(pattern, operands)
+def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
+    """The block whose operands compiled code gives back; None if no op computes it.
+
+    ``dropout``, where autograd follows: the probability of an active one behind the MLP.
+    """
+    if dropout is None:
+        return _packed_block(pattern, operands)
+    return (_recorded_ending if operands[-1] else _recorded_block)(pattern, operands, dropout)
 
 
 _BLOCK_OPERANDS = 11
 
 
-def _recorded_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+def _recorded_block(pattern: Pattern, operands: Tuple[Any, ...], dropout: float) -> Optional[Tensor]:
     """``x + mlp(norm(x))`` where autograd follows.
 
     The norm's node has two results, the norm and x for the sum: so the gradient of the residual is added in the kernel
@@ -314,7 +319,30 @@ def _recorded_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Ten
         given = norms_alone.Given(x, weight, bias, eps, code, False)
         normed, residual = norms_alone.forked(given) if x.requires_grad else (norms_alone.run(given), x)
         result = recorded_or_packed(pattern, normed, *parameters, activation)
-        return None if result is None else residual + result
+        if result is None:
+            return None
+        return residual + (result if dropout == 0.0 else F.dropout(result, dropout, True))
+    except RuntimeError:  # eager says what is wrong with the operands
+        return None
+
+
+def _recorded_ending(pattern: Pattern, operands: Tuple[Any, ...], dropout: float) -> Optional[Tensor]:
+    """``norm(residual + dropout(mlp(x)))``, or that of a single layer, where autograd follows.
+
+    The node of the norm computes the gradient of the last bias too, whose sum over rows its kernel adds up as it goes.
+    """
+    mlp, (residual, *_, weight, bias, eps, code, _) = operands[:-_BLOCK_OPERANDS], operands[-_BLOCK_OPERANDS:]
+    *given, behind, activation = mlp
+    is_taken = behind is not None and norms_alone.SUMS_BIASES
+    last_bias, behind = (behind.detach(), behind) if is_taken else (behind, None)
+    try:
+        if len(given) == 2:
+            result = F.linear(*given, last_bias)
+        else:
+            result = recorded_or_packed(pattern, *given, last_bias, activation)
+        if result is None:
+            return None
+        return norms_alone.of_sum(result, residual, weight, bias, behind, eps, code, dropout)
     except RuntimeError:  # eager says what is wrong with the operands
         return None
 
