@@ -169,6 +169,15 @@ def experts_mlp(
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 
+def adapted_experts(*arguments: Any) -> Tensor:
+    """``experts_mlp`` of operands that fit, and of adapters beside its weights: the last argument, behind the form."""
+    *given, form, adapters = arguments
+    x = given[0]
+    flat = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3]]
+    result = _composed_experts(*flat, *given[3:], *form, adapters=adapters)
+    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
     """``experts_mlp`` where a backend takes the call as one, else None."""
     given, form = arguments[:-1], arguments[-1]
@@ -430,12 +439,15 @@ def _composed_experts(
     gate_up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
     *form: Any,
+    adapters: experts.Adapters = experts.NO_ADAPTERS,
 ) -> Tensor:
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    plain = _operand_reason(top_k_index, top_k_weights, *given) is None and _recorder() is None and not _is_mapped()
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
+    all_given = (top_k_index, top_k_weights, *given, *factors)
+    plain = _operand_reason(*all_given) is None and _recorder() is None and not _is_mapped()
     x, *others = autocast(given)  # which knows nothing of products of groups
     compute = experts.composed if plain else experts.traceable
-    return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul)
+    return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul, adapters)
 
 
 def _is_mapped() -> bool:
