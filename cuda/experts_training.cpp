@@ -2,6 +2,9 @@
 // values before the activation. The backward sorts the rows of the result's gradient, and multiplies none of them by
 // its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
 // hidden values anew. Nothing waits for the host, and every sum has a fixed order.
+//
+// An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
+// the backward too, with the factors in each other's place.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -17,7 +20,14 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // Which gradients are asked for.
-enum Needs { kOfX = 1, kOfWeights = 2, kOfGateUp = 4, kOfDown = 8 };
+enum Needs { kOfX = 1, kOfWeights = 2, kOfGateUp = 4, kOfDown = 8, kOfGateUpA = 16, kOfGateUpB = 32, kOfDownA = 64,
+             kOfDownB = 128 };
+
+// What an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
+struct Term {
+  Tensor rows, weight;
+};
+using OptionalTerm = std::optional<Term>;
 
 constexpr int64_t kFeatureStep = 64;
 
@@ -81,24 +91,42 @@ class TrainedExperts {
     return to;
   }
 
+  // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
+  Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
+    const Tensor out = new_rows(rank);
+    check(cudaMemsetAsync(out.mutable_data_ptr(), 0, static_cast<size_t>(out.numel()) * 2, stream_));
+    GroupedProblem p = problem(factor, 1, false, Product::kPlain, rows);
+    STD_TORCH_CHECK(rank <= p.gemm.n && p.gemm.k == rows.size(1), "factors must fit the weights");
+    p.gemm.n = rank;
+    return launched(p, out);
+  }
+
+  OptionalTerm term(const Tensor& rows, const RankFactors& factors) const {
+    if (!factors) return std::nullopt;
+    return Term{rank_rows(rows, *factors.a, factors.a->size(1)), *factors.b};
+  }
+
   // Fills `gate_up` with the values before the activation.
-  Tensor hidden(const Tensor& sorted, const Tensor& gate_up) const {
+  Tensor hidden(const Tensor& sorted, const Tensor& gate_up, const OptionalTerm& term) const {
     GroupedProblem p = problem(gate_up_, 2, false, Product::kGatedKept, sorted);
+    if (term) add_term(p, term->rows, term->weight, 2, false);
     p.gemm.training.gate = matrix(gate_up);
     p.gemm.training.up = matrix(gate_up, hidden_);
     return launched(p, new_rows(hidden_));
   }
 
-  Tensor result(const Tensor& hidden) const {
-    const Tensor rows = launched(problem(down_, 1, false, Product::kPlain, hidden), new_rows(features_));
-    return summed(rows, weights_.const_data_ptr());
+  Tensor result(const Tensor& hidden, const OptionalTerm& term) const {
+    GroupedProblem p = problem(down_, 1, false, Product::kPlain, hidden);
+    if (term) add_term(p, term->rows, term->weight, 1, false);
+    return summed(launched(p, new_rows(features_)), weights_.const_data_ptr());
   }
 
   // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
   // of these.
   Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
-                        const Tensor& row_sums) const {
+                        const Tensor& row_sums, const OptionalTerm& term) const {
     GroupedProblem p = problem(down_, 1, true, Product::kGatedGradient, grad);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
     p.gemm.training.gate = matrix(gate_up);
     p.gemm.training.up = matrix(gate_up, hidden_);
     p.gemm.training.gate_gradient = matrix(gate_up_gradient);
@@ -108,8 +136,10 @@ class TrainedExperts {
     return launched(p, new_rows(hidden_));
   }
 
-  Tensor input_gradient(const Tensor& gate_up_gradient) const {
-    return summed(launched(problem(gate_up_, 1, true, Product::kPair, gate_up_gradient), new_rows(features_)), nullptr);
+  Tensor input_gradient(const Tensor& gate_up_gradient, const OptionalTerm& term) const {
+    GroupedProblem p = problem(gate_up_, 1, true, Product::kPair, gate_up_gradient);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
+    return summed(launched(p, new_rows(features_)), nullptr);
   }
 
   Tensor weight_gradient(const Tensor& row_sums) const {
@@ -134,6 +164,12 @@ class TrainedExperts {
     return out;
   }
 
+  void check_factors(const RankFactors& factors, const char* name) const {
+    fused_mlp::check_factors(factors, name, like_, routes_);
+    STD_TORCH_CHECK(!factors || (factors.a->size(0) == experts_ && hidden_ >= kTiledBlock),
+                    name, " must be of every expert, of ", kTiledBlock, " hidden features at least");
+  }
+
   // True if a tensor is what the forward has kept, of so many columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
@@ -144,6 +180,16 @@ class TrainedExperts {
   void check_kept(const Tensor& sorted, const Tensor& gate_up) const {
     check_kept(sorted, features_, "sorted");
     check_kept(gate_up, 2 * hidden_, "gate_up");
+  }
+
+  // Those of gate and up, and of down.
+  std::pair<RankFactors, RankFactors> factors(const std::vector<OptionalTensor>& given) const {
+    STD_TORCH_CHECK(given.empty() || given.size() == 4, "factors must be two of each layer");
+    if (given.empty()) return {};
+    const std::pair<RankFactors, RankFactors> found{{given[0], given[1]}, {given[2], given[3]}};
+    check_factors(found.first, "gate_up_factors");
+    check_factors(found.second, "down_factors");
+    return found;
   }
 
   Tensor new_gate_up() const { return new_rows(2 * hidden_); }
@@ -194,35 +240,54 @@ class TrainedExperts {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index,
-                                                            const Tensor& top_k_weights, const Tensor& gate_up_weight,
-                                                            const Tensor& down_weight, int64_t activation) {
+std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                                             const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const std::vector<OptionalTensor>& factors, int64_t activation) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
                 0.0);
   check_trained(x, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(x.get_device_index());
   const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const auto [of_gate_up, of_down] = experts.factors(factors);
   const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
-  return {experts.result(experts.hidden(sorted, gate_up)), sorted, gate_up};
+  const OptionalTerm term = experts.term(sorted, of_gate_up);
+  const Tensor hidden = experts.hidden(sorted, gate_up, term);
+  std::vector<Tensor> kept{experts.result(hidden, experts.term(hidden, of_down)), sorted, gate_up};
+  if (term) kept.push_back(term->rows);
+  return kept;
 }
 
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
-                                              int64_t activation, int64_t needs) {
+                                              const std::vector<OptionalTensor>& factors,
+                                              const OptionalTensor& rank_rows, int64_t activation, int64_t needs) {
   check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
                 {}, 0.0);
   check_trained(grad, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(grad.get_device_index());
   const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
   experts.check_kept(sorted, gate_up);
+  const auto [of_gate_up, of_down] = experts.factors(factors);
   const Tensor rows = experts.sorted(grad), gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
-  const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums);
+  const OptionalTerm of_hidden = experts.term(rows, of_down);
+  const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, of_hidden);
+  OptionalTerm of_input;
+  if (needs & (kOfX | kOfGateUpA)) of_input = experts.term(gate_up_gradient, of_gate_up);
   std::vector<Tensor> found;
-  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient));
+  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, of_input));
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
   if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
   if (needs & kOfDown) found.push_back(experts.outer(rows, hidden));
+  STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
+  STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
+  if (needs & kOfGateUpA) found.push_back(experts.outer(sorted, of_input->rows));
+  if (needs & kOfGateUpB) {
+    experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
+    found.push_back(experts.outer(gate_up_gradient, *rank_rows));
+  }
+  if (needs & kOfDownA) found.push_back(experts.outer(hidden, of_hidden->rows));
+  if (needs & kOfDownB) found.push_back(experts.outer(rows, experts.rank_rows(hidden, *of_down.b, of_down.a->size(1))));
   return found;
 }
 

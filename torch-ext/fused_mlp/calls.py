@@ -169,13 +169,53 @@ def experts_mlp(
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 
-def adapted_experts(*arguments: Any) -> Tensor:
-    """``experts_mlp`` of operands that fit, and of adapters beside its weights: the last argument, behind the form."""
-    *given, form, adapters = arguments
+def adapted_experts(*arguments: Any, adapters: experts.Adapters) -> Tensor:
+    """``experts_mlp`` of operands that fit, with adapters beside its weights that fit these."""
+    *given, form = arguments
     x = given[0]
     flat = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3]]
-    result = _composed_experts(*flat, *given[3:], *form, adapters=adapters)
+    flat = (*flat, *given[3:])
+    result = _adapted_by_op(flat, form, adapters)
+    if result is None:
+        result = _composed_experts(*flat, *form, adapters=adapters)
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[str]:
+    """The reason why a call with adapters is composed of parts, or None if it is one op, or one each way."""
+    x, index, _, gate_up, down = given[:5]
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
+    reason = pointwise_reason(*given, *factors)
+    if reason is not None or autocasts(x):
+        return reason or "autocast casts the operands"
+    if autograd_follows(x, *given[2:], *factors):
+        return experts_training.refusal(given, form, adapters)
+    if _is_compiling() or training.is_followed():
+        return "something follows the parts"
+    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
+        return "no kernel with adapters on this device"
+    if form.transposed or any(tensor is not None and tensor.dtype != x.dtype for tensor in (gate_up, down, *given[5:])):
+        return "operands that the kernels do not take"
+    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, False)
+    return None if refused is None else "operands that the kernels do not take"
+
+
+def _adapted_by_op(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[Tensor]:
+    if adapted_reason(given, form, adapters) is not None:
+        return None
+    x, index, _, gate_up = given[:4]
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
+    is_recorded = autograd_follows(x, *given[2:], *factors)
+    of_slots = None
+    if not is_recorded and index.numel() <= min(_SEARCHED_SLOTS, gate_up.shape[0] - 1):
+        of_slots = index.flatten().clamp(0, gate_up.shape[0] - 1)
+    prepared = [part for adapter in adapters for part in experts_training.factors_of(adapter, x.dtype, of_slots)]
+    compute = experts_training.run if is_recorded else native.adapted_experts
+    arguments = (given, form, prepared) if is_recorded else (*given, prepared, *form)
+    return dispatch.op_or_parts(compute, arguments, lambda: None)
+
+
+_SEARCHED_SLOTS = 32  # as in cuda/gemm/grouped.h: of so few slots the factors are those of each
 
 
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:

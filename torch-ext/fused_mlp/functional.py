@@ -257,4 +257,4 @@ def experts_mlp(
     given_adapters = gate_up_adapter, down_adapter
     weights = dict(zip(("gate_up_adapter", "down_adapter"), zip(given_adapters, (gate_up_weight, down_weight))))
     adapters.check_of_experts(x, transposed, **weights)
-    return calls.adapted_experts(*given, form, given_adapters)
+    return calls.adapted_experts(*given, form, adapters=given_adapters)

@@ -35,6 +35,7 @@ norm_forward = ops.norm_forward.default
 norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
+adapted_experts = ops.adapted_experts.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 adapted_forward = ops.adapted_forward.default
