@@ -269,25 +269,32 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
   const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
   experts.check_kept(sorted, gate_up);
   const auto [of_gate_up, of_down] = experts.factors(factors);
-  const Tensor rows = experts.sorted(grad), gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
-  const OptionalTerm of_hidden = experts.term(rows, of_down);
-  const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, of_hidden);
-  OptionalTerm of_input;
-  if (needs & (kOfX | kOfGateUpA)) of_input = experts.term(gate_up_gradient, of_gate_up);
-  std::vector<Tensor> found;
-  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, of_input));
-  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
-  if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
-  if (needs & kOfDown) found.push_back(experts.outer(rows, hidden));
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
-  if (needs & kOfGateUpA) found.push_back(experts.outer(sorted, of_input->rows));
+  const Tensor gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
+  OptionalTensor down, down_a, down_b;
+  {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+    const Tensor rows = experts.sorted(grad);
+    const OptionalTerm term = experts.term(rows, of_down);
+    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
+    if (needs & kOfDown) down = experts.outer(rows, hidden);
+    if (needs & kOfDownA) down_a = experts.outer(hidden, term->rows);
+    if (needs & kOfDownB) down_b = experts.outer(rows, experts.rank_rows(hidden, *of_down.b, of_down.a->size(1)));
+  }
+  OptionalTerm term;
+  if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
+  std::vector<Tensor> found;
+  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
+  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
+  if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
+  if (down) found.push_back(*down);
+  if (needs & kOfGateUpA) found.push_back(experts.outer(sorted, term->rows));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
     found.push_back(experts.outer(gate_up_gradient, *rank_rows));
   }
-  if (needs & kOfDownA) found.push_back(experts.outer(hidden, of_hidden->rows));
-  if (needs & kOfDownB) found.push_back(experts.outer(rows, experts.rank_rows(hidden, *of_down.b, of_down.a->size(1))));
+  if (down_a) found.push_back(*down_a);
+  if (down_b) found.push_back(*down_b);
   return found;
 }
 

@@ -163,9 +163,11 @@ def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
         raise OperandValueError(f"{name}.dropout must be a probability, from 0 to 1, got {adapter.dropout}")
 
 
-def check_of_experts(x: Tensor, transposed: bool, **given: Tuple[Optional[Adapter], Tensor]) -> None:
+def check_of_experts(
+    x: Tensor, transposed: bool, given: Tuple[Optional[Adapter], ...], weights: Tuple[Tensor, ...]
+) -> None:
     """:func:`check_any` of adapters of experts, whose weights are ``[experts, out, in]``, or ``[experts, in, out]``."""
-    for name, (adapter, weight) in given.items():
+    for name, adapter, weight in zip(("gate_up_adapter", "down_adapter"), given, weights):
         if adapter is None:
             continue
         if isinstance(adapter, Adapter) and (adapter.bias is not None or adapter.dropout != 0.0):

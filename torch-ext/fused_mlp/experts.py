@@ -149,9 +149,11 @@ def _low_rank(rows: Tensor, adapter: Any, order: Routing) -> Tensor:
     """What an adapter adds to a product. Few rows take the factors of their experts alone, and no others are cast."""
     a, b, scaling = adapter[:3]
     if rows.shape[0] < a.shape[0]:
-        of_rows = order.experts.clamp(max=a.shape[0] - 1)
+        named, of_rows = (order.experts < a.shape[0]).unsqueeze(-1), order.experts.clamp(max=a.shape[0] - 1)
         a, b = (factor.index_select(0, of_rows).to(rows.dtype) for factor in (a, b))
-        return torch.bmm(b, torch.bmm(a, rows.unsqueeze(-1)) * scaling).squeeze(-1)
+        # Masked both ways: neither what stands in the rows of skipped slots may reach a factor, nor their gradient.
+        rows = torch.where(named, rows, 0)
+        return torch.where(named, torch.bmm(b, torch.bmm(a, rows.unsqueeze(-1)) * scaling).squeeze(-1), 0)
     a, b = (factor.to(rows.dtype).transpose(1, 2) for factor in (a, b))
     return _of_groups(_of_groups(rows, a, order) * scaling, b, order)
 

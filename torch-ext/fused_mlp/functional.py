@@ -255,6 +255,5 @@ def experts_mlp(
         return calls.experts_mlp(*given, form)
     operands.check_experts_mlp(*given, *form[1:])
     given_adapters = gate_up_adapter, down_adapter
-    weights = dict(zip(("gate_up_adapter", "down_adapter"), zip(given_adapters, (gate_up_weight, down_weight))))
-    adapters.check_of_experts(x, transposed, **weights)
+    adapters.check_of_experts(x, transposed, given_adapters, (gate_up_weight, down_weight))
     return calls.adapted_experts(*given, form, adapters=given_adapters)

@@ -133,10 +133,18 @@ def register_experts() -> None:
 
 
 def with_adapters(
-    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
+    module: nn.Module, known: Any, x: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
 ) -> Optional[Tensor]:
-    """The output of experts with adapters beside their weights; None where PEFT's way is to be taken."""
-    return _fused(module, x, index, weights, adapters=adapters)
+    """The output of experts with adapters beside their weights; None where PEFT's way is to be taken.
+
+    ``known`` is what ``settled.found`` says of the call.
+    """
+    tensors = None if known is None else settled.tensors_of(module, known)
+    if tensors is None or _of_adapters(x) is not None or _of_call(x, index, weights, tensors[0]) is not None:
+        return _fused(module, x, index, weights, adapters=adapters)
+    if known.last is not None and not settled.are_experts(index, known.last):
+        return None
+    return calls.adapted_experts(x, index, weights, *tensors, known.form, adapters=adapters)
 
 
 def obstacle(module: nn.Module, asked: Optional[str] = None, adapted: bool = False) -> Optional[str]:
@@ -193,7 +201,7 @@ def _fused(
     if is_adapted:
         call = functools.partial(calls.adapted_experts, adapters=adapters)
     result = proofs.computed(module, found, call, x, index, weights, tensors)
-    if result is not None and proof is not None and not follows and not is_adapted:
+    if result is not None and proof is not None and (is_adapted or not follows):
         settled.settle(module, proof, last, x, index)
     return result
 

@@ -15,13 +15,13 @@ from typing import Any, Dict, Iterator, NamedTuple, Optional, Set, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ...adapters import Adapter
 from ... import training
-from ..parts import obstacles
+from ...adapters import Adapter
+from ..parts import adapters
 from ..reading import source
 from ..reading.attributes import are_unchanged, as_written, of_call, written
 from ..running import shortcut, switching
-from . import mixtures, proofs
+from . import mixtures, proofs, settled
 
 _NAME = "peft.tuners.lora.layer.ParamWrapper"
 # The names that a call of it looks up in the class, and a class that it puts around a weight.
@@ -103,14 +103,16 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 
 def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
-    found = _read(module)
+    *_, base = _chain(module)
+    known = settled.found(base, x, index, weights)
+    proof = known or proofs.of(base)
+    found = _read(module, proof)
     if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts as they are
         return None
-    proof = proofs.of(found.module)
-    return mixtures.with_adapters(found.module, x, index, weights, _operands(proof, found)) if proof else None
+    return mixtures.with_adapters(base, known, x, index, weights, _operands(proof, found))
 
 
-def _operands(proof: proofs.Experts, found: Wrapped) -> Tuple[Optional[Adapter], Optional[Adapter]]:
+def _operands(proof: Any, found: Wrapped) -> Tuple[Optional[Adapter], Optional[Adapter]]:
     """The adapters of both products. A weight ``[in, out]`` is changed by ``a^T b^T``, one ``[out, in]`` by ``b a``."""
 
     def adapter(name: str) -> Optional[Adapter]:
@@ -120,7 +122,8 @@ def _operands(proof: proofs.Experts, found: Wrapped) -> Tuple[Optional[Adapter],
         a, b = (left.transpose(1, 2), right.transpose(1, 2)) if proof.form.transposed else (right, left)
         return Adapter(a, b, scaling)
 
-    return adapter(proof.weights.up), adapter(proof.weights.down)
+    up, down = proof.weights[:2]
+    return adapter(up), adapter(down)
 
 
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
@@ -130,12 +133,14 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
         module = module._modules.get("base_layer") if known(type(module)) is not None else None
 
 
-def _read(module: nn.Module) -> Union[str, Wrapped]:
+def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
     """The adapters of a wrapper and those inside of it, as they are now; or, as a noun phrase, why they must be called.
+
+    ``proof``: what is known of the experts; None where that is to be asked.
     """
     *wrappers, base = _chain(module)
-    proof = proofs.of(base)
-    if not isinstance(proof, proofs.Experts):
+    proof = proofs.of(base) if proof is None else proof
+    if isinstance(proof, proofs.Unknown):
         return proof.reason
     if "parametrizations" in base._modules or type(base).__call__ is not nn.Module.__call__ or of_call(base) is not None:
         return "experts that are called in another way"
@@ -181,7 +186,7 @@ def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Te
         return unknown
     factors = []
     for layer in layers:
-        found = obstacles.parameters_of(layer)
+        found = adapters.parameters_of(layer)
         if isinstance(found, str):
             return f"a {_NAME} with {found}"
         factors.append(found[0])
