@@ -111,41 +111,6 @@ struct ExpertLayer {
   }
 };
 
-// The factors of an adapter beside a layer, both or neither: a [groups, rank, k] and b [groups, n, rank], of a multiple
-// of 8 ranks, for every expert or, where rows are not sorted, for every slot. Of products that read their weights as
-// they lie, b is [groups, k, n], its k filled up with zeros to a multiple of 64.
-struct RankFactors {
-  OptionalTensor a, b;
-
-  explicit operator bool() const { return a.has_value(); }
-};
-
-inline void check_factors(const RankFactors& factors, const char* name, const Tensor& like, const Routes& routes) {
-  STD_TORCH_CHECK(factors.a.has_value() == factors.b.has_value(), name, " must have both factors");
-  if (!factors) return;
-  for (const Tensor* factor : {&*factors.a, &*factors.b}) {
-    check_same_kind(*factor, name, like);
-    STD_TORCH_CHECK(factor->dim() == 3 && aligned(*factor) && factor->size(0) == factors.a->size(0) &&
-                        (factor->size(0) == routes.experts || factor->size(0) == routes.slots()),
-                    name, " must be [experts, ., .], aligned");
-  }
-}
-
-// The term that rows [., rank] of slots, or sorted as those of a, and b add to a layer's product.
-inline void add_term(GroupedProblem& p, const Tensor& rows, const Tensor& b, int parts, bool in_turns,
-                     bool as_it_lies = false) {
-  const GroupedProblem term = ExpertLayer{b, {}, parts, in_turns, as_it_lies}.problem(p.routes, p.gemm.dtype, 1);
-  STD_TORCH_CHECK(term.gemm.n == p.gemm.n, "factors must fit the weights");
-  const int64_t rank = rows.size(1);
-  p.gemm.low_rank.rows = {const_cast<void*>(rows.const_data_ptr()), rank};
-  p.gemm.low_rank.weight = term.gemm.weight;
-  p.gemm.low_rank.up_weight = term.gemm.up_weight;
-  p.gemm.low_rank.k = rank;
-  if (parts == 2) p.gemm.low_rank.up_k = rank;
-  p.low_rank_rows = term.weight_rows;
-  p.low_rank_of_slots = b.size(0) != p.routes.experts;
-}
-
 // The kernels for experts on the GPU of x.
 struct ExpertKernels {
   const Gpu& gpu;

@@ -8,7 +8,7 @@
 #include "../torch-ext/activation.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/plan.h"
-#include "expert_operands.h"
+#include "expert_adapters.h"
 
 namespace fused_mlp {
 
@@ -18,8 +18,8 @@ namespace {
 
 Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                        const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
-                       const OptionalTensor& down_bias, const RankFactors& gate_up_factors,
-                       const RankFactors& down_factors, int64_t activation, bool gated, bool interleaved,
+                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
+                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, gated,
                 interleaved, transposed, limit, up_offset);
@@ -48,16 +48,11 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
   const bool fitted = plan.fits;
-  const bool adapted = gate_up_factors || down_factors;
-  check_factors(gate_up_factors, "gate_up_factors", x, routes);
-  check_factors(down_factors, "down_factors", x, routes);
-  const auto are_of_slots = [&](const RankFactors& factors) {
-    return factors && factors.a->size(0) != routes.experts;
-  };
-  STD_TORCH_CHECK(!adapted || (chosen.kernels.adds_low_rank && !transposed &&
-                               !(sorts && (are_of_slots(gate_up_factors) || are_of_slots(down_factors)))),
+  const ExpertAdapters adapters(factors, scalings, x, routes, gate_up, down);
+  STD_TORCH_CHECK(!adapters.any() || (chosen.kernels.adds_low_rank && !transposed),
                   "there is no kernel for adapters of these experts");
-  const bool gathers = plan.gathers && !adapted && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
+  const bool gathers =
+      plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
   const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
   const int64_t gathered = gathers ? slots : 0;
@@ -103,6 +98,10 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                         static_cast<int>(second.gemm.n),
                         dtype};
   const cudaStream_t stream = current_stream(x);
+  // Of few slots, the factors of their experts alone.
+  const bool of_slots = !sorts && routes.slots() < routes.experts;
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any() && routes.slots() > 0) ranked = adapters.for_forward(of_slots, stream);
   if (sorts) check(launch_row_sort(sort, device, stream));
   const auto launch = [&](const GroupedProblem& problem) {
     if (routes.slots() > 0) check(chosen.kernels.launch(problem, chosen.kernels.plan(problem, device), device, stream));
@@ -111,9 +110,8 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
   const auto rank_rows = [&](const RankFactors& factors, GroupedProblem& layer, int parts, bool in_turns) {
     if (!factors) return Tensor();
     GroupedProblem p = ExpertLayer{*factors.a, {}, 1, false, false}.problem(routes, dtype, layer.slots_of_row);
-    STD_TORCH_CHECK(p.gemm.k == layer.gemm.k, "factors must fit the weights");
     const Tensor made = new_dense(x, {slots, p.gemm.n});
-    p.of_slots = are_of_slots(factors);
+    p.of_slots = of_slots;
     p.gemm.a = layer.gemm.a;
     p.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
     p.gemm.ctas_before = layer.gemm.ctas_before;
@@ -125,9 +123,9 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
     layer.gemm.ctas_before = device.multiprocessors;
     return made;
   };
-  const Tensor first_rows = rank_rows(gate_up_factors, first, gated ? 2 : 1, interleaved);
+  const Tensor first_rows = rank_rows(ranked.first, first, gated ? 2 : 1, interleaved);
   launch(first);
-  const Tensor second_rows = rank_rows(down_factors, second, 1, false);
+  const Tensor second_rows = rank_rows(ranked.second, second, 1, false);
   launch(second);
   check(launch_sum(sum, device, stream));
   return out;
@@ -145,12 +143,11 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
 
 Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                        const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
-                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors, int64_t activation,
-                       bool gated, bool interleaved, bool transposed, std::optional<double> limit, double up_offset) {
-  STD_TORCH_CHECK(factors.size() == 4, "factors must be two of each layer");
-  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
-                         {factors[0], factors[1]}, {factors[2], factors[3]}, activation, gated, interleaved, transposed,
-                         limit, up_offset);
+                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
+                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
+                       bool transposed, std::optional<double> limit, double up_offset) {
+  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
+                         scalings, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,

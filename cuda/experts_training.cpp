@@ -12,7 +12,7 @@
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/operands.h"
-#include "expert_operands.h"
+#include "expert_adapters.h"
 
 namespace fused_mlp {
 namespace {
@@ -20,8 +20,16 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // Which gradients are asked for.
-enum Needs { kOfX = 1, kOfWeights = 2, kOfGateUp = 4, kOfDown = 8, kOfGateUpA = 16, kOfGateUpB = 32, kOfDownA = 64,
-             kOfDownB = 128 };
+enum Needs {
+  kOfX = 1,
+  kOfWeights = 2,
+  kOfGateUp = 4,
+  kOfDown = 8,
+  kOfGateUpA = 16,
+  kOfGateUpB = 32,
+  kOfDownA = 64,
+  kOfDownB = 128
+};
 
 // What an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
 struct Term {
@@ -96,7 +104,6 @@ class TrainedExperts {
     const Tensor out = new_rows(rank);
     check(cudaMemsetAsync(out.mutable_data_ptr(), 0, static_cast<size_t>(out.numel()) * 2, stream_));
     GroupedProblem p = problem(factor, 1, false, Product::kPlain, rows);
-    STD_TORCH_CHECK(rank <= p.gemm.n && p.gemm.k == rows.size(1), "factors must fit the weights");
     p.gemm.n = rank;
     return launched(p, out);
   }
@@ -164,12 +171,6 @@ class TrainedExperts {
     return out;
   }
 
-  void check_factors(const RankFactors& factors, const char* name) const {
-    fused_mlp::check_factors(factors, name, like_, routes_);
-    STD_TORCH_CHECK(!factors || (factors.a->size(0) == experts_ && hidden_ >= kTiledBlock),
-                    name, " must be of every expert, of ", kTiledBlock, " hidden features at least");
-  }
-
   // True if a tensor is what the forward has kept, of so many columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
@@ -182,16 +183,14 @@ class TrainedExperts {
     check_kept(gate_up, 2 * hidden_, "gate_up");
   }
 
-  // Those of gate and up, and of down.
-  std::pair<RankFactors, RankFactors> factors(const std::vector<OptionalTensor>& given) const {
-    STD_TORCH_CHECK(given.empty() || given.size() == 4, "factors must be two of each layer");
-    if (given.empty()) return {};
-    const std::pair<RankFactors, RankFactors> found{{given[0], given[1]}, {given[2], given[3]}};
-    check_factors(found.first, "gate_up_factors");
-    check_factors(found.second, "down_factors");
+  ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
+    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_);
+    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
+                    " hidden features at least");
     return found;
   }
 
+  cudaStream_t stream() const { return stream_; }
   Tensor new_gate_up() const { return new_rows(2 * hidden_); }
   Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // in float32
 
@@ -242,13 +241,17 @@ class TrainedExperts {
 
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
-                                             const std::vector<OptionalTensor>& factors, int64_t activation) {
+                                             const std::vector<OptionalTensor>& factors,
+                                             const std::vector<double>& scalings, int64_t activation) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
                 0.0);
   check_trained(x, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(x.get_device_index());
   const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
-  const auto [of_gate_up, of_down] = experts.factors(factors);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_forward(false, experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
   const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
   const OptionalTerm term = experts.term(sorted, of_gate_up);
   const Tensor hidden = experts.hidden(sorted, gate_up, term);
@@ -261,25 +264,35 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
                                               const std::vector<OptionalTensor>& factors,
-                                              const OptionalTensor& rank_rows, int64_t activation, int64_t needs) {
+                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                              int64_t activation, int64_t needs) {
   check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
                 {}, 0.0);
   check_trained(grad, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(grad.get_device_index());
   const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
   experts.check_kept(sorted, gate_up);
-  const auto [of_gate_up, of_down] = experts.factors(factors);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_backward(experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
   const Tensor gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
   OptionalTensor down, down_a, down_b;
+  const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
+    return adapters.gradient(found, layer, of_a, experts.stream());
+  };
   {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
     const Tensor rows = experts.sorted(grad);
     const OptionalTerm term = experts.term(rows, of_down);
     const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
     if (needs & kOfDown) down = experts.outer(rows, hidden);
-    if (needs & kOfDownA) down_a = experts.outer(hidden, term->rows);
-    if (needs & kOfDownB) down_b = experts.outer(rows, experts.rank_rows(hidden, *of_down.b, of_down.a->size(1)));
+    if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
+    if (needs & kOfDownB) {
+      const Tensor of_hidden = experts.rank_rows(hidden, *of_down.b, of_down.a->size(1));
+      down_b = gradient(experts.outer(rows, of_hidden), 1, false);
+    }
   }
   OptionalTerm term;
   if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
@@ -288,10 +301,10 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
   if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
   if (down) found.push_back(*down);
-  if (needs & kOfGateUpA) found.push_back(experts.outer(sorted, term->rows));
+  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(sorted, term->rows), 0, true));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
-    found.push_back(experts.outer(gate_up_gradient, *rank_rows));
+    found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
   }
   if (down_a) found.push_back(*down_a);
   if (down_b) found.push_back(*down_b);

@@ -1,4 +1,4 @@
-"""LoRA on the experts of mixtures: experts_mlp's adapters against changed weights, and PEFT's ParamWrapper on models."""
+"""LoRA on the experts of mixtures: adapters of experts_mlp against changed weights, and PEFT's wrappers on models."""
 
 import copy
 import functools
@@ -13,6 +13,7 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fuzz_experts
 import machine
 import mixtures
 import reference
@@ -464,7 +465,9 @@ def test_compiled_models(fused_mlp, device, calls):
 
 def test_an_error_is_that_of_the_original(fused_mlp, device):
     model, fused, _ = pair(fused_mlp, device)
-    experts = [next(each for path, each in model.named_modules() if path.endswith("experts")) for model in (model, fused)]
+    experts = [
+        next(each for path, each in model.named_modules() if path.endswith("experts")) for model in (model, fused)
+    ]
     x = torch.randn(3, 32, device=device)
     errors = []
     for each in experts:
@@ -488,6 +491,11 @@ def test_memory(fused_mlp, device):
         run(each, ids)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[0] < peaks[1]
+
+
+def test_experts_at_random(fused_mlp, tmp_path):
+    outcomes = [fuzz_experts.adapted_outcome(fused_mlp, seed, tmp_path) for seed in range(100)]
+    assert outcomes.count("fused") >= 10
 
 
 # The source of PEFT's class.

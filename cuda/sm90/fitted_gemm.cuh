@@ -196,7 +196,8 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
       for (int box = kFittedBoxes - 1; box >= 0; --box) {
         const int rows = kFittedStep << box;
         if ((tile.height & rows) == 0) continue;
-        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * kRowBytes, k, tile.row + row);
+        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * kRowBytes, k,
+                 tile.row + row);
         row += rows;
       }
     }

@@ -142,7 +142,8 @@ struct GroupTile {
   __device__ __forceinline__ void load_rank_rows(uint32_t full, uint32_t tokens, int k) const {
     const uint32_t box_bytes = args.box_rows * Gemm::kBlockK * sizeof(Element);
     const int* const first_rows = args.blocks.codes == nullptr ? rows.targets : rows.sources;
-    for (int i = 0; i < boxes(); ++i) tma_load(&args.gemm.low_rank.rows, full, tokens + i * box_bytes, k, first_rows[i]);
+    for (int i = 0; i < boxes(); ++i)
+      tma_load(&args.gemm.low_rank.rows, full, tokens + i * box_bytes, k, first_rows[i]);
   }
   __device__ __forceinline__ int64_t out_row(int token) const { return rows.targets[token]; }
 

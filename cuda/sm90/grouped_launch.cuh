@@ -131,8 +131,7 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
                                                          g.low_rank.k, kFittedStep << box, Gemm::kBlockK));
   }
   if (g.low_rank) {
-    mapped = mapped && !Gemm::kGathers &&
-             encode_rank_weights(p, Gemm::kTileN, &args.rank_weight, &args.rank_up_weight);
+    mapped = mapped && !Gemm::kGathers && encode_rank_weights(p, Gemm::kTileN, &args.rank_weight, &args.rank_up_weight);
   }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;

@@ -151,7 +151,9 @@ def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
     *experts, features, width = weight.shape
     before = "".join(f"{number}, " for number in experts)
     if adapter.a.dim() != weight.dim() or list(adapter.a.shape) != [*experts, adapter.a.shape[-2], width]:
-        raise OperandValueError(f"{name}.a must be [{before}rank, {width}] to fit its weight, got {shape_of(adapter.a)}")
+        raise OperandValueError(
+            f"{name}.a must be [{before}rank, {width}] to fit its weight, got {shape_of(adapter.a)}"
+        )
     rank = adapter.a.shape[-2]
     if adapter.b.shape != (*experts, features, rank):
         raise OperandValueError(

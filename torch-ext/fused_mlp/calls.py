@@ -188,6 +188,8 @@ def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapte
     reason = pointwise_reason(*given, *factors)
     if reason is not None or autocasts(x):
         return reason or "autocast casts the operands"
+    if any(factor.numel() == 0 for factor in factors):
+        return "an adapter of rank 0"
     if autograd_follows(x, *given[2:], *factors):
         return experts_training.refusal(given, form, adapters)
     if _is_compiling() or training.is_followed():
@@ -203,19 +205,10 @@ def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapte
 def _adapted_by_op(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[Tensor]:
     if adapted_reason(given, form, adapters) is not None:
         return None
-    x, index, _, gate_up = given[:4]
-    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
-    is_recorded = autograd_follows(x, *given[2:], *factors)
-    of_slots = None
-    if not is_recorded and index.numel() <= min(_SEARCHED_SLOTS, gate_up.shape[0] - 1):
-        of_slots = index.flatten().clamp(0, gate_up.shape[0] - 1)
-    prepared = [part for adapter in adapters for part in experts_training.factors_of(adapter, x.dtype, of_slots)]
-    compute = experts_training.run if is_recorded else native.adapted_experts
-    arguments = (given, form, prepared) if is_recorded else (*given, prepared, *form)
-    return dispatch.op_or_parts(compute, arguments, lambda: None)
-
-
-_SEARCHED_SLOTS = 32  # as in cuda/gemm/grouped.h: of so few slots the factors are those of each
+    factors, scalings = experts_training.factors_of(adapters)
+    if autograd_follows(given[0], *given[2:], *factors):
+        return _op_or_none(experts_training.run, given, form, adapters)
+    return _op_or_none(native.adapted_experts, *given, factors, scalings, *form)
 
 
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:

@@ -5,10 +5,9 @@ What they do not take is composed (``experts``), and so is a gradient that is di
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, experts, training
@@ -47,25 +46,29 @@ _FEATURES = 64
 _ADAPTED_FEATURES = 128  # rows of a tile of an outer product
 
 
-Factors = Tuple[Optional[Tensor], ...]  # a and b of the first product, and of the second
+def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:
+    """The factors of both products' adapters, a and b of each, and their scalings, as the ops take them."""
+    factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else adapter[:2])]
+    return factors, [1.0 if adapter is None else float(adapter.scaling) for adapter in adapters]
 
 
-def run(given: Sequence[Optional[Tensor]], form: experts.Form, factors: Factors = (None,) * 4) -> Tensor:
-    """The result of a call of which :func:`refusal` says nothing, with adapters' factors as ``factors_of`` gives them.
-    """
+def run(
+    given: Sequence[Optional[Tensor]], form: experts.Form, adapters: experts.Adapters = experts.NO_ADAPTERS
+) -> Tensor:
+    """The result of a call of which :func:`refusal` says nothing."""
     x, index, weights, gate_up, down = given[:5]
-    return _Experts.apply(x, weights, gate_up, down, *factors, index, form)
+    factors, scalings = factors_of(adapters)
+    return _Experts.apply(x, weights, gate_up, down, *factors, index, form, scalings)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> Tensor:
-        *factors, index, form = others
-        lists = [] if factors == [None] * 4 else factors
-        kept = native.experts_training_forward(x, index, weights, gate_up, down, lists, form.activation)
-        out, sorted_x, of_gate_up, *rank_rows = kept
-        ctx.form = form
-        ctx.save_for_backward(x, weights, gate_up, down, *factors, index, sorted_x, of_gate_up, *rank_rows)
+        *factors, index, form, scalings = others
+        found = native.experts_training_forward(x, index, weights, gate_up, down, factors, scalings, form.activation)
+        out, *kept = found
+        ctx.form, ctx.scalings = form, scalings
+        ctx.save_for_backward(x, weights, gate_up, down, *factors, index, *kept)
         return out
 
     @staticmethod
@@ -73,73 +76,43 @@ class _Experts(torch.autograd.Function):
         *given, index, sorted_x, of_gate_up = ctx.saved_tensors[:11]
         rank_rows = next(iter(ctx.saved_tensors[11:]), None)
         needs = ctx.needs_input_grad[:8]
-        composed = (tuple(given), index, grad, needs, ctx.form)
+        composed = (tuple(given), index, grad, needs, ctx.form, ctx.scalings)
         if training.is_gradient_seen(grad):
             found = _composed_gradients(*composed)
         else:
             bits = sum(need << place for place, need in enumerate(needs))
-            kept = (grad, sorted_x, of_gate_up, index, *given[1:4], _factors_of_backward(given[4:]), rank_rows)
-            arguments = (*kept, ctx.form.activation, bits)
+            arguments = (grad, sorted_x, of_gate_up, index, *given[1:4], given[4:], ctx.scalings, rank_rows)
             backward = native.experts_training_backward
+            arguments = (*arguments, ctx.form.activation, bits)
             found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
-            found = _as_they_lie(found, needs)
         found = iter(found)
-        return (*[next(found) if need else None for need in needs], None, None)
-
-
-def factors_of(adapter: Any, dtype: torch.dtype, of_slots: Optional[Tensor] = None) -> Factors:
-    """The factors of an adapter as the ops take them: scaled, dense, of this dtype and of a multiple of 8 ranks.
-
-    ``of_slots``: the experts [slots] whose factors they are; None for all.
-    """
-    if adapter is None:
-        return None, None
-    a, b = adapter[:2] if of_slots is None else (factor.index_select(0, of_slots) for factor in adapter[:2])
-    more = -a.shape[1] % _RANKS
-    if more:
-        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-    a = a if adapter.scaling == 1.0 else a * adapter.scaling
-    return tuple(factor.to(dtype, memory_format=torch.contiguous_format).contiguous() for factor in (a, b))
-
-
-_RANKS = 8
-
-
-def _factors_of_backward(factors: Sequence[Optional[Tensor]]) -> Sequence[Optional[Tensor]]:
-    """b transposed, and a with zeros up to a multiple of 64 ranks, of both products."""
-    if factors == [None] * 4:
-        return []
-    found = []
-    for a, b in (factors[:2], factors[2:]):
-        more = 0 if a is None else -a.shape[1] % _FEATURES
-        found += [None, None] if a is None else [b.transpose(1, 2).contiguous(), F.pad(a, (0, 0, 0, more))]
-    return found
-
-
-def _as_they_lie(found: Sequence[Tensor], needs: Tuple[bool, ...]) -> Sequence[Tensor]:
-    """The gradients with those of a, which are transposed, turned."""
-    places = [place for place, need in enumerate(needs) if need]
-    return [each.transpose(1, 2) if place in (4, 6) else each for place, each in zip(places, found)]
+        return (*[next(found) if need else None for need in needs], None, None, None)
 
 
 def _composed_gradients(
-    given: Tuple[Optional[Tensor], ...], index: Tensor, grad: Tensor, needs: Tuple[bool, ...], form: experts.Form
+    given: Tuple[Optional[Tensor], ...],
+    index: Tensor,
+    grad: Tensor,
+    needs: Tuple[bool, ...],
+    form: experts.Form,
+    scalings: Sequence[float],
 ) -> Tuple[Tensor, ...]:
     """The gradients by PyTorch's operations, which can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)
         x, weights, gate_up, down, *factors = given
-        adapters = tuple(None if a is None else _Scaled(a, b) for a, b in (factors[:2], factors[2:]))
+        both = zip(factors[::2], factors[1::2], scalings)
+        adapters = tuple(None if a is None else _Adapter(a, b, scaling) for a, b, scaling in both)
         operands = (x, index, weights, gate_up, down, None, None)
         result = experts.composed(*operands, form, reference.act_and_mul, adapters)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
 
 
-class _Scaled(NamedTuple):
-    """An adapter whose a is scaled."""
+class _Adapter(NamedTuple):
+    """The part of an ``Adapter`` that experts have."""
 
     a: Tensor
     b: Tensor
-    scaling: float = 1.0
+    scaling: float

@@ -197,7 +197,9 @@ def _fused(
     if proof is not None and last is not None and not settled.are_experts(index, last):
         return None
     trained = way == interface.NAME and follows
-    call: Callable[..., Optional[Tensor]] = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    call: Callable[..., Optional[Tensor]] = (
+        calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    )
     if is_adapted:
         call = functools.partial(calls.adapted_experts, adapters=adapters)
     result = proofs.computed(module, found, call, x, index, weights, tensors)

@@ -142,7 +142,11 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
     proof = proofs.of(base) if proof is None else proof
     if isinstance(proof, proofs.Unknown):
         return proof.reason
-    if "parametrizations" in base._modules or type(base).__call__ is not nn.Module.__call__ or of_call(base) is not None:
+    if (
+        "parametrizations" in base._modules
+        or type(base).__call__ is not nn.Module.__call__
+        or of_call(base) is not None
+    ):
         return "experts that are called in another way"
     found: Dict[str, Tuple[Tensor, Tensor, float]] = {}
     for wrapper in wrappers:
