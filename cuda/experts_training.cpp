@@ -260,12 +260,14 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
   return kept;
 }
 
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
-                                              const Tensor& top_k_index, const Tensor& top_k_weights,
-                                              const Tensor& gate_up_weight, const Tensor& down_weight,
-                                              const std::vector<OptionalTensor>& factors,
-                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                              int64_t activation, int64_t needs) {
+namespace {
+
+std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                         const Tensor& top_k_index, const Tensor& top_k_weights,
+                                         const Tensor& gate_up_weight, const Tensor& down_weight,
+                                         const std::vector<OptionalTensor>& factors,
+                                         const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                         int64_t activation, int64_t needs, bool overwrites) {
   check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
                 {}, 0.0);
   check_trained(grad, top_k_index, gate_up_weight, down_weight);
@@ -278,7 +280,7 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
   const auto& [of_gate_up, of_down] = ranked;
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
-  const Tensor gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
+  const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
   OptionalTensor down, down_a, down_b;
   const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
     return adapters.gradient(found, layer, of_a, experts.stream());
@@ -309,6 +311,28 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
   if (down_a) found.push_back(*down_a);
   if (down_b) found.push_back(*down_b);
   return found;
+}
+
+}  // namespace
+
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                              const Tensor& top_k_index, const Tensor& top_k_weights,
+                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const std::vector<OptionalTensor>& factors,
+                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                              int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, false);
+}
+
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                               const Tensor& top_k_index, const Tensor& top_k_weights,
+                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const std::vector<OptionalTensor>& factors,
+                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                               int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, true);
 }
 
 }  // namespace fused_mlp

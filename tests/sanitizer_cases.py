@@ -304,6 +304,7 @@ def trained_experts(ops) -> int:
             _, sorted_x, gate_up, *rows = ops.experts_training_forward(x, *routed, adapters, [0.5, 2.0], 4)
             kept = torch.ones_like(x), sorted_x, gate_up, *routed, adapters, [0.5, 2.0], rows[0] if rows else None
             ops.experts_training_backward(*kept, 4, bits)
+            ops.experts_training_backward_(*kept, 4, bits)
         nothing = None, None
         ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
         torch.cuda.synchronize()

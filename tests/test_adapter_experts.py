@@ -136,17 +136,33 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, rank, dtype, wide)
 @pytest.mark.parametrize(("tokens", "k", "experts", "sizes", "rank"), SHAPES[:5], ids=str)
 def test_kernels_take_them(fused_mlp, device, monkeypatch, tokens, k, experts, sizes, rank):
     native, called = sys.modules[f"{fused_mlp.__name__}.backends.native"], []
-    for name in ("adapted_experts", "experts_training_forward", "experts_training_backward"):
+    for name in ("adapted_experts", *(f"experts_training_{each}" for each in ("forward", "backward", "backward_"))):
         op = getattr(native, name)
         monkeypatch.setattr(native, name, lambda *given, name=name, op=op: (called.append(name), op(*given))[1])
     made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=torch.bfloat16, device=device)
     made["top_k_weights"], made["top_k_index"][0, 0] = made["top_k_weights"].nan_to_num(0.3), 0
     made |= factors(made, rank)
     gradients(functools.partial(ours, fused_mlp), made, TRAINED, torch.ones_like(made["x"]))
-    assert called == ["experts_training_forward", "experts_training_backward"]
+    assert called == ["experts_training_forward", "experts_training_backward_"]
     with torch.no_grad():
         ours(fused_mlp, made)
     assert called[2:] == ["adapted_experts"]
+
+
+@hopper
+def test_a_graph_that_is_kept(fused_mlp, device):
+    """What was kept is overwritten by the last backward alone."""
+    made = drawn(60, 2, 4, (128, 192, 128), device=device, dtype=torch.bfloat16)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    made |= factors(made, 8)
+    leaves = {name: value.detach().requires_grad_(name in TRAINED) for name, value in made.items()}
+    result = ours(fused_mlp, leaves)
+    wanted = [leaves[name] for name in TRAINED]
+    first, second, last = (
+        torch.autograd.grad(result, wanted, torch.ones_like(result), retain_graph=keep) for keep in (True, True, False)
+    )
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, last))
 
 
 def test_gradients_of_gradients(fused_mlp, device):

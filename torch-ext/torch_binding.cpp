@@ -60,6 +60,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
       "int activation, int needs) -> Tensor[]");
   ops.def(
+      "experts_training_backward_(Tensor grad, Tensor sorted, Tensor(a!) gate_up, Tensor top_k_index, Tensor "
+      "top_k_weights, "
+      "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
+      "int activation, int needs) -> Tensor[]");
+  ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
   ops.def(
@@ -122,6 +127,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("adapted_experts", TORCH_BOX(&fused_mlp::adapted_experts));
   ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
   ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
+  ops.impl("experts_training_backward_", TORCH_BOX(&fused_mlp::experts_training_backward_));
 #else
   ops.impl("least_recorded", TORCH_BOX(&fused_mlp::least_recorded));
 #endif

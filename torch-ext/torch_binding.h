@@ -137,6 +137,14 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
                                               int64_t activation, int64_t needs);
 
+// The same in less memory: what was kept of gates and ups is overwritten.
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                               const Tensor& top_k_index, const Tensor& top_k_weights,
+                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const std::vector<OptionalTensor>& factors,
+                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                               int64_t activation, int64_t needs);
+
 // The op of a call that autograd follows: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated
 // layer, those that it is multiplied by, [..., hidden]; empty tensors in place of what is not kept. With `up_first`,

@@ -66,8 +66,11 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> Tensor:
         *factors, index, form, scalings = others
         found = native.experts_training_forward(x, index, weights, gate_up, down, factors, scalings, form.activation)
-        out, *kept = found
-        ctx.form, ctx.scalings = form, scalings
+        out, sorted_x, of_gate_up, *rank_rows = found
+        # They belong to the node, where no hooks have to see what autograd saves: its backward may overwrite them.
+        is_own = training._saved_tensors_hooks(False) is None
+        ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
+        kept = sorted_x, None if is_own else of_gate_up, *rank_rows
         ctx.save_for_backward(x, weights, gate_up, down, *factors, index, *kept)
         return out
 
@@ -76,13 +79,18 @@ class _Experts(torch.autograd.Function):
         *given, index, sorted_x, of_gate_up = ctx.saved_tensors[:11]
         rank_rows = next(iter(ctx.saved_tensors[11:]), None)
         needs = ctx.needs_input_grad[:8]
+        own, is_alone = ctx.own, False
+        if own is not None and not training._keeps_graph():
+            ctx.own = ()  # what autograd saves it frees as well
+            is_alone = training._are_alone(own) and not training._dispatch_modes()
+        of_gate_up = of_gate_up if own is None else own[0]
         composed = (tuple(given), index, grad, needs, ctx.form, ctx.scalings)
         if training.is_gradient_seen(grad):
             found = _composed_gradients(*composed)
         else:
             bits = sum(need << place for place, need in enumerate(needs))
             arguments = (grad, sorted_x, of_gate_up, index, *given[1:4], given[4:], ctx.scalings, rank_rows)
-            backward = native.experts_training_backward
+            backward = native.experts_training_backward_ if is_alone else native.experts_training_backward
             arguments = (*arguments, ctx.form.activation, bits)
             found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
         found = iter(found)

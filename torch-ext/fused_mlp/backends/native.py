@@ -38,6 +38,7 @@ top_k_router = ops.top_k_router.default
 adapted_experts = ops.adapted_experts.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
+experts_training_backward_ = ops.experts_training_backward_.default
 adapted_forward = ops.adapted_forward.default
 adapted_backward = ops.adapted_backward.default
 quantized_decode = ops.quantized_decode.default
