@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import training
 from ...adapters import Adapter
+from ...backends import native
 from ..parts import adapters
 from ..reading import source
 from ..reading.attributes import are_unchanged, as_written, of_call, written
@@ -150,7 +151,7 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
         return "experts that are called in another way"
     found: Dict[str, Tuple[Tensor, Tensor, float]] = {}
     for wrapper in wrappers:
-        if not are_unchanged(known(type(wrapper))):
+        if not _are_unchanged(known(type(wrapper))):
             return f"a patched {_NAME}"
         effect = of_call(wrapper)
         adapter = _adapter(wrapper, base) if effect is None else f"a {_NAME} with {effect}"
@@ -165,6 +166,7 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
     return Wrapped(base, found)
 
 
+_are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # in compiled code where there is any
 _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling", "num_experts", "parameter_name"}
 _STATE |= {"_did_swap_in_out_features"}
 
