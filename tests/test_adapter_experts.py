@@ -362,6 +362,8 @@ def test_random_configurations(fused_mlp, device, calls):
 
 def test_explained(fused_mlp, device):
     model, fused, _ = pair(fused_mlp, device, dtype=torch.bfloat16)
+    experts = [part for part in fused_mlp.explain(model).parts if part.pattern.startswith("experts")]
+    assert [part.extent for part in experts] == ["none"] * LAYERS
     report = fused_mlp.fuse_mlps(model)
     assert sum(entry.pattern == "experts with LoRA of rank 4" for entry in report.fused) == LAYERS
     assert not any(entry.pattern.startswith("experts") and "rank" not in entry.pattern for entry in report.modules)

@@ -103,7 +103,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def heads_in(module: nn.Module) -> List[nn.Module]:
-    """The modules that are first halves of the MLPs that a module runs fused, or experts with adapters."""
+    """The modules that are first halves of the MLPs that a module runs fused, or what its wrapper is around."""
     methods = switching.methods_in(module).values()
     return [part for method in methods for part in rewriter.heads_in(method, module)] + [*wrappers.within(module)]
 

@@ -49,8 +49,8 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def within(module: nn.Module) -> Tuple[nn.Module, ...]:
-    """The wrappers inside of a fused one, and the experts: the outermost one has their outcome."""
-    return tuple(_chain(module))[1:] if any(map(is_fused, switching.methods_in(module).values())) else ()
+    """The wrappers inside of another one, and the experts: the outermost one has their outcome."""
+    return tuple(_chain(module))[1:] if is_wrapper(module) else ()
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
