@@ -270,7 +270,7 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
 
 def _of_adapters(x: Tensor) -> Optional[str]:
     """The reason why adapters of experts are PEFT's on the device of x, or None."""
-    if x.is_cuda and not native.is_hopper(x):
+    if x.is_cuda and not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)):
         return "adapters of experts, for which there is no kernel on this GPU"
     return None
 
