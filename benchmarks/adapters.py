@@ -9,11 +9,13 @@ Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 un
 default; the adapters of a case with dropout are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is
 this package without the adapters, and `gemms` the products of the base alone, gate and up as one: four of a forward and
 a backward, two of a forward. A step is one of a Llama with adapters of PEFT on all linear layers, with AdamW; fresh
-instances of each variant take turns. Times, "saved" and "peak" are those of training.py; inference runs in CUDA graphs
-where there is a GPU. Writes <out>.json and <out>.svg, and prints a table.
+instances of each variant take turns. The experts of a mixture have adapters on both of their weights: as PEFT computes
+them, as fused, and in `ours-base` none. Times, "saved" and "peak" are those of training.py; inference of MLPs runs in
+CUDA graphs where there is a GPU. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -38,11 +40,12 @@ import transformers
 from adapters_providers import DEVICE, Adapters, GatedMLP
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import measure
 
 ON_GPU = torch.cuda.is_available()
-PARTS = ("mlp", "inference", "step")
+PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
 PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "compile")
 WITHOUT = ("ours-base", "gemms")  # they have no adapters, and other results
 PLAIN, WIDE = Adapters(), Adapters(torch.float32)
@@ -52,12 +55,16 @@ STEPS = (*TRAINED, Adapters(torch.float32, 0.05))
 
 @dataclass(frozen=True)
 class Sizes:
-    """M, D, H and rank of the trained MLPs; of the one in inference, for each M; of the model, and its batch."""
+    """M, D, H and rank of the trained MLPs; of the one in inference, for each M; of the model, and its batch; D, H
+    and rank of experts, how many there are, how many a token has, and the numbers of tokens."""
 
     trained: tuple[tuple[int, int, int, int], ...]
     inference: tuple[tuple[int, int, int, int], ...]
     model: dict[str, int]
     batch: tuple[int, int]
+    experts: tuple[int, int, int]
+    mixture: tuple[int, int]
+    tokens: tuple[int, ...]
 
 
 def _model(width: int, hidden: int, layers: int, heads: int, vocabulary: int) -> dict[str, int]:
@@ -71,14 +78,28 @@ SIZES = {
         tuple((m, 4096, 14336, 16) for m in (1, 16, 4096)),
         _model(2048, 8192, layers=4, heads=32, vocabulary=32_000),
         (4, 1024),
+        (2048, 768, 16),
+        (128, 8),
+        (1, 16, 128, 4096),
     ),
     "cpu": Sizes(
         ((128, 768, 3072, 16), (1024, 768, 3072, 16)),
         tuple((m, 768, 3072, 16) for m in (1, 16, 256)),
         _model(512, 1408, layers=2, heads=8, vocabulary=512),
         (1, 128),
+        (1024, 512, 16),
+        (64, 4),
+        (1, 64),
     ),
-    "quick": Sizes(((48, 64, 96, 8),), ((3, 64, 96, 8),), _model(64, 96, layers=1, heads=4, vocabulary=64), (1, 16)),
+    "quick": Sizes(
+        ((48, 64, 96, 8),),
+        ((3, 64, 96, 8),),
+        _model(64, 96, layers=1, heads=4, vocabulary=64),
+        (1, 16),
+        (64, 48, 4),
+        (4, 2),
+        (3,),
+    ),
 }
 
 
@@ -133,6 +154,53 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: t
     return {"providers": figures, "left": left}
 
 
+def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: training.Clock, given) -> dict:
+    """Figures of a layer's experts, with the gradients of x, of the routing weights and of the adapters."""
+    (width, hidden, rank), (experts, top_k) = sizes.experts, sizes.mixture
+    options = {"hidden_size": width, "moe_intermediate_size": hidden, "num_experts": experts}
+    config = transformers.Qwen3MoeConfig(**options, num_experts_per_tok=top_k)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = nn.ModuleDict({"experts": Qwen3MoeExperts(config)}).bfloat16()
+        x, weights = torch.randn(tokens, width).bfloat16(), torch.rand(tokens, top_k)
+        index = torch.rand(tokens, experts).topk(top_k).indices
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    adapted = peft.LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights=False, **targets)
+    layer = peft.inject_adapter_in_model(adapted, layer).bfloat16().train(backward)
+    modules = {"eager": layer, "ours": copy.deepcopy(layer)}
+    report = str(fused_mlp.fuse_mlps(modules["ours"])).splitlines()[0]
+    base = layer["experts"].get_base_layer()
+    frozen = [parameter.detach() for parameter in (base.gate_up_proj, base.down_proj)]
+    forwards = {name: (module["experts"], list(module.parameters())) for name, module in modules.items()}
+    forwards["ours-base"] = (lambda *routed: fused_mlp.experts_mlp(*routed, *frozen)), []
+    grad = torch.randn_like(x)
+    calls, memory = {}, {}
+    for name in given.providers:
+        if name not in forwards:
+            continue
+        function, parameters = forwards[name]
+        leaves = [each.detach().requires_grad_(backward) for each in (x, weights)]
+        trained = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
+
+        def forward(function=function, leaves=leaves) -> Tensor:
+            with torch.set_grad_enabled(backward):
+                return function(leaves[0], index, leaves[1])
+
+        def back(out: Tensor, trained=trained) -> None:
+            torch.autograd.grad(out, trained, grad)
+
+        if backward:
+            memory[name] = measure.saved_and_peak(forward, back)
+        calls[name] = partial(lambda forward, back: back(forward()), forward, back) if backward else forward
+    figures = training.timed(calls, clock, given)
+    for name, (saved, peak) in memory.items():
+        figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
+    return {"providers": figures, "left": {}, "reports": {"ours": report}}
+
+
 def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: training.Clock, given) -> dict:
     """A step of a Llama, fused and not."""
     reports = {}
@@ -162,6 +230,9 @@ def run(given) -> dict:
     points = [("mlp", shape, adapters) for shape in sizes.trained for adapters in TRAINED]
     points += [("inference", shape, PLAIN) for shape in sizes.inference]
     points += [("step", sizes.batch, adapters) for adapters in STEPS]
+    shapes = {tokens: (tokens, *sizes.experts) for tokens in sizes.tokens}
+    points += [("experts", shapes[max(shapes)], PLAIN)]
+    points += [("experts in inference", shape, PLAIN) for shape in shapes.values()]
     points = [point for point in points if point[0] in given.parts]
     clock = training.Clock(given.minutes, len(points))
     with tqdm(points, disable=None) as progress:
@@ -172,6 +243,8 @@ def run(given) -> dict:
             try:
                 if part == "step":
                     figures = of_step(sizes, adapters, fused_mlp, clock, given)
+                elif part.startswith("experts"):
+                    figures = of_experts(sizes, shape[0], part == "experts", fused_mlp, clock, given)
                 else:
                     figures = of_mlp(shape, adapters, part == "mlp", fused_mlp, clock, given)
             except Exception as error:  # the points that are there already are worth more than one that is not

@@ -208,6 +208,7 @@ ADAPTED = {
     "gemms": "GEMMs alone",
 }
 PARTS = {"mlp": "MLP", "inference": "inference", "step": "step"}
+PARTS |= {part: part for part in ("experts", "experts in inference")}
 
 
 def adapters(results: list[dict], where: str, path: Path) -> None:

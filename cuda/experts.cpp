@@ -8,16 +8,19 @@
 #include "../torch-ext/activation.h"
 #include "../torch-ext/operands.h"
 #include "../torch-ext/plan.h"
-#include "expert_operands.h"
+#include "expert_adapters.h"
 
 namespace fused_mlp {
 
 using torch::stable::accelerator::DeviceGuard;
 
-Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
-                   const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
-                   const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
-                   std::optional<double> limit, double up_offset) {
+namespace {
+
+Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                       const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
+                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
+                       bool transposed, std::optional<double> limit, double up_offset) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, gated,
                 interleaved, transposed, limit, up_offset);
   const DType dtype = dtype_of(x, "x");
@@ -45,7 +48,11 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   const Tensor hidden = new_dense(x, {slots, first.gemm.n}), results = new_dense(x, {slots, second.gemm.n});
   first.gemm.a = matrix(rows);
   const bool fitted = plan.fits;
-  const bool gathers = plan.gathers && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
+  const ExpertAdapters adapters(factors, scalings, x, routes, gate_up, down);
+  STD_TORCH_CHECK(!adapters.any() || (chosen.kernels.adds_low_rank && !transposed),
+                  "there is no kernel for adapters of these experts");
+  const bool gathers =
+      plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
   const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
   const int64_t gathered = gathers ? slots : 0;
@@ -91,13 +98,56 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                         static_cast<int>(second.gemm.n),
                         dtype};
   const cudaStream_t stream = current_stream(x);
+  // Of few slots, the factors of their experts alone.
+  const bool of_slots = !sorts && routes.slots() < routes.experts;
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any() && routes.slots() > 0) ranked = adapters.for_forward(of_slots, stream);
   if (sorts) check(launch_row_sort(sort, device, stream));
-  for (const GroupedProblem* problem : {&first, &second}) {
-    if (routes.slots() > 0)
-      check(chosen.kernels.launch(*problem, chosen.kernels.plan(*problem, device), device, stream));
-  }
+  const auto launch = [&](const GroupedProblem& problem) {
+    if (routes.slots() > 0) check(chosen.kernels.launch(problem, chosen.kernels.plan(problem, device), device, stream));
+  };
+  // The rows of an adapter, made of those of a layer: what they add is part of the layer's product.
+  const auto rank_rows = [&](const RankFactors& factors, GroupedProblem& layer, int parts, bool in_turns) {
+    if (!factors) return Tensor();
+    GroupedProblem p = ExpertLayer{*factors.a, {}, 1, false, false}.problem(routes, dtype, layer.slots_of_row);
+    const Tensor made = new_dense(x, {slots, p.gemm.n});
+    p.of_slots = of_slots;
+    p.gemm.a = layer.gemm.a;
+    p.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+    p.gemm.ctas_before = layer.gemm.ctas_before;
+    p.gemm.out.data = made.mutable_data_ptr();
+    p.blocks = layer.blocks;
+    p.fitted = layer.fitted;
+    launch(p);
+    add_term(layer, made, *factors.b, parts, in_turns);
+    layer.gemm.ctas_before = device.multiprocessors;
+    return made;
+  };
+  const Tensor first_rows = rank_rows(ranked.first, first, gated ? 2 : 1, interleaved);
+  launch(first);
+  const Tensor second_rows = rank_rows(ranked.second, second, 1, false);
+  launch(second);
   check(launch_sum(sum, device, stream));
   return out;
+}
+
+}  // namespace
+
+Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                   const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                   const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
+                   std::optional<double> limit, double up_offset) {
+  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, {}, {},
+                         activation, gated, interleaved, transposed, limit, up_offset);
+}
+
+Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                       const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
+                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
+                       bool transposed, std::optional<double> limit, double up_offset) {
+  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
+                         scalings, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,

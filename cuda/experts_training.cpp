@@ -2,6 +2,9 @@
 // values before the activation. The backward sorts the rows of the result's gradient, and multiplies none of them by
 // its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
 // hidden values anew. Nothing waits for the host, and every sum has a fixed order.
+//
+// An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
+// the backward too, with the factors in each other's place.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -9,7 +12,7 @@
 
 #include "../torch-ext/activation.h"
 #include "../torch-ext/operands.h"
-#include "expert_operands.h"
+#include "expert_adapters.h"
 
 namespace fused_mlp {
 namespace {
@@ -17,7 +20,22 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // Which gradients are asked for.
-enum Needs { kOfX = 1, kOfWeights = 2, kOfGateUp = 4, kOfDown = 8 };
+enum Needs {
+  kOfX = 1,
+  kOfWeights = 2,
+  kOfGateUp = 4,
+  kOfDown = 8,
+  kOfGateUpA = 16,
+  kOfGateUpB = 32,
+  kOfDownA = 64,
+  kOfDownB = 128
+};
+
+// What an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
+struct Term {
+  Tensor rows, weight;
+};
+using OptionalTerm = std::optional<Term>;
 
 constexpr int64_t kFeatureStep = 64;
 
@@ -81,24 +99,41 @@ class TrainedExperts {
     return to;
   }
 
+  // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
+  Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
+    const Tensor out = new_rows(rank);
+    check(cudaMemsetAsync(out.mutable_data_ptr(), 0, static_cast<size_t>(out.numel()) * 2, stream_));
+    GroupedProblem p = problem(factor, 1, false, Product::kPlain, rows);
+    p.gemm.n = rank;
+    return launched(p, out);
+  }
+
+  OptionalTerm term(const Tensor& rows, const RankFactors& factors) const {
+    if (!factors) return std::nullopt;
+    return Term{rank_rows(rows, *factors.a, factors.a->size(1)), *factors.b};
+  }
+
   // Fills `gate_up` with the values before the activation.
-  Tensor hidden(const Tensor& sorted, const Tensor& gate_up) const {
+  Tensor hidden(const Tensor& sorted, const Tensor& gate_up, const OptionalTerm& term) const {
     GroupedProblem p = problem(gate_up_, 2, false, Product::kGatedKept, sorted);
+    if (term) add_term(p, term->rows, term->weight, 2, false);
     p.gemm.training.gate = matrix(gate_up);
     p.gemm.training.up = matrix(gate_up, hidden_);
     return launched(p, new_rows(hidden_));
   }
 
-  Tensor result(const Tensor& hidden) const {
-    const Tensor rows = launched(problem(down_, 1, false, Product::kPlain, hidden), new_rows(features_));
-    return summed(rows, weights_.const_data_ptr());
+  Tensor result(const Tensor& hidden, const OptionalTerm& term) const {
+    GroupedProblem p = problem(down_, 1, false, Product::kPlain, hidden);
+    if (term) add_term(p, term->rows, term->weight, 1, false);
+    return summed(launched(p, new_rows(features_)), weights_.const_data_ptr());
   }
 
   // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
   // of these.
   Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
-                        const Tensor& row_sums) const {
+                        const Tensor& row_sums, const OptionalTerm& term) const {
     GroupedProblem p = problem(down_, 1, true, Product::kGatedGradient, grad);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
     p.gemm.training.gate = matrix(gate_up);
     p.gemm.training.up = matrix(gate_up, hidden_);
     p.gemm.training.gate_gradient = matrix(gate_up_gradient);
@@ -108,8 +143,10 @@ class TrainedExperts {
     return launched(p, new_rows(hidden_));
   }
 
-  Tensor input_gradient(const Tensor& gate_up_gradient) const {
-    return summed(launched(problem(gate_up_, 1, true, Product::kPair, gate_up_gradient), new_rows(features_)), nullptr);
+  Tensor input_gradient(const Tensor& gate_up_gradient, const OptionalTerm& term) const {
+    GroupedProblem p = problem(gate_up_, 1, true, Product::kPair, gate_up_gradient);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
+    return summed(launched(p, new_rows(features_)), nullptr);
   }
 
   Tensor weight_gradient(const Tensor& row_sums) const {
@@ -146,6 +183,14 @@ class TrainedExperts {
     check_kept(gate_up, 2 * hidden_, "gate_up");
   }
 
+  ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
+    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_);
+    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
+                    " hidden features at least");
+    return found;
+  }
+
+  cudaStream_t stream() const { return stream_; }
   Tensor new_gate_up() const { return new_rows(2 * hidden_); }
   Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // in float32
 
@@ -194,36 +239,100 @@ class TrainedExperts {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index,
-                                                            const Tensor& top_k_weights, const Tensor& gate_up_weight,
-                                                            const Tensor& down_weight, int64_t activation) {
+std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                                             const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const std::vector<OptionalTensor>& factors,
+                                             const std::vector<double>& scalings, int64_t activation) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
                 0.0);
   check_trained(x, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(x.get_device_index());
   const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_forward(false, experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
   const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
-  return {experts.result(experts.hidden(sorted, gate_up)), sorted, gate_up};
+  const OptionalTerm term = experts.term(sorted, of_gate_up);
+  const Tensor hidden = experts.hidden(sorted, gate_up, term);
+  std::vector<Tensor> kept{experts.result(hidden, experts.term(hidden, of_down)), sorted, gate_up};
+  if (term) kept.push_back(term->rows);
+  return kept;
 }
 
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
-                                              const Tensor& top_k_index, const Tensor& top_k_weights,
-                                              const Tensor& gate_up_weight, const Tensor& down_weight,
-                                              int64_t activation, int64_t needs) {
+namespace {
+
+std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                         const Tensor& top_k_index, const Tensor& top_k_weights,
+                                         const Tensor& gate_up_weight, const Tensor& down_weight,
+                                         const std::vector<OptionalTensor>& factors,
+                                         const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                         int64_t activation, int64_t needs, bool overwrites) {
   check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
                 {}, 0.0);
   check_trained(grad, top_k_index, gate_up_weight, down_weight);
   const DeviceGuard device_guard(grad.get_device_index());
   const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
   experts.check_kept(sorted, gate_up);
-  const Tensor rows = experts.sorted(grad), gate_up_gradient = experts.new_gate_up(), sums = experts.new_row_sums();
-  const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_backward(experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
+  STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
+  STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
+  const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
+  OptionalTensor down, down_a, down_b;
+  const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
+    return adapters.gradient(found, layer, of_a, experts.stream());
+  };
+  {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+    const Tensor rows = experts.sorted(grad);
+    const OptionalTerm term = experts.term(rows, of_down);
+    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
+    if (needs & kOfDown) down = experts.outer(rows, hidden);
+    if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
+    if (needs & kOfDownB) {
+      const Tensor of_hidden = experts.rank_rows(hidden, *of_down.b, of_down.a->size(1));
+      down_b = gradient(experts.outer(rows, of_hidden), 1, false);
+    }
+  }
+  OptionalTerm term;
+  if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
   std::vector<Tensor> found;
-  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient));
+  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
   if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
-  if (needs & kOfDown) found.push_back(experts.outer(rows, hidden));
+  if (down) found.push_back(*down);
+  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(sorted, term->rows), 0, true));
+  if (needs & kOfGateUpB) {
+    experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
+    found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
+  }
+  if (down_a) found.push_back(*down_a);
+  if (down_b) found.push_back(*down_b);
   return found;
+}
+
+}  // namespace
+
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                              const Tensor& top_k_index, const Tensor& top_k_weights,
+                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const std::vector<OptionalTensor>& factors,
+                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                              int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, false);
+}
+
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                               const Tensor& top_k_index, const Tensor& top_k_weights,
+                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const std::vector<OptionalTensor>& factors,
+                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                               int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, true);
 }
 
 }  // namespace fused_mlp

@@ -1,14 +1,17 @@
 """Writes classes of experts at random, of which one seed always makes the same, and what changes in them later.
 
 Most compute what ``experts_mlp`` does; some add a capacity, a threshold, a literal or another condition, which a run on
-a few tokens need not meet. Whatever is fused has to compute what the original does, also after the change.
+a few tokens need not meet. Whatever is fused has to compute what the original does, also after the change; and so with
+PEFT's adapters around their weights, whatever state these are in.
 """
 
 import copy
 import importlib.util
 import random
 
+import peft
 import torch
+from torch import nn
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 8, 6, 80
 
@@ -126,12 +129,7 @@ def source_of(seed):
 
 def outcome(fused_mlp, seed, folder):
     """True if a class is "fused" or "left". Raises AssertionError where a fused one computes something else."""
-    text, change = source_of(seed)
-    path = folder / f"experts_{seed}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    home = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(home)
+    text, change, home = _loaded(seed, folder)
     torch.manual_seed(seed)
     module = home.Experts()
     fused = copy.deepcopy(module)
@@ -146,6 +144,80 @@ def outcome(fused_mlp, seed, folder):
     for _ in range(2):
         _assert_alike(fused, module, (x, index, weights * 0.4), f"{text}\n{change}")
     return "fused" if is_fused else "left"
+
+
+def _loaded(seed, folder):
+    text, change = source_of(seed)
+    path = folder / f"experts_{seed}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    home = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(home)
+    return text, change, home
+
+
+class Holder(nn.Module):
+    """A model of experts alone."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *given):
+        return self.experts(*given)
+
+
+STATES = [
+    "model.merge_adapter()",
+    "model.base_model.disable_adapter_layers()",
+    "model.set_adapter('second')",
+    "model.base_model.set_adapter(['default', 'second'])",
+    "model.delete_adapter('default')",
+    "model.experts.lora_A['default'].weight.data.mul_(2.0)",
+    "model.experts.lora_B['default'].register_forward_hook(lambda module, given, out: out)",
+    "model.double().float()",
+]
+
+
+def adapted_outcome(fused_mlp, seed, folder):
+    """:func:`outcome` of a class whose weights have adapters: values, and the gradients of x and of the adapters."""
+    text, change, home = _loaded(seed, folder)
+    draw = random.Random(f"{seed} adapters")
+    targets = draw.choice([["experts.up", "experts.down"]] * 2 + [["experts.up"], ["experts.down"]])
+    options = {"r": draw.randint(1, 6), "lora_alpha": draw.randint(1, 8), "use_rslora": draw.random() < 0.3}
+    config = peft.LoraConfig(**options, target_parameters=targets, init_lora_weights=False)
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(Holder(home.Experts()), config)
+    model.add_adapter("second", config)
+    model.set_adapter("default")
+    fused = copy.deepcopy(model)
+    report = fused_mlp.fuse_mlps(fused)
+    x = torch.randn(draw.choice([1, 2, TOKENS]), WIDTH) * 2
+    weights, index = torch.rand(x.shape[0], EXPERTS).topk(2, dim=-1)
+    given, state = (x, index, weights * 0.4), draw.choice(STATES)
+    for words in ("pass", state, "pass", change):
+        for each in (model, fused):
+            module = each.base_model.model.experts.get_base_layer()
+            exec(words, {"model": each, "module": module, "home": home, "torch": torch})
+        _assert_alike(fused, model, given, f"{text}\n{state}\n{change}\nbehind {words}")
+        expected, got = _gradients(model, given), _gradients(fused, given)
+        assert expected.keys() == got.keys(), text
+        for name, gradient in expected.items():
+            error = (got[name] - gradient).norm()
+            assert error <= 1e-3 * gradient.norm() + 1e-5, f"{text}\n{state}\n{change}\nbehind {words}: {name}"
+    return "fused" if any("LoRA" in entry.pattern for entry in report.fused) else "left"
+
+
+def _gradients(model, given):
+    model.zero_grad()
+    x = given[0].clone().requires_grad_()
+    try:
+        result = model(x, *given[1:])
+        result.square().sum().backward()
+    except (RuntimeError, IndexError, TypeError) as error:
+        return {type(error).__name__: torch.zeros(())}
+    found = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+    return found | ({} if x.grad is None else {"x": x.grad})
 
 
 def _assert_alike(fused, module, given, text):

@@ -294,9 +294,19 @@ def trained_experts(ops) -> int:
             torch.randn(size, device="cuda").to(dtype)
             for size in ((tokens, 320), (experts, 384, 320), (experts, 320, 192))
         )
-        routed = index, torch.rand(tokens, k, device="cuda"), first, second, 4
-        _, *kept = ops.experts_training_forward(x, *routed)
-        ops.experts_training_backward(torch.ones_like(x), *kept, *routed, 15)
+        routed = index, torch.rand(tokens, k, device="cuda"), first, second
+        # Those of adapters lie as PEFT keeps them, in either dtype, of ranks with and without a tail.
+        rank, kind = (5, torch.float32) if tokens == 300 else (16, dtype)
+        sizes = ((experts, rank, 320), (384, rank, experts), (experts, rank, 192), (320, rank, experts))
+        factors = [torch.randn(size, device="cuda").to(kind) for size in sizes]
+        factors = [factor.permute(2, 0, 1) if place % 2 else factor for place, factor in enumerate(factors)]
+        for adapters, bits in (([None] * 4, 15), (factors, 255)):
+            _, sorted_x, gate_up, *rows = ops.experts_training_forward(x, *routed, adapters, [0.5, 2.0], 4)
+            kept = torch.ones_like(x), sorted_x, gate_up, *routed, adapters, [0.5, 2.0], rows[0] if rows else None
+            ops.experts_training_backward(*kept, 4, bits)
+            ops.experts_training_backward_(*kept, 4, bits)
+        nothing = None, None
+        ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
         torch.cuda.synchronize()
     return 2 * len(cases)
 

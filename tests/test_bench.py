@@ -201,11 +201,14 @@ def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
 def test_a_run_of_adapters(monkeypatch, tmp_path, quick_facts):
     """Each way of each case is measured, and those that keep less are seen to."""
     found = results(monkeypatch, adapters, tmp_path / "run", "--quick", "--copies", "1")
-    assert [result["part"] for result in found] == ["mlp"] * 3 + ["inference"] + ["step"] * 4
+    of_experts = ["experts", "experts in inference"]
+    assert [result["part"] for result in found] == ["mlp"] * 3 + ["inference"] + ["step"] * 4 + of_experts
     assert not any(reason for result in found for reason in result["left"].values())
     for result in found:
         trained = {"ours-recompute"} if result["part"] == "mlp" else set()
-        wanted = {"eager", "ours"} if result["part"] == "step" else {"eager", "ours", "ours-base", "gemms"} | trained
+        wanted = {"eager", "ours", "ours-base", "gemms"} | trained
+        if result["part"] in ("step", *of_experts):
+            wanted = {"eager", "ours"} | ({"ours-base"} if result["part"] in of_experts else set())
         assert result["providers"].keys() == wanted
         drawn = (tmp_path / "run.svg").read_text()
         assert all(f"<!-- {words} -->" in drawn for words in plots.case_of(result).split(": "))

@@ -49,14 +49,25 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
+  ops.def(
+      "adapted_experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
+      "Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, int activation, bool gated, bool "
+      "interleaved, "
+      "bool transposed, float? limit, float up_offset) -> Tensor");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
-      "Tensor down_weight, int activation) -> (Tensor, Tensor, Tensor)");
+      "Tensor down_weight, Tensor?[] factors, float[] scalings, int activation) -> Tensor[]");
   ops.def(
       "experts_training_backward(Tensor grad, Tensor sorted, Tensor gate_up, Tensor top_k_index, Tensor top_k_weights, "
-      "Tensor gate_up_weight, Tensor down_weight, int activation, int needs) -> Tensor[]");
+      "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
+      "int activation, int needs) -> Tensor[]");
+  ops.def(
+      "experts_training_backward_(Tensor grad, Tensor sorted, Tensor(a!) gate_up, Tensor top_k_index, Tensor "
+      "top_k_weights, "
+      "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
+      "int activation, int needs) -> Tensor[]");
   ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
@@ -118,8 +129,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
 #if defined(CUDA_KERNEL)
+  ops.impl("adapted_experts", TORCH_BOX(&fused_mlp::adapted_experts));
   ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
   ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
+  ops.impl("experts_training_backward_", TORCH_BOX(&fused_mlp::experts_training_backward_));
 #else
   ops.impl("least_recorded", TORCH_BOX(&fused_mlp::least_recorded));
 #endif

@@ -104,6 +104,15 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset);
 
+// On Hopper GPUs, the same with adapters: the factors a [E, rank, in] and b [E, 2 * hidden, rank], or both none, of the
+// first layer, and those of the second, in the dtype of x or in float32, and the scalings of both. No weights are
+// transposed.
+Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                       const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
+                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
+                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
+                       bool transposed, std::optional<double> limit, double up_offset);
+
 // How it would be computed, as `plan` says it of the other ops, of operands that its kernel takes.
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed);
@@ -118,16 +127,30 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
 
 // On a GPU, experts_mlp as autograd follows it, of gated experts without biases, whose inputs and hidden features are
 // multiples of 64: returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups
-// before the activation. No weights are transposed, no gates and ups alternate.
-std::tuple<Tensor, Tensor, Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index,
-                                                            const Tensor& top_k_weights, const Tensor& gate_up_weight,
-                                                            const Tensor& down_weight, int64_t activation);
+// before the activation. No weights are transposed, no gates and ups alternate. `factors` are none, or those of
+// adapted_experts: then there are at least 128 hidden features, and the rows of the first layer's adapter, if it has
+// one, come last.
+std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                                             const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const std::vector<OptionalTensor>& factors,
+                                             const std::vector<double>& scalings, int64_t activation);
 
-// The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order.
+// The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
+// and then those of the four factors, as these lie. `rank_rows` is what the forward returned last.
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const std::vector<OptionalTensor>& factors,
+                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
                                               int64_t activation, int64_t needs);
+
+// The same in less memory: what was kept of gates and ups is overwritten.
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                               const Tensor& top_k_index, const Tensor& top_k_weights,
+                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const std::vector<OptionalTensor>& factors,
+                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                               int64_t activation, int64_t needs);
 
 // The op of a call that autograd follows: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated

@@ -3,6 +3,7 @@
 
 #include "../gemm/experts.h"
 #include "sorted_rows.cuh"
+#include "stack_copies.cuh"
 #include "weight_gradient.cuh"
 #include "weighted_sum.cuh"
 
@@ -33,6 +34,19 @@ cudaError_t launch_row_sort(const RowSort& sort, const Gpu& gpu, cudaStream_t st
   const int64_t parts = ceil_div(slots, args.part);
   return launch_kernel(sorted_rows_kernel, args, std::min<int64_t>(parts, gpu.multiprocessors), kSortThreads, false,
                        stream);
+}
+
+cudaError_t launch_stack_copies(const StackCopies& copies, cudaStream_t stream) {
+  int64_t boxes = 0;
+  for (int i = 0; i < copies.count; ++i) {
+    const int* sizes = copies.copies[i].sizes;
+    boxes = std::max(boxes, ceil_div(sizes[0], kCopyBox) * ceil_div(sizes[1], kCopyBox) * ceil_div(sizes[2], kCopyBox));
+  }
+  constexpr int64_t kMostCtas = 1 << 16;
+  if (boxes == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(std::min(boxes, kMostCtas)), static_cast<unsigned>(copies.count));
+  stack_copies_kernel<<<grid, kCopyThreads, 0, stream>>>(copies);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_sum(const WeightedSum& sum, const Gpu& gpu, cudaStream_t stream) {

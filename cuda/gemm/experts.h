@@ -21,6 +21,7 @@ struct GroupedKernels {
   GroupedPlan (*plan_training)(const Routes& routes);
   cudaError_t (*launch_training)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu,
                                  cudaStream_t stream);
+  bool adds_low_rank = false;  // true if products add a low-rank term
 };
 
 // True if a kernel may start while the one before it drains: before, the instructions for it are not there.

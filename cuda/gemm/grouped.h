@@ -88,8 +88,12 @@ struct GroupedProblem {
   // Weights are [k, n], or of a gated product [k, 2 n]: gates and ups side by side, or columns of them in turns where
   // interleaved. `gemm.weight` is all of it, and so is `gemm.up_weight`. k is a multiple of 64.
   bool transposed, interleaved;
-  int64_t bias_stride;  // from an expert's first bias to the next one's, for both operands
-  int64_t bias_step;    // from column to column
+  // The same of the weights of gemm.low_rank, whose rows are slots, or sorted as those of a. Of those that lie [k, n],
+  // k is filled up with zeros to a multiple of 64.
+  int64_t low_rank_rows = 0;
+  bool of_slots = false, low_rank_of_slots = false;  // weights, or those of the term: a slot's each, not an expert's
+  int64_t bias_stride;                               // from an expert's first bias to the next one's, for both operands
+  int64_t bias_step;                                 // from column to column
   GateLimits limits;
   RowBlocks blocks;
   FittedTiles fitted{};

@@ -26,16 +26,21 @@ struct FittedGemmArgs {
   CUtensorMap out;
   CUtensorMap gate;  // where what is before the activation is kept
   CUtensorMap up;
+  CUtensorMap rank_rows[kFittedBoxes];  // of the low-rank term, as a; not where rows are gathered
+  CUtensorMap rank_weight;
+  CUtensorMap rank_up_weight;
   RowGather gather;  // in the place of a
   EpilogueArgs epilogue;
   GateLimits limits;
   FittedTiles fitted;
   int n;
-  int k_blocks;
+  int k_blocks;         // of all operands
+  int own_blocks;       // of a and the weights, without those of the low-rank term
   int blocks_together;  // that are asked for one right after the other
   int last_column;      // at which a tile may begin
   int tiles_n;
   int weight_rows;
+  int rank_weight_rows;
   int64_t bias_stride;
   int64_t bias_step;
   bool follows_sort;  // starts before the kernel is done that writes the tiles
@@ -143,18 +148,20 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
   [[maybe_unused]] GatheredRows gathered{args.gather};
   const auto load_weights = [&](const FittedPlace& tile, int stage, int block) {
     const uint32_t full = shared.full(stage);
-    const int k = block * Gemm::kBlockK, row = tile.expert * args.weight_rows + tile.column;
+    const bool of_term = block >= args.own_blocks;
+    const int k = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
+    const int row = tile.expert * (of_term ? args.rank_weight_rows : args.weight_rows) + tile.column;
     mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
-    const auto load_part = [&](const CUtensorMap& weight, int part) {
+    const auto load_part = [&](const CUtensorMap* weight, int part) {
       const uint32_t to = shared.b(stage) + part * (Gemm::kBytesB / 2);
       if (args.reads_once) {
-        tma_load(&weight, full, to, k, row, first_to_leave_l2());
+        tma_load(weight, full, to, k, row, first_to_leave_l2());
       } else {
-        tma_load(&weight, full, to, k, row);
+        tma_load(weight, full, to, k, row);
       }
     };
-    load_part(args.weight, 0);
-    if (Gemm::kGated) load_part(args.up_weight, 1);
+    load_part(of_term ? &args.rank_weight : &args.weight, 0);
+    if (Gemm::kGated) load_part(of_term ? &args.rank_up_weight : &args.up_weight, 1);
   };
   int loaded = 0;  // blocks whose weights are on their way
   if (args.starts_early) {
@@ -168,7 +175,8 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
     if constexpr (Gemm::kGathers) gathered.find(tile);
     for (int block = 0; block < args.k_blocks; ++block, at.advance()) {
       const uint32_t full = shared.full(at.stage);
-      const int k = block * Gemm::kBlockK;
+      const bool of_term = block >= args.own_blocks;
+      const int k = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
       if (args.blocks_together == 1 || block % kMostBlocksTogether == 0) {
         RingPosition last = at;
         for (int i = 1; i < args.blocks_together && block + i < args.k_blocks; ++i) last.advance();
@@ -188,7 +196,8 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
       for (int box = kFittedBoxes - 1; box >= 0; --box) {
         const int rows = kFittedStep << box;
         if ((tile.height & rows) == 0) continue;
-        tma_load(&args.a[box], full, shared.a(at.stage) + row * kRowBytes, k, tile.row + row);
+        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * kRowBytes, k,
+                 tile.row + row);
         row += rows;
       }
     }

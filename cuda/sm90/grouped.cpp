@@ -44,6 +44,7 @@ constinit const GroupedKernels kGroupedKernels = {
                      ? launch_grouped_training<__half>(p, plan, gpu.multiprocessors, stream)
                      : launch_grouped_training<__nv_bfloat16>(p, plan, gpu.multiprocessors, stream);
         },
+    .adds_low_rank = true,
 };
 
 }  // namespace fused_mlp::sm90

@@ -20,6 +20,8 @@ struct GroupedGemmArgs {
   int box_rows;  // rows of a that the TMA brings at a time
   int slots_of_row;
   int weight_rows;
+  int rank_weight_rows;
+  bool of_slots, rank_of_slots;  // weights, or those of the low-rank term: a slot's each, where rows are not sorted
   int64_t bias_stride;
   int64_t bias_step;
   int tiles_n;
@@ -31,12 +33,15 @@ struct GroupedGemmArgs {
 constexpr int grouped_ctas(int rows) { return rows < 32 ? 4 : 2; }
 
 template <typename Element, Product kProduct, int kTokens>
-struct GroupedGemm : StreamedShape<Element, kProduct, kTokens, grouped_ctas(kTokens)> {};
+struct GroupedGemm : StreamedShape<Element, kProduct, kTokens, grouped_ctas(kTokens)> {
+  static constexpr bool kTakesLowRank = true;
+};
 
 // For weights [k, n], gates and ups side by side, which are read as they lie.
 template <typename Element, Product kProduct, int kTokens>
 struct GroupedTransposed : GroupedGemm<Element, kProduct, kTokens> {
   static constexpr bool kTransposed = true;
+  static constexpr bool kTakesLowRank = false;
 };
 
 // The rows of a tile, found by all threads of the CTA in shared memory. The compiler gives a shared variable multiples
@@ -110,7 +115,12 @@ struct GroupTile {
   const GroupRows<Gemm::kTokens>& rows;
   int column;
 
-  __device__ __forceinline__ int weight_row() const { return rows.expert * args.weight_rows + column; }
+  // A tile's first slot has the weights of its expert too.
+  __device__ __forceinline__ int group(bool of_slots) const { return of_slots ? rows.targets[0] : rows.expert; }
+  __device__ __forceinline__ int weight_row() const { return group(args.of_slots) * args.weight_rows + column; }
+  __device__ __forceinline__ int rank_weight_row() const {
+    return group(args.rank_of_slots) * args.rank_weight_rows + column;
+  }
   // The 64 rows of k of a block, and 64 columns for each part.
   __device__ __forceinline__ void load_weights(uint32_t full, uint32_t weights, int block) const {
     const int row = rows.expert * args.weight_rows + block * Gemm::kBlockK;
@@ -128,6 +138,12 @@ struct GroupTile {
   __device__ __forceinline__ void load_tokens(uint32_t full, uint32_t tokens, int k) const {
     const uint32_t box_bytes = args.box_rows * Gemm::kBlockK * sizeof(Element);
     for (int i = 0; i < boxes(); ++i) tma_load(&args.gemm.a, full, tokens + i * box_bytes, k, rows.sources[i]);
+  }
+  __device__ __forceinline__ void load_rank_rows(uint32_t full, uint32_t tokens, int k) const {
+    const uint32_t box_bytes = args.box_rows * Gemm::kBlockK * sizeof(Element);
+    const int* const first_rows = args.blocks.codes == nullptr ? rows.targets : rows.sources;
+    for (int i = 0; i < boxes(); ++i)
+      tma_load(&args.gemm.low_rank.rows, full, tokens + i * box_bytes, k, first_rows[i]);
   }
   __device__ __forceinline__ int64_t out_row(int token) const { return rows.targets[token]; }
 

@@ -19,13 +19,27 @@ int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocess
   return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
 }
 
+// Describes to the TMA the weights of a grouped product's low-rank term, in boxes of so many rows.
+inline bool encode_rank_weights(const GroupedProblem& p, int box_rows, CUtensorMap* weight, CUtensorMap* up_weight) {
+  const GemmProblem& g = p.gemm;
+  const LowRank& term = g.low_rank;
+  const int64_t groups = p.low_rank_of_slots ? p.routes.slots() : p.routes.experts;
+  const bool lies = reads_weights_as_they_lie(g.product());
+  const int64_t rows = lies ? groups * p.low_rank_rows : (groups - 1) * p.low_rank_rows + g.n;
+  const auto encode = [&](CUtensorMap* map, const Matrix& matrix) {
+    return encode_tensor_map(map, g.dtype, matrix, rows, lies ? g.n : term.k, box_rows, kBlockK);
+  };
+  return encode(weight, term.weight) && (!g.gated() || encode(up_weight, term.up_weight));
+}
+
 template <typename Gemm>
 cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
   constexpr int kRowsBytes = sizeof(GroupRows<Gemm::kTokens>);
   static_assert(Gemm::kSharedBytes + kRowsBytes <= Gemm::kSharedLimit, "as many CTAs as the ring was cut for");
   GroupedGemmArgs args{};
-  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + (Gemm::kTransposed ? g.k : g.n);
+  const int64_t groups = p.of_slots ? p.routes.slots() : p.routes.experts;
+  const int64_t rows_of_weights = (groups - 1) * p.weight_rows + (Gemm::kTransposed ? g.k : g.n);
   const int64_t columns_of_weights = Gemm::kTransposed ? Gemm::kParts * g.n : g.k;
   static_assert(Gemm::kRows == Gemm::kBlockK, "boxes of weights are as high as they are wide, transposed or not");
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
@@ -37,11 +51,19 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
                       map_weight(&args.gemm.weight, g.weight) &&
                       (!Gemm::kGated || map_weight(&args.gemm.up_weight, g.up_weight));
   if (!mapped) return cudaErrorInvalidValue;
+  if (g.low_rank) {
+    LowRankArgs& term = args.gemm.low_rank;
+    const int64_t rank_rows = plan.sorts ? rows : p.routes.slots();
+    if (!Gemm::kTakesLowRank || !encode_rank_weights(p, Gemm::kRows, &term.weight, &term.up_weight) ||
+        !encode_tensor_map(&term.rows, g.dtype, g.low_rank.rows, rank_rows, g.low_rank.k, args.box_rows, Gemm::kBlockK))
+      return cudaErrorInvalidValue;
+  }
   args.gemm.epilogue = g.epilogue;
   args.gemm.out = g.out.data;
   args.gemm.out_stride = g.out.row_stride;
   args.gemm.n = static_cast<int>(g.n);
-  args.gemm.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.gemm.own_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.gemm.k_blocks = args.gemm.own_blocks + ceil_div(g.low_rank.k, Gemm::kBlockK);
   args.gemm.blocks_together = !Gemm::kTransposed && rows_are_whole_pieces(g) ? kMostBlocksTogether : 1;
   args.gemm.starts_early = g.follows_ours();
   args.routes = p.routes;
@@ -51,6 +73,9 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   args.interleaved = p.interleaved;
   args.slots_of_row = p.slots_of_row;
   args.weight_rows = static_cast<int>(p.weight_rows);
+  args.rank_weight_rows = static_cast<int>(p.low_rank_rows);
+  args.of_slots = p.of_slots;
+  args.rank_of_slots = p.low_rank_of_slots;
   args.bias_stride = p.bias_stride;
   args.bias_step = p.bias_step;
   args.tiles_n = ceil_div(g.n, Gemm::kRows);
@@ -102,6 +127,11 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   for (int box = 0; box < kFittedBoxes; ++box) {
     mapped = mapped && (Gemm::kGathers ||
                         encode_tensor_map(&args.a[box], g.dtype, g.a, rows, g.k, kFittedStep << box, Gemm::kBlockK));
+    mapped = mapped && (!g.low_rank || encode_tensor_map(&args.rank_rows[box], g.dtype, g.low_rank.rows, rows,
+                                                         g.low_rank.k, kFittedStep << box, Gemm::kBlockK));
+  }
+  if (g.low_rank) {
+    mapped = mapped && !Gemm::kGathers && encode_rank_weights(p, Gemm::kTileN, &args.rank_weight, &args.rank_up_weight);
   }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;
@@ -109,10 +139,12 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.fitted = p.fitted;
   args.gather = p.gather;
   args.n = static_cast<int>(g.n);
-  args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.own_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.k_blocks = args.own_blocks + ceil_div(g.low_rank.k, Gemm::kBlockK);
   args.last_column = last_tile(g.n, Gemm::kTileN);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.weight_rows = static_cast<int>(p.weight_rows);
+  args.rank_weight_rows = static_cast<int>(p.low_rank_rows);
   args.bias_stride = p.bias_stride;
   args.bias_step = p.bias_step;
   args.follows_sort = plan.few_rows && !g.follows_ours();
@@ -144,16 +176,26 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
     of_rows.m = rows;
     mapped = mapped && encode_training_maps<Gemm>(of_rows, Gemm::kBoxRowsA, &args);
   }
+  if (g.low_rank) {
+    const auto map_rank_rows = [&](CUtensorMap* map, int box_rows) {
+      return encode_tensor_map(map, g.dtype, g.low_rank.rows, rows, g.low_rank.k, box_rows, Gemm::kBlockK);
+    };
+    mapped = mapped && map_rank_rows(&args.low_rank.rows, Gemm::kBoxRowsA) &&
+             map_rank_rows(&args.whole_rank_rows, Gemm::kBlockM) &&
+             encode_rank_weights(p, Gemm::kBoxRowsB, &args.low_rank.weight, nullptr);
+  }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;
   args.n = static_cast<int>(g.n);
-  args.k_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.own_blocks = ceil_div(g.k, Gemm::kBlockK);
+  args.k_blocks = args.own_blocks + ceil_div(g.low_rank.k, Gemm::kBlockK);
   args.last_row = std::numeric_limits<int>::max();
   args.last_column = Gemm::kGradient ? std::numeric_limits<int>::max() : last_tile(g.n, Gemm::kTileN);
   args.tiles_m = ceil_div(rows, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.blocks = p.blocks;
   args.weight_rows = static_cast<int>(p.weight_rows);
+  args.rank_weight_rows = static_cast<int>(p.low_rank_rows);
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.tiles_m} * args.tiles_n, multiprocessors, stream);
 }

@@ -15,9 +15,11 @@
 namespace fused_mlp::sm90 {
 
 struct GroupedOperands {
-  CUtensorMap whole_a;  // in boxes of a block
+  CUtensorMap whole_a;          // in boxes of a block
+  CUtensorMap whole_rank_rows;  // likewise, of the low-rank term
   RowBlocks blocks;
   int weight_rows;
+  int rank_weight_rows;
   GroupedTraining training;
 };
 
@@ -47,6 +49,7 @@ struct GroupedTile {
   int row;
   int column;
   int first_weight_row;
+  int first_rank_row;  // of the weights of the low-rank term
   int filled_rows;
 
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
@@ -92,7 +95,7 @@ struct GroupedTileOrder {
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
     return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert * grouped.weight_rows,
-            min(count - row, kTiledBlock)};
+            expert * grouped.rank_weight_rows, min(count - row, kTiledBlock)};
   }
 };
 

@@ -144,6 +144,10 @@ struct StreamedTile {
   __device__ __forceinline__ void load_tokens(uint32_t full, uint32_t tokens, int k) const {
     tma_load(&args.a, full, tokens, k, first_token);
   }
+  __device__ __forceinline__ int rank_weight_row() const { return column; }
+  __device__ __forceinline__ void load_rank_rows(uint32_t full, uint32_t tokens, int k) const {
+    tma_load(&args.low_rank.rows, full, tokens, k, first_token);
+  }
   __device__ __forceinline__ int64_t out_row(int token) const { return first_token + token; }
 
   // The sum of four adjacent columns of an operand, and its bias.
@@ -243,11 +247,11 @@ class Producer {
     mbarrier_wait(shared_.empty(at_.stage), at_.parity);
     const uint32_t full = shared_.full(at_.stage);
     mbarrier_arrive_expect(full, stage_bytes_);
-    tma_load(&term.weight, full, shared_.weight(at_.stage, 0), column + term.shift, tile_.weight_row());
+    tma_load(&term.weight, full, shared_.weight(at_.stage, 0), column + term.shift, tile_.rank_weight_row());
     if (Gemm::kGated) {
-      tma_load(&term.up_weight, full, shared_.weight(at_.stage, 1), column + term.up_shift, tile_.weight_row());
+      tma_load(&term.up_weight, full, shared_.weight(at_.stage, 1), column + term.up_shift, tile_.rank_weight_row());
     }
-    tma_load(&term.rows, full, shared_.tokens(at_.stage), column, tile_.first_token);
+    tile_.load_rank_rows(full, shared_.tokens(at_.stage), column);
     at_.advance();
   }
 

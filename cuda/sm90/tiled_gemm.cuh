@@ -95,14 +95,14 @@ __device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const
 
 // Loads a stage's rows of a of a tile of grouped rows. One large box is faster than four of the same rows.
 template <typename Gemm, typename Tile>
-__device__ __forceinline__ void load_filled_rows(const typename Gemm::Args& args, uint32_t full, uint32_t a, int column,
-                                                 const Tile& tile) {
+__device__ __forceinline__ void load_filled_rows(const CUtensorMap* whole, const CUtensorMap* rows, uint32_t full,
+                                                 uint32_t a, int column, const Tile& tile) {
   if (tile.template loaded_rows<Gemm>() == Gemm::kBlockM) {
-    tma_load(&args.whole_a, full, a, column, tile.row);
+    tma_load(whole, full, a, column, tile.row);
     return;
   }
   for (int row = 0; row < tile.filled_rows; row += Gemm::kBoxRowsA) {
-    tma_load(&args.a, full, a + row * Gemm::kBlockK * sizeof(typename Gemm::Element), column, tile.row + row);
+    tma_load(rows, full, a + row * Gemm::kBlockK * sizeof(typename Gemm::Element), column, tile.row + row);
   }
 }
 
@@ -202,9 +202,12 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_columns<Gemm>(args, full, shared.a(at.stage), shared.b(at.stage), tile.first_k + block * Gemm::kBlockK,
                            tile);
       } else if constexpr (Gemm::kTransposed && Gemm::kGrouped) {
-        load_filled_rows<Gemm>(args, full, shared.a(at.stage), block * Gemm::kBlockK, tile);
-        load_weights_as_they_lie<Gemm>(&args.weight, full, shared.b(at.stage),
-                                       tile.first_weight_row + block * Gemm::kBlockK, tile.column);
+        const bool of_term = block >= args.own_blocks;
+        const int column = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
+        load_filled_rows<Gemm>(of_term ? &args.whole_rank_rows : &args.whole_a, of_term ? &args.low_rank.rows : &args.a,
+                               full, shared.a(at.stage), column, tile);
+        load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage),
+                                       (of_term ? tile.first_rank_row : tile.first_weight_row) + column, tile.column);
       } else if constexpr (Gemm::kTransposed) {
         const bool second = Gemm::kPair && block >= args.own_blocks / 2;
         const int column = (second ? block - args.own_blocks / 2 : block) * Gemm::kBlockK;

@@ -25,7 +25,8 @@ class Adapter(NamedTuple):
 
     ``a`` is ``[rank, in]`` and ``b`` ``[out, rank]``, on the layer's device, of its dtype or of float32. ``bias``,
     ``[out]`` or None, is scaled too. ``dropout`` is the probability that an element of ``x`` is dropped, and 0 outside
-    of training.
+    of training. That of experts has an ``a`` ``[experts, rank, in]`` and a ``b`` ``[experts, out, rank]``, and neither
+    bias nor dropout.
     """
 
     a: Tensor
@@ -139,7 +140,7 @@ def check_any(x: Tensor, **given: Tuple[Optional[Adapter], AnyWeight]) -> None:
 
 def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
     """Raises OperandTypeError or OperandValueError, which name the argument, for an adapter that does not fit a weight
-    ``[out, in]``."""
+    ``[out, in]``, or with one more dimension in front where it is of experts."""
     if not isinstance(adapter, Adapter):
         raise OperandTypeError(f"{name} must be an Adapter or None, got {type(adapter).__name__}")
     for part, tensor in (("a", adapter.a), ("b", adapter.b), ("bias", adapter.bias)):
@@ -147,18 +148,34 @@ def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
             check_like(x, f"{name}.{part}", tensor, may_be_wide=True)
     if adapter.a.dtype != adapter.b.dtype:
         raise OperandTypeError(f"{name}.b must have the dtype of {name}.a, {adapter.a.dtype}, got {adapter.b.dtype}")
-    features, width = weight.shape
-    if adapter.a.dim() != 2 or adapter.a.shape[1] != width:
-        raise OperandValueError(f"{name}.a must be [rank, {width}] to fit its weight, got {shape_of(adapter.a)}")
-    rank = adapter.a.shape[0]
-    if adapter.b.shape != (features, rank):
+    *experts, features, width = weight.shape
+    before = "".join(f"{number}, " for number in experts)
+    if adapter.a.dim() != weight.dim() or list(adapter.a.shape) != [*experts, adapter.a.shape[-2], width]:
         raise OperandValueError(
-            f"{name}.b must be [{features}, {rank}] to fit its weight and {name}.a, got {shape_of(adapter.b)}"
+            f"{name}.a must be [{before}rank, {width}] to fit its weight, got {shape_of(adapter.a)}"
+        )
+    rank = adapter.a.shape[-2]
+    if adapter.b.shape != (*experts, features, rank):
+        raise OperandValueError(
+            f"{name}.b must be [{before}{features}, {rank}] to fit its weight and {name}.a, got {shape_of(adapter.b)}"
         )
     if adapter.bias is not None and adapter.bias.shape != (features,):
         raise OperandValueError(f"{name}.bias must be [{features}] to fit its weight, got {shape_of(adapter.bias)}")
     if not 0.0 <= adapter.dropout <= 1.0:
         raise OperandValueError(f"{name}.dropout must be a probability, from 0 to 1, got {adapter.dropout}")
+
+
+def check_of_experts(
+    x: Tensor, transposed: bool, given: Tuple[Optional[Adapter], ...], weights: Tuple[Tensor, ...]
+) -> None:
+    """:func:`check_any` of adapters of experts, whose weights are ``[experts, out, in]``, or ``[experts, in, out]``."""
+    for name, adapter, weight in zip(("gate_up_adapter", "down_adapter"), given, weights):
+        if adapter is None:
+            continue
+        if isinstance(adapter, Adapter) and (adapter.bias is not None or adapter.dropout != 0.0):
+            raise OperandValueError(f"{name}, of experts, must have no bias and no dropout")
+        of_each = weight.transpose(1, 2) if transposed else weight
+        check(name, adapter, of_each, x)
 
 
 def _kept(mask: Tensor, x: Tensor) -> Tensor:

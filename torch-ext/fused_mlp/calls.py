@@ -169,6 +169,48 @@ def experts_mlp(
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
 
 
+def adapted_experts(*arguments: Any, adapters: experts.Adapters) -> Tensor:
+    """``experts_mlp`` of operands that fit, with adapters beside its weights that fit these."""
+    *given, form = arguments
+    x = given[0]
+    flat = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3]]
+    flat = (*flat, *given[3:])
+    result = _adapted_by_op(flat, form, adapters)
+    if result is None:
+        result = _composed_experts(*flat, *form, adapters=adapters)
+    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[str]:
+    """The reason why a call with adapters is composed of parts, or None if it is one op, or one each way."""
+    x, index, _, gate_up, down = given[:5]
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
+    reason = pointwise_reason(*given, *factors)
+    if reason is not None or autocasts(x):
+        return reason or "autocast casts the operands"
+    if any(factor.numel() == 0 for factor in factors):
+        return "an adapter of rank 0"
+    if autograd_follows(x, *given[2:], *factors):
+        return experts_training.refusal(given, form, adapters)
+    if _is_compiling() or training.is_followed():
+        return "something follows the parts"
+    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
+        return "no kernel with adapters on this device"
+    if form.transposed or any(tensor is not None and tensor.dtype != x.dtype for tensor in (gate_up, down, *given[5:])):
+        return "operands that the kernels do not take"
+    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, False)
+    return None if refused is None else "operands that the kernels do not take"
+
+
+def _adapted_by_op(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[Tensor]:
+    if adapted_reason(given, form, adapters) is not None:
+        return None
+    factors, scalings = experts_training.factors_of(adapters)
+    if autograd_follows(given[0], *given[2:], *factors):
+        return _op_or_none(experts_training.run, given, form, adapters)
+    return _op_or_none(native.adapted_experts, *given, factors, scalings, *form)
+
+
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
     """``experts_mlp`` where a backend takes the call as one, else None."""
     given, form = arguments[:-1], arguments[-1]
@@ -430,12 +472,15 @@ def _composed_experts(
     gate_up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
     *form: Any,
+    adapters: experts.Adapters = experts.NO_ADAPTERS,
 ) -> Tensor:
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    plain = _operand_reason(top_k_index, top_k_weights, *given) is None and _recorder() is None and not _is_mapped()
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
+    all_given = (top_k_index, top_k_weights, *given, *factors)
+    plain = _operand_reason(*all_given) is None and _recorder() is None and not _is_mapped()
     x, *others = autocast(given)  # which knows nothing of products of groups
     compute = experts.composed if plain else experts.traceable
-    return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul)
+    return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul, adapters)
 
 
 def _is_mapped() -> bool:

@@ -9,7 +9,7 @@ Nothing here depends on data that only the device knows, but for :func:`grouped_
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from ._ops import add_op_namespace_prefix, ops
 from .activations import BY_CODE
 
 Pointwise = Callable[[Tensor, Tensor, int], Tensor]  # act(gate) * up
+Adapters = Tuple[Optional[Any], Optional[Any]]  # of the first product and of the second: an ``Adapter`` of all experts
+NO_ADAPTERS: Adapters = (None, None)
 
 
 class Form(NamedTuple):
@@ -64,12 +66,13 @@ def composed(
     down_bias: Optional[Tensor],
     form: Form,
     act_and_mul: Pointwise,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """The experts of x [T, D]: torch's products of groups of rows, and the given kernel between them."""
     order = routing(index, gate_up_weight.shape[0], masked=x.is_cuda)
     rows = _TokensToRows.apply(x, *order)
-    hidden = _activated(_product(rows, gate_up_weight, gate_up_bias, order, form), form, act_and_mul)
-    rows = _product(hidden, down_weight, down_bias, order, form)
+    hidden = _activated(_product(rows, gate_up_weight, gate_up_bias, order, form, adapters[0]), form, act_and_mul)
+    rows = _product(hidden, down_weight, down_bias, order, form, adapters[1])
     return _RowsToTokens.apply(rows, weights, *order)
 
 
@@ -83,18 +86,27 @@ def traceable(
     down_bias: Optional[Tensor],
     form: Form,
     act_and_mul: Pointwise,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """The same in operations that have every derivative and may be of any subclass of tensors: every expert computes
     all the tokens, and what was not asked of it counts for nothing."""
     wide = torch.promote_types(x.dtype, torch.float32)
     columns = (lambda weight: weight) if form.transposed else (lambda weight: weight.transpose(-2, -1))
     out = x.new_zeros((x.shape[0], columns(down_weight).shape[-1]), dtype=wide)
+
+    def product(rows: Tensor, weight: Tensor, adapter: Optional[Any], expert: int) -> Tensor:
+        result = rows @ columns(weight[expert])
+        if adapter is None:
+            return result
+        a, b = (factor[expert].to(rows.dtype) for factor in adapter[:2])
+        return result + (rows @ a.t() * adapter.scaling) @ b.t()
+
     for expert in range(gate_up_weight.shape[0]):
         chosen = index == expert
-        hidden = x @ columns(gate_up_weight[expert])
+        hidden = product(x, gate_up_weight, adapters[0], expert)
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        result = _activated(hidden, form, act_and_mul) @ columns(down_weight[expert])
+        result = product(_activated(hidden, form, act_and_mul), down_weight, adapters[1], expert)
         if down_bias is not None:
             result = result + down_bias[expert]
         share = torch.where(chosen, weights.to(wide), 0).sum(-1, keepdim=True)
@@ -113,13 +125,37 @@ def _activated(gate_up: Tensor, form: Form, act_and_mul: Pointwise) -> Tensor:
     return act_and_mul(gate, up, form.activation)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Optional[Tensor], order: Routing, form: Form) -> Tensor:
-    weight = weight if form.transposed else weight.transpose(-2, -1)
+def _product(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    order: Routing,
+    form: Form,
+    adapter: Optional[Any] = None,
+) -> Tensor:
+    result = _of_groups(rows, weight if form.transposed else weight.transpose(-2, -1), order)
+    if adapter is not None:
+        result = result + _low_rank(rows, adapter, order)
+    return result if bias is None else _PlusBias.apply(result, bias, order.experts, order.offsets)
+
+
+def _of_groups(rows: Tensor, weight: Tensor, order: Routing) -> Tensor:
     if _takes_grouped_mm(rows, weight):
-        rows = F.grouped_mm(rows, weight, offs=order.offsets)
-    else:
-        rows = grouped_mm(rows, weight, order.offsets)
-    return rows if bias is None else _PlusBias.apply(rows, bias, order.experts, order.offsets)
+        return F.grouped_mm(rows, weight, offs=order.offsets)
+    return grouped_mm(rows, weight, order.offsets)
+
+
+def _low_rank(rows: Tensor, adapter: Any, order: Routing) -> Tensor:
+    """What an adapter adds to a product. Few rows take the factors of their experts alone, and no others are cast."""
+    a, b, scaling = adapter[:3]
+    if rows.shape[0] < a.shape[0]:
+        named, of_rows = (order.experts < a.shape[0]).unsqueeze(-1), order.experts.clamp(max=a.shape[0] - 1)
+        a, b = (factor.index_select(0, of_rows).to(rows.dtype) for factor in (a, b))
+        # Masked both ways: neither what stands in the rows of skipped slots may reach a factor, nor their gradient.
+        rows = torch.where(named, rows, 0)
+        return torch.where(named, torch.bmm(b, torch.bmm(a, rows.unsqueeze(-1)) * scaling).squeeze(-1), 0)
+    a, b = (factor.to(rows.dtype).transpose(1, 2) for factor in (a, b))
+    return _of_groups(_of_groups(rows, a, order) * scaling, b, order)
 
 
 def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:

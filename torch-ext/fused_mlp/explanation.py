@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import adapters, calls, dispatch, experts, functional, layers, operands, quantized, training
 from .activations import get_activation
-from .adapters import Layer, Layers
+from .adapters import Adapter, Layer, Layers
 from .backends import native, plans
 from .models import fuse, outcome, report
 from .models.experts.interface import NAME
@@ -152,11 +152,19 @@ def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: 
     return Explanation(function, native.DEVICE_TYPE, ways)
 
 
-def _explain_experts(activation: Optional[str], **given: Any) -> Explanation:
+def _explain_experts(
+    activation: Optional[str], gate_up_adapter: Optional[Adapter], down_adapter: Optional[Adapter], **given: Any
+) -> Explanation:
     form = experts.Form(get_activation(activation).code, *list(given.values())[7:])
     operands.check_experts_mlp(**given)
     x, gate_up_weight, down_weight = (given[name] for name in ("x", "gate_up_weight", "down_weight"))
     flat = [given[name].reshape(-1, given[name].shape[-1]) for name in ("x", "top_k_index", "top_k_weights")]
+    if gate_up_adapter is not None or down_adapter is not None:
+        found = gate_up_adapter, down_adapter
+        adapters.check_of_experts(x, form.transposed, found, (gate_up_weight, down_weight))
+        reason = calls.adapted_reason((*flat, *list(given.values())[3:7]), form, found)
+        name = native.DEVICE_TYPE if reason is None else "torch"
+        return Explanation("experts_mlp", name, reason or "adapters are terms of its products")
     if calls.are_trained([*flat, *list(given.values())[3:7]], form):
         reason = dispatch.reasoned("experts_mlp", x)[1]
         return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; one op forward, and one backward")

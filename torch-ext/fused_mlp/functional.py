@@ -219,6 +219,8 @@ def experts_mlp(
     transposed: bool = False,
     limit: Optional[float] = None,
     up_offset: float = 0.0,
+    gate_up_adapter: Optional[Adapter] = None,
+    down_adapter: Optional[Adapter] = None,
 ) -> Tensor:
     """The experts of a mixture: of every token, the weighted sum of the MLPs that a router has chosen for it.
 
@@ -240,9 +242,18 @@ def experts_mlp(
         limit: what gates may be at most, and ups in magnitude, before the activation; None for no bounds.
         up_offset: what is added to the ups after that. The gate of gpt-oss is that of the activation
             ``x * sigmoid(1.702 x)``, with ``limit=7.0`` and ``up_offset=1.0``.
+        gate_up_adapter, down_adapter: LoRA beside the weights, or None: an :class:`Adapter` each, of all experts, with
+            ``a`` ``[experts, rank, in]`` and ``b`` ``[experts, out, rank]`` however the weights are stored. The
+            features of ``b`` have the order of the weight's. Nothing of a weight's size is made of them.
 
     Returns:
         ``[..., out]``, in the dtype of ``x``.
     """
     form = Form(get_activation(activation).code, gated, interleaved, transposed, limit, up_offset)
-    return calls.experts_mlp(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, form)
+    given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    if gate_up_adapter is None and down_adapter is None:
+        return calls.experts_mlp(*given, form)
+    operands.check_experts_mlp(*given, *form[1:])
+    given_adapters = gate_up_adapter, down_adapter
+    adapters.check_of_experts(x, transposed, given_adapters, (gate_up_weight, down_weight))
+    return calls.adapted_experts(*given, form, adapters=given_adapters)

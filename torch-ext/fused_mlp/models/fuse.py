@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import training
 from . import outcome, verification
-from .experts import mixtures, routers
+from .experts import mixtures, routers, wrappers
 from .outcome import Outcome, Reason
 from .parts import adapters
 from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
@@ -67,7 +67,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
         before = [(module, switching.saved(module)) for _, module in modules]
         try:
             for path, module in modules:
-                if id(module) in scripted or (id(module) in inner and adapters.is_adapted(module)):
+                if id(module) in scripted or (id(module) in inner and _is_read_with_others(module)):
                     continue
                 if issubclass(type(module), torch.jit.ScriptModule):
                     scripted.update(id(inner) for _, inner in modules_of(module))
@@ -76,7 +76,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 for method in switching.methods_in(module).values():
                     tails.update(map(id, rewriter.tails_in(method, module)))
                 around.update(blocks_around(module))
-                inner.update(map(id, layers_in(module)))
+                inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
                 if found is not None and id(module) not in heads:
                     reported = report.norms if found.pattern in outcome.NORMS else report.modules
                     reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
@@ -103,9 +103,9 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def heads_in(module: nn.Module) -> List[nn.Module]:
-    """The modules that are first halves of the MLPs that a module runs fused."""
+    """The modules that are first halves of the MLPs that a module runs fused, or what its wrapper is around."""
     methods = switching.methods_in(module).values()
-    return [part for method in methods for part in rewriter.heads_in(method, module)]
+    return [part for method in methods for part in rewriter.heads_in(method, module)] + [*wrappers.within(module)]
 
 
 def layers_in(module: nn.Module) -> List[nn.Module]:
@@ -113,6 +113,11 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
     methods = filter(rewriter.is_fused, switching.methods_in(module).values())
     mlps = (mlp for method in methods for mlp in rewriter.mlps_in(method, module))
     return [part for mlp in mlps for part in mlp.projections.values()]
+
+
+def _is_read_with_others(module: nn.Module) -> bool:
+    """True for a layer with adapters, or experts' wrapper, that has no method of its own inside of what is fused."""
+    return adapters.is_adapted(module) or wrappers.is_wrapper(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:
@@ -198,6 +203,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
+    methods = methods or wrappers.fused_methods(module)
     methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
@@ -219,7 +225,7 @@ def _plan_of(
             return {}, outcome.left(
                 module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
             )
-        if check is None or any(made(method) for made in (routers.is_fused, adapted.is_fused, normed.is_fused)):
+        if check is None or any(made(method) for made in _UNCOMPARED):
             words = None
         elif mixtures.is_fused(method):
             words = check.disagreement_of_experts(module)
@@ -232,6 +238,9 @@ def _plan_of(
         shortcut.learn(mlp.act)
         shortcut.learn_layers(mlp.projections.values())
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
+
+
+_UNCOMPARED = (routers.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from .. import dispatch, quantized, training
 from ..adapters import DROPS, Layer
 from ..backends import reference
-from .experts import mixtures, routers
+from .experts import mixtures, routers, wrappers
 from .parts import adapters, norms, obstacles, recognition
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
@@ -118,6 +118,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     methods = list(methods)
     if any(map(mixtures.is_fused, methods)):
         return of_experts(module)
+    if any(map(wrappers.is_fused, methods)):
+        return of_wrapper(module)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
     if any(map(adapted.is_fused, methods)):
@@ -158,6 +160,13 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
 
 
+def of_wrapper(module: nn.Module) -> Outcome:
+    """The outcome of experts with adapters around their weights."""
+    obstacle, rank = wrappers.obstacle(module), wrappers.rank_of(module)
+    pattern = f"{_EXPERTS} with LoRA of rank {rank}" if rank else _EXPERTS
+    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
+
+
 def of_adapted(module: nn.Module) -> Outcome:
     """The outcome of a layer with an adapter, by itself."""
     obstacle, pattern = adapted.obstacle(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
@@ -193,7 +202,7 @@ def words_of(extent: str, pattern: str) -> str:
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
     """That a module was left as it was, though these methods of it could be made."""
     methods = list(methods)
-    if any(map(mixtures.is_fused, methods)):
+    if any(made(method) for made in (mixtures.is_fused, wrappers.is_fused) for method in methods):
         return Outcome(NONE, (reason,), _EXPERTS)
     if any(made(method) for made in _NO_MLPS for method in methods):
         return None

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from types import FunctionType
-from typing import Any, Dict, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import calls, dispatch, training
-from ...backends import reference
+from ...backends import native, reference
+from ...experts import NO_ADAPTERS, Adapters
 from ..parts import obstacles
 from ..reading.attributes import as_written, of_call, written
 from ..reading.mixtures import SKIPS_ALL
@@ -131,16 +132,33 @@ def register_experts() -> None:
     interface.functions().register(interface.NAME, registered)
 
 
-def obstacle(module: nn.Module, asked: Optional[str] = None) -> Optional[str]:
+def with_adapters(
+    module: nn.Module, known: Any, x: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
+) -> Optional[Tensor]:
+    """The output of experts with adapters beside their weights; None where PEFT's way is to be taken.
+
+    ``known`` is what ``settled.found`` says of the call.
+    """
+    tensors = None if known is None else settled.tensors_of(module, known)
+    if tensors is None or _of_adapters(x) is not None or _of_call(x, index, weights, tensors[0]) is not None:
+        return _fused(module, x, index, weights, adapters=adapters)
+    if known.last is not None and not settled.are_experts(index, known.last):
+        return None
+    return calls.adapted_experts(x, index, weights, *tensors, known.form, adapters=adapters)
+
+
+def obstacle(module: nn.Module, asked: Optional[str] = None, adapted: bool = False) -> Optional[str]:
     """The reason why a module of experts runs its original forward in its present state; None if it is fused.
 
-    ``asked`` is the name of the implementation that overrides the configured one, if any.
+    ``asked`` is the name of the implementation that overrides the configured one, if any; ``adapted``: there are
+    adapters beside its weights.
     """
     found = proofs.of(module)
     if isinstance(found, Unknown):
         return found.reason
     tensors, way = proofs.tensors_of(module, found.weights), _way(module)
-    return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way)
+    of_adapters = _of_adapters(tensors[0]) if adapted else None
+    return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way) or of_adapters
 
 
 def trains_as_written(module: nn.Module) -> bool:
@@ -149,13 +167,19 @@ def trains_as_written(module: nn.Module) -> bool:
 
 
 def _fused(
-    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, asked: Optional[str] = None
+    module: nn.Module,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    asked: Optional[str] = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Optional[Tensor]:
     """The output of experts by one call; None where their forward is to run as it was written."""
     if type(x) not in _PLAIN:  # asked in the order of what it costs
         return None
     follows = calls.autograd_follows(x, weights, *module._parameters.values())
-    if x.is_cpu and follows:
+    is_adapted = adapters != NO_ADAPTERS
+    if _of_adapters(x) is not None if is_adapted else x.is_cpu and follows:
         return None
     way = _way(module)
     if _of_device(x, asked or way) is not None:
@@ -167,15 +191,19 @@ def _fused(
     tensors = proofs.tensors_of(module, found.weights)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    if follows and not all(tensor is None or tensor.requires_grad for tensor in tensors):
+    if follows and not is_adapted and not all(tensor is None or tensor.requires_grad for tensor in tensors):
         return None  # frozen weights, of which the unfused way keeps less
     last = _last_index(module, found, way)
     if proof is not None and last is not None and not settled.are_experts(index, last):
         return None
     trained = way == interface.NAME and follows
-    call = calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    call: Callable[..., Optional[Tensor]] = (
+        calls.experts_by_a_kernel if x.is_cuda and (trained or _are_products(way)) else calls.experts_mlp
+    )
+    if is_adapted:
+        call = functools.partial(calls.adapted_experts, adapters=adapters)
     result = proofs.computed(module, found, call, x, index, weights, tensors)
-    if result is not None and proof is not None and not follows:
+    if result is not None and proof is not None and (is_adapted or not follows):
         settled.settle(module, proof, last, x, index)
     return result
 
@@ -237,6 +265,13 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
         return None
     if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
         return f"{way} of {x.dtype} on {x.device.type}, for which there is no kernel"
+    return None
+
+
+def _of_adapters(x: Tensor) -> Optional[str]:
+    """The reason why adapters of experts are PEFT's on the device of x, or None."""
+    if x.is_cuda and not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)):
+        return "adapters of experts, for which there is no kernel on this GPU"
     return None
 
 

@@ -53,32 +53,16 @@ _known: WeakKeyDictionary[nn.Module, Dict[Optional[str], _Settled]] = WeakKeyDic
 
 def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
     """The output of experts that are settled; None where they have to be asked about. Not for what is compiled."""
-    known = _known.get(module)
-    if known is None:
+    settled = found(module, x, index, weights)
+    if settled is None:
         return None
-    state = module.__dict__
-    settled = known.get(_set_to(state))
-    if settled is None or type(x) is not Tensor or type(index) is not Tensor or type(weights) is not Tensor:
-        return None
-    if (
-        not (x.is_cuda if _on_gpu else x.is_cpu)
-        or _backends[-1].name != "auto"
-        or not _plain.is_undisturbed()
-        or not _holds(settled, module, state)
-    ):
-        return None
-    parameters, recorded = state["_parameters"], _is_recording()
+    recorded = _is_recording()
     if recorded and (x.requires_grad or weights.requires_grad):
         return None
-    tensors = []
-    for name in settled.weights:
-        tensor = None if name is None else parameters.get(name, module)
-        if tensor is not None and (type(tensor) is not _Parameter or (recorded and tensor.requires_grad)):
-            return None
-        tensors.append(tensor)
-    up, form = tensors[0], settled.form
-    if up.dtype is not settled.dtype or up.size(0) != settled.experts or is_narrowed(x):
+    tensors = tensors_of(module, settled)
+    if tensors is None or (recorded and any(tensor is not None and tensor.requires_grad for tensor in tensors)):
         return None
+    up, form = tensors[0], settled.form
     if form.transposed and native.has_many_rows(index, up):
         return None
     if native.chooses_experts(x) and native.experts_refusal(
@@ -91,6 +75,38 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return _compute(x, index, weights, *tensors, *form)
     except RuntimeError:  # the long way says what is wrong with the operands
         return None
+
+
+def found(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[_Settled]:
+    """What is settled of a module, where it holds for a call; autograd is not asked about."""
+    known = _known.get(module)
+    if known is None:
+        return None
+    state = module.__dict__
+    settled = known.get(_set_to(state))
+    if settled is None or type(x) is not Tensor or type(index) is not Tensor or type(weights) is not Tensor:
+        return None
+    if (
+        not (x.is_cuda if _on_gpu else x.is_cpu)
+        or _backends[-1].name != "auto"
+        or not _plain.is_undisturbed()
+        or not _holds(settled, module, state)
+        or is_narrowed(x)
+    ):
+        return None
+    return settled
+
+
+def tensors_of(module: nn.Module, settled: _Settled) -> Optional[List[Optional[Tensor]]]:
+    """The weights of a settled module, or None where they are of another kind by now."""
+    parameters, tensors = module.__dict__["_parameters"], []
+    for name in settled.weights:
+        tensor = None if name is None else parameters.get(name, module)
+        if tensor is not None and type(tensor) is not _Parameter:
+            return None
+        tensors.append(tensor)
+    up = tensors[0]
+    return tensors if up.dtype is settled.dtype and up.size(0) == settled.experts else None
 
 
 def are_experts(index: Tensor, last: int) -> bool:

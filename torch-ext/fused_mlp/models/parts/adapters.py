@@ -174,7 +174,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
 def _without_adapter(part: nn.Module) -> Union[str, Layer]:
     if quantized.known(type(part)) is not None:
         return quantized.layer_of(part)
-    found = _parameters_of(part)
+    found = parameters_of(part)
     return found if type(found) is str else Layer(*found)
 
 
@@ -192,7 +192,7 @@ def _adapter(state: Dict[str, Any], a: nn.Module, name: str, kind: str) -> Union
     drops = type(dropout)
     if type(a) is not nn.Linear or type(b) is not nn.Linear or (drops is not nn.Identity and drops is not nn.Dropout):
         return f"a {kind} of other parts"
-    first, second = _parameters_of(a), _parameters_of(b)
+    first, second = parameters_of(a), parameters_of(b)
     effect = next((each for each in (first, second) if type(each) is str), None) or of_call(dropout)
     if effect is not None:
         return f"a {kind} with {effect}"
@@ -205,7 +205,7 @@ def _adapter(state: Dict[str, Any], a: nn.Module, name: str, kind: str) -> Union
 _CONTAINERS = {nn.ModuleDict}
 
 
-def _parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
+def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
     """:func:`obstacles.parameters_of`, in less time for what needs no more questions."""
     if type(part) is not nn.Linear:
         return obstacles.parameters_of(part)

@@ -1,0 +1,225 @@
+"""PEFT's low-rank adapters around the weights of experts (``target_parameters``), one ``ParamWrapper`` for each weight.
+
+PEFT writes the changed weights of all experts at each call. Here the outermost wrapper has a forward that reads what
+all of them hold, and computes the experts with their adapters in one call. Its class is known by its source, as those
+of ``parts/adapters.py``; what is not known, or has more than one active adapter, runs as it was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import FunctionType
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Set, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ... import training
+from ...adapters import Adapter
+from ...backends import native
+from ..parts import adapters
+from ..reading import source
+from ..reading.attributes import are_unchanged, as_written, of_call, written
+from ..running import shortcut, switching
+from . import mixtures, proofs, settled
+
+_NAME = "peft.tuners.lora.layer.ParamWrapper"
+# The names that a call of it looks up in the class, and a class that it puts around a weight.
+_METHODS = ("forward", "_check_forward_args", "disable_adapters", "merged", "active_adapters", "active_adapter")
+_METHODS += ("get_base_layer", "get_param", "get_delta_factors", "get_delta_weight", "_activate_lora")
+_PROXY = "_LoraFactorsProxy"
+# Hashes of their source, each with the first version that has it.
+_DIGESTS = {"690c7b5db9d1ff24": "0.21"}
+
+
+class Wrapped(NamedTuple):
+    """The module of experts that wrappers stand around, and their active adapters by the names of its weights."""
+
+    module: nn.Module
+    adapters: Dict[str, Tuple[Tensor, Tensor, float]]  # the factors [E, m, rank] and [E, rank, n] of a weight
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """True if a module is such a wrapper, whatever its state is, around experts whose computation is proved."""
+    if known(type(module)) is None:
+        return False
+    base = list(_chain(module))[-1]
+    return proofs.looks_like_experts(base) and isinstance(proofs.of(base), proofs.Experts)
+
+
+def within(module: nn.Module) -> Tuple[nn.Module, ...]:
+    """The wrappers inside of another one, and the experts: the outermost one has their outcome."""
+    return tuple(_chain(module))[1:] if is_wrapper(module) else ()
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The method to put into the outermost wrapper of a module of experts; none for anything else."""
+    return {"forward": _fused_method(type(module).forward)} if is_wrapper(module) else {}
+
+
+def is_fused(function: Any) -> bool:
+    """True if a function was made by :func:`fused_methods`."""
+    return function in _made
+
+
+_made: Set[FunctionType] = set()
+
+
+def obstacle(module: nn.Module) -> Optional[str]:
+    """The reason why a wrapper runs its original forward in its present state; None if it is fused."""
+    found = _read(module)
+    return found if isinstance(found, str) else mixtures.obstacle(found.module, adapted=bool(found.adapters))
+
+
+def rank_of(module: nn.Module) -> str:
+    """The ranks of the active adapters, for a report."""
+    found = _read(module)
+    ranks = set() if isinstance(found, str) else {rhs.shape[1] for _, rhs, _ in found.adapters.values()}
+    return ", ".join(map(str, sorted(ranks)))
+
+
+@functools.cache
+def _fused_method(method: FunctionType) -> FunctionType:
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
+
+    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        another = instead(self)
+        if another is not None:
+            return another(self, x, *args, **kwargs)
+        result = None
+        if len(args) == 2 and not kwargs and not torch.compiler.is_compiling():
+            is_off = not shortcut.is_grad_enabled() and self.training
+            if is_off and shortcut.is_as_recorded(self, x):
+                result = training.as_recorded(lambda given: _output(self, given, *args), x)
+            else:
+                result = _output(self, x, *args)
+        return method(self, x, *args, **kwargs) if result is None else result
+
+    functools.update_wrapper(forward, method)
+    _made.add(forward)
+    written[forward] = original
+    return forward
+
+
+def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
+    *_, base = _chain(module)
+    known = settled.found(base, x, index, weights)
+    proof = known or proofs.of(base)
+    found = _read(module, proof)
+    if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts as they are
+        return None
+    return mixtures.with_adapters(base, known, x, index, weights, _operands(proof, found))
+
+
+def _operands(proof: Any, found: Wrapped) -> Tuple[Optional[Adapter], Optional[Adapter]]:
+    """The adapters of both products. A weight ``[in, out]`` is changed by ``a^T b^T``, one ``[out, in]`` by ``b a``."""
+
+    def adapter(name: str) -> Optional[Adapter]:
+        if name not in found.adapters:
+            return None
+        left, right, scaling = found.adapters[name]
+        a, b = (left.transpose(1, 2), right.transpose(1, 2)) if proof.form.transposed else (right, left)
+        return Adapter(a, b, scaling)
+
+    up, down = proof.weights[:2]
+    return adapter(up), adapter(down)
+
+
+def _chain(module: nn.Module) -> Iterator[nn.Module]:
+    """A wrapper, those inside of it, and last what they stand around."""
+    while module is not None:
+        yield module
+        module = module._modules.get("base_layer") if known(type(module)) is not None else None
+
+
+def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
+    """The adapters of a wrapper and those inside of it, as they are now; or, as a noun phrase, why they must be called.
+
+    ``proof``: what is known of the experts; None where that is to be asked.
+    """
+    *wrappers, base = _chain(module)
+    proof = proofs.of(base) if proof is None else proof
+    if isinstance(proof, proofs.Unknown):
+        return proof.reason
+    if (
+        "parametrizations" in base._modules
+        or type(base).__call__ is not nn.Module.__call__
+        or of_call(base) is not None
+    ):
+        return "experts that are called in another way"
+    found: Dict[str, Tuple[Tensor, Tensor, float]] = {}
+    for wrapper in wrappers:
+        if not _are_unchanged(known(type(wrapper))):
+            return f"a patched {_NAME}"
+        effect = of_call(wrapper)
+        adapter = _adapter(wrapper, base) if effect is None else f"a {_NAME} with {effect}"
+        if isinstance(adapter, str):
+            return adapter
+        name = wrapper.__dict__.get("parameter_name")
+        if adapter is None:
+            continue
+        if name in found or name not in proof.weights[:2]:
+            return f"an adapter of {name}"
+        found[name] = adapter
+    return Wrapped(base, found)
+
+
+_are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # in compiled code where there is any
+_STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling", "num_experts", "parameter_name"}
+_STATE |= {"_did_swap_in_out_features"}
+
+
+def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Tensor, float], None]:
+    """The factors of a wrapper's weight and their scaling; None where no adapter is active; or why it is called."""
+    state, unknown = wrapper.__dict__, f"a {_NAME} in a form that is not known"
+    if not state.keys() >= _STATE:
+        return unknown
+    if state["_disable_adapters"] or state["merged_adapters"]:
+        takes_out = state["_disable_adapters"] and state["merged_adapters"]
+        return f"a {_NAME} that will take its adapters out" if takes_out else None
+    modules, name, experts = state["_modules"], state["_active_adapter"], state["num_experts"]
+    held = [modules[part] for part in ("lora_A", "lora_B")]
+    names = [each for each in ([name] if type(name) is str else name) if each in held[0]._modules]
+    if not names:
+        return None
+    if len(names) > 1:
+        return f"a {_NAME} with {len(names)} active adapters"
+    scaling, layers = state["scaling"].get(names[0]), [part._modules.get(names[0]) for part in held]
+    is_known = type(scaling) in (int, float) and type(experts) is int and experts > 1
+    if not is_known or any(type(layer) is not nn.Linear for layer in layers) or state.get("lora_variant"):
+        return unknown
+    factors = []
+    for layer in layers:
+        found = adapters.parameters_of(layer)
+        if isinstance(found, str):
+            return f"a {_NAME} with {found}"
+        factors.append(found[0])
+    a, b = factors
+    weight = base._parameters.get(state["parameter_name"])
+    if a.shape[0] % experts or b.shape[1] != a.shape[0] or weight is None or weight.shape[0] != experts:
+        return unknown
+    if a.dtype != b.dtype or a.dtype not in (weight.dtype, torch.float32) or a.device != weight.device:
+        return f"a {_NAME} in another dtype"
+    a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    left, right = (b, a) if state["_did_swap_in_out_features"] else (a.transpose(1, 2), b.transpose(1, 2))
+    if left.shape[1] != weight.shape[1] or right.shape[2] != weight.shape[2]:
+        return unknown
+    return left, right, scaling
+
+
+@functools.lru_cache(maxsize=64)
+def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
+    """What a call looks up in PEFT's wrapper, if a class is that, and its source was read."""
+    if f"{kind.__module__}.{kind.__qualname__}" != _NAME or digest(kind) not in _DIGESTS:
+        return None
+    return tuple((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS))
+
+
+def digest(kind: type) -> Optional[str]:
+    """A hash of the source of what a call of PEFT's wrapper runs; None where there is none."""
+    activate = inspect.unwrap(kind._activate_lora)  # which a decorator of contextlib stands around
+    proxy = activate.__globals__.get(_PROXY)
+    codes = source.codes_of(kind, _METHODS[:-1])
+    return source.digest((*codes, activate.__code__, *source.codes_of(proxy, ("forward",))))
